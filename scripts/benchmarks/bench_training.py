@@ -42,7 +42,7 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from wdstrain.training.config import Config
-from wdstrain.training.images import Normalization, normalize
+from wdstrain.training.inputs import Normalization, normalize
 from wdstrain.training.models import build
 from wdstrain.training.optim import Schedule, make_optimizer, set_learning_rate
 

@@ -17,7 +17,7 @@ from wdstrain.memory.shared import Memory
 from wdstrain.shards.label import Label
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.heads import ClassHead
-from wdstrain.training.images import Normalization, normalize
+from wdstrain.training.inputs import Normalization, normalize
 from wdstrain.training.tasks import Task
 
 pytestmark = [

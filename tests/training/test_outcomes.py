@@ -270,7 +270,7 @@ def test_an_exported_model_predicts_as_the_checkpoint(
             expected[:, 7:]
         )  # a number is as the labels have it
         if ending == "onnx":
-            found = ReferenceEvaluator(str(path)).run(None, {"pictures": pixels.float().numpy()})[0]
+            found = ReferenceEvaluator(str(path)).run(None, {"image": pixels.float().numpy()})[0]
             np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
             return
         loaded: Any = torch.export.load(path).module()
@@ -510,7 +510,7 @@ def test_a_user_defined_model_is_trained_and_scored_from_python(
         (lambda: None, "called with the number of outputs, and that failed"),
         (
             lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 7)),
-            r"returns \[2, 7\] for two images: must be \[2, 1\]",
+            r"returns \[2, 7\] for two samples: must be \[2, 1\]",
         ),
     ],
 )

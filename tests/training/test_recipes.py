@@ -27,7 +27,7 @@ from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead
-from wdstrain.training.images import Normalization
+from wdstrain.training.inputs import Normalization
 from wdstrain.training.metrics import EvalMetrics, default_monitor, is_better, is_maximized
 from wdstrain.training.models import build, last_layer
 from wdstrain.training.optim import (

@@ -386,7 +386,7 @@ def test_checkpoints_are_written_by_the_clock_too(
 def test_a_checkpoint_of_another_format_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
     torch.save({**state, "format": 0}, tmp_path / "old.pt")
-    with pytest.raises(UsageError, match="has the checkpoint format 0: must be 2"):
+    with pytest.raises(UsageError, match="has the checkpoint format 0: must be 3"):
         read_checkpoint(str(tmp_path / "old.pt"))
     with pytest.raises(UsageError, match="Give one of them"):
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)

@@ -20,7 +20,8 @@ from tests.conftest import picture, write_class_folder, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 
-QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 16}
+PLAIN: dict[str, Any] = {"epochs": 1, "batch_size": 8}
+QUICK: dict[str, Any] = {**PLAIN, "image_size": 16}
 
 
 class Linear(torch.nn.Sequential):
@@ -99,16 +100,19 @@ class Inverted:
 def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
     shards: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    done = wt.train(shards, tmp_path / "run", fields={"image": wt.image(size=(8, 12))}, **QUICK)
+    done = wt.train(shards, tmp_path / "run", fields={"image": wt.image(size=(8, 12))}, **PLAIN)
     checkpoint, val = str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{shards}/val-*.tar"
     assert wt.evaluate(checkpoint, val)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
     capsys.readouterr()
     assert main(["evaluate", checkpoint, val, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
-    for other in (wt.image(size=16), wt.image()):
-        with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
+    for other, words in (
+        (wt.image(size=16), r"was trained on image: uint8\[3, 8, 12\]"),
+        (wt.image(), "without a fixed size, image"),
+    ):
+        with pytest.raises(wt.UsageError, match=words):
             wt.evaluate(checkpoint, val, fields={"image": other})
-        with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
+        with pytest.raises(wt.UsageError, match=words):
             wt.predict(checkpoint, val, tmp_path / "p.csv", fields={"image": other})
 
 
@@ -120,7 +124,9 @@ def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) 
     assert wt.evaluate(checkpoint, val, fields={"image": Inverted()})[1]["loss"] == pytest.approx(
         done.val["loss"], abs=1e-9
     )
-    with pytest.raises(wt.UsageError, match=r"image was Inverted\(.*, is image\("):
+    with pytest.raises(
+        wt.UsageError, match=r"the input was image: Inverted\(.*, is image: image\("
+    ):
         wt.train(shards, tmp_path / "run", resume=True, **{**QUICK, "epochs": 2})
 
 
@@ -269,7 +275,7 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
     make = functools.partial(Linear, inputs=int(np.prod(shape)))
     image = wt.array("x.npy", shape=shape, dtype=dtype)
     done = wt.train(
-        tmp_path / "set", tmp_path / "run", model=make, fields={"image": image}, **QUICK
+        tmp_path / "set", tmp_path / "run", model=make, fields={"image": image}, **PLAIN
     )
     checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{tmp_path}/set/val-*.tar"
     assert wt.evaluate(checkpoint, val, model=make)[1]["loss"] == pytest.approx(done.val["loss"])
@@ -305,7 +311,7 @@ def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_w
             tmp_path / "run",
             model=make,
             fields={"image": image},
-            **QUICK,
+            **PLAIN,
             **options,
         )
     assert not (tmp_path / "run").exists()

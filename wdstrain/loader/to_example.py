@@ -37,12 +37,12 @@ class ToExample:
         for name, field in self._fields.items():
             if labels and isinstance(field, Label):
                 field = label_of_set(field, labels)
-            example[name] = _value(field, sample, draws)
+            example[name] = read_sample(field, sample, draws)
         return example
 
 
-def _value(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
-    """Return the value of a field. Raises SampleError naming shard, key and field."""
+def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
+    """Return the value of a field, from the bytes of one sample. Raises SampleError naming shard, key and field."""
     member = next((name for name in field.names if name in sample), None)
     if member is None:
         has = ", ".join(name for name in sample if not name.startswith("__"))

@@ -31,33 +31,29 @@ from wdstrain.training.config import Config
 from wdstrain.training.data import (
     TrainData,
     addresses,
-    check_no_randomness,
     class_weights,
     open_set,
     train_loader,
     val_loader,
-    validation_field,
     with_task_labels,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.epoch_report import best_sentence, samples_sentence
 from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
-from wdstrain.training.images import (
-    ImageInput,
-    Normalization,
-    augments_batches,
-    check_image_field,
-    check_no_image_options,
-    image_field,
-    input_field,
-    shape_of,
-)
+from wdstrain.training.inputs import InputSource, ModelInputs, Normalization
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory, build, call_factory, check_shapes
 from wdstrain.training.progress import reporting
 from wdstrain.training.run_dir import CHECKPOINTS, RunDir, check_out
 from wdstrain.training.run_logger import RunLogger
 from wdstrain.training.run_state import RunState
+from wdstrain.training.sources import (
+    check_no_randomness,
+    check_source,
+    default_source,
+    given_source,
+    validation_source,
+)
 from wdstrain.training.stop_signals import SignalHandler
 from wdstrain.training.tasks import Task
 from wdstrain.training.trainer import Trainer
@@ -109,7 +105,8 @@ def train(arguments: TrainArguments) -> TrainResult:
     folder, distributed = os.fspath(arguments.out), DistributedContext()
     if distributed.leads:  # the others may see what it has begun to write
         check_out(folder, overwrite=overwrite, resume=resume)
-    data = TrainData.of(urls, val, config)
+    data = TrainData.of(urls, val, config, arguments.fields)
+    config = replace(config, label=config.label or data.undeclared)
     checkpoint, unreadable = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     if data.val is None and (config.patience or config.schedule == "plateau" or config.monitor):
         raise UsageError(
@@ -118,31 +115,18 @@ def train(arguments: TrainArguments) -> TrainResult:
     task = data.task(checkpoint)
     device = device_of(config.device, distributed)
     torch.manual_seed(config.seed)
-    if arguments.fields is not None:
-        check_no_image_options(config)
-    if arguments.val_fields is not None and data.val is None:
-        raise UsageError("val_fields has no effect without validation data. Give val=.")
-    train_field = input_field(arguments.fields, task, "fields") or image_field(config)
-    given = input_field(arguments.val_fields, task, "val_fields")
-    val_field = validation_field(train_field, given)
-    example = check_image_field(
-        train_field,
-        channels_last=config.channels_last,
-        augments=augments_batches(config),
-    )
-    net, loaded = _make_model(config, task, model, shape_of(example), checkpoint is None)
-    normalization = _normalization(checkpoint, loaded)
-    image_input = ImageInput.of(
-        val_field, check_image_field(val_field, channels_last=False, augments=False), normalization
-    )
-    if data.val is not None and given is None:
-        check_no_randomness(data.val, val_field, config)
+    train_source, val_source = _sources(arguments, data, task, config)
+    inputs = ModelInputs(train_source.specs)
+    net, loaded = _make_model(config, task, model, inputs, checkpoint is None)
+    inputs = ModelInputs(val_source.specs, _normalization(checkpoint, loaded))
     frozen = model_weights.freeze(net, config.freeze) if config.freeze else []
     # lanes of the run that is resumed, so that it may have another number of processes
     lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
-    loader = train_loader(data.train, task, train_field, config, distributed, lanes)
+    loader = train_loader(data.train, task, train_source, config, distributed, lanes)
     validation = (
-        val_loader(data.val, task, val_field, config, distributed) if data.val is not None else None
+        val_loader(data.val, task, val_source, config, distributed)
+        if data.val is not None
+        else None
     )
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
@@ -162,7 +146,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         setup = Setup(
             task=task,
             config=config,
-            image=image_input,
+            inputs=inputs,
             device=device,
             distributed=distributed,
             reporter=reporter,
@@ -223,12 +207,12 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
     loaded = LoadedCheckpoint.of(
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
-    source = loaded.image_source(input_field(arguments.fields, loaded.task, "fields"))
     undeclared = loaded.config.label is not None
     index = with_task_labels(open_set(arguments.urls), loaded.task, undeclared=undeclared)
     check_cache(given_options(arguments), index)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task
+    source = loaded.source(arguments.fields, arguments.transform, index)
     device = device_of(config.device, distributed)
     loader = val_loader(index, task, source, config, distributed)
     with ExitStack() as stack:
@@ -238,7 +222,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
         setup = Setup(
             task=task,
             config=config,
-            image=loaded.image,
+            inputs=loaded.inputs,
             device=device,
             distributed=distributed,
             reporter=reporter,
@@ -260,11 +244,31 @@ def _absolute(config: Config) -> Config:
     return replace(config, **absolute)
 
 
+def _sources(
+    arguments: TrainArguments, data: TrainData, task: Task, config: Config
+) -> tuple[InputSource, InputSource]:
+    """Return the sources of the inputs for training and validation, checked against the options."""
+    val = data.val if data.val is not None else data.train
+    for name in ("val_fields", "val_transform"):
+        if getattr(arguments, name) is not None and data.val is None:
+            raise UsageError(f"{name} has no effect without validation data. Give val=.")
+    given = given_source(arguments.fields, arguments.transform, task, data.train, config)
+    train_source = given or default_source(config)
+    check_source(train_source, config, is_given=given is not None)
+    given_val = given_source(
+        arguments.val_fields, arguments.val_transform, task, val, config, prefix="val_"
+    )
+    val_source = validation_source(train_source, given_val)
+    if data.val is not None and given_val is None:
+        check_no_randomness(data.val, val_source, task, config)
+    return train_source, val_source
+
+
 def _make_model(
     config: Config,
     task: Task,
     model: str | ModelFactory | nn.Module,
-    image_shape: tuple[int, ...],
+    inputs: ModelInputs,
     loads_weights: bool,
 ) -> tuple[nn.Module, model_weights.LoadedWeights | None]:
     """Return the model and the weights that it starts from. A checkpoint replaces them later."""
@@ -274,13 +278,13 @@ def _make_model(
         net = build(
             name,
             task.outputs,
-            config.image_size,
+            inputs.image_size or config.image_size,
             pretrained=pretrained,
             is_dense=task.is_dense,
         )
     else:
         net = call_factory(model, name, task.outputs)
-    net = check_shapes(net, name, image_shape, task.output_shape(image_shape))
+    net = check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))
     return net, model_weights.load(net, name, weights) if weights is not None else None
 
 
@@ -289,7 +293,7 @@ def _normalization(
 ) -> Normalization:
     """Return the normalization of the checkpoint, or of the weights, or of ImageNet."""
     if checkpoint is not None:
-        return ImageInput.from_state(checkpoint["image"]).normalization
+        return ModelInputs.from_state(checkpoint["inputs"]).normalization
     return (loaded.normalization if loaded is not None else None) or Normalization()
 
 

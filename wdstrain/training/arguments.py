@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from wdstrain.decode.fields import Field
+from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
@@ -58,14 +59,23 @@ class TrainArguments(RunOptions):
     )
     fields: Fields = option(
         None,
-        "fields by name, as for wt.Loader: the input of the model, and labels under their names "
-        "(a single one also as label), which may be left out. Default: an input of "
-        "wt.image(size=image_size, augment=augment). uint8[3, h, w] is normalized as the weights "
-        "expect it (by default as ImageNet), other uint8 is divided by 255, other numbers become "
-        "float32",
+        "fields by name, as for wt.Loader: labels under their names (a single one also as label), "
+        "which may be left out; all others are inputs of the model, several as keyword arguments. "
+        "Default: an input of wt.image(size=image_size, augment=augment). uint8[3, h, w] is "
+        "normalized as the weights expect it (by default as ImageNet), other uint8 is divided by "
+        "255, int64 without height and width keeps its type, other numbers become float32",
     )
     val_fields: Fields = option(
         None, "the same for validation (default: fields without augmentation)"
+    )
+    transform: Transform | None = option(
+        None,
+        "instead of fields, a function of a sample or of (sample, rng) as for wt.Loader. It returns "
+        "a dict: entries with the name of a label are targets, all others inputs. Labels that it "
+        "leaves out are read as the shards have them",
+    )
+    val_transform: Transform | None = option(
+        None, "the same for validation (default: transform, which then must not augment)"
     )
     criterion: Criteria = option(
         None,
@@ -106,8 +116,9 @@ class EvaluateArguments(EvaluateOptions):
     _: KW_ONLY
     model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
     fields: Fields = option(
-        None, "as for train (for validation), if the input is a field of your own"
+        None, "as for train (for validation), if an input is a field of your own"
     )
+    transform: Transform | None = option(None, "as for train (for validation), if it was given")
     criterion: Criteria = option(None, "as it was given to train")
     metrics: Mapping[str, Any] | None = option(None, "as for train")
     progress: Reporter | None = option(None, _PROGRESS)
@@ -125,8 +136,9 @@ class PredictArguments(PredictOptions):
     _: KW_ONLY
     model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
     fields: Fields = option(
-        None, "as for train (for validation), if the input is a field of your own"
+        None, "as for train (for validation), if an input is a field of your own"
     )
+    transform: Transform | None = option(None, "as for train (for validation), if it was given")
     probabilities: bool = option(False, "one more column for each class")
     embeddings: bool = option(
         False, "a column with the input of the last layer: lists, or JSON in a CSV file"

@@ -23,7 +23,7 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage.files import publish
 
 LAST, BEST = "last.pt", "best.pt"
-FORMAT = 2  # of the contents of a checkpoint
+FORMAT = 3  # of the contents of a checkpoint
 
 
 class Checkpoints:

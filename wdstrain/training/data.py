@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.fields import Field, Image, NumpyArray
+from wdstrain.decode.fields import Field
 from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.label_fields import Label, Labels, Number
+from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.loader.epoch import Batch
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.declare import read_classes, with_label, with_mask
 from wdstrain.shards.index import Index
@@ -35,26 +38,40 @@ from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.inputs import InputSource
 from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
 _COUNTED_LABELS, _AVERAGED_LABELS, _COUNTED_MASKS = 10_000, 2_000, 200
-# Samples and epochs that tell whether a field of the user's augments images.
-_COMPARED_SAMPLES, _COMPARED_EPOCHS = 4, 4
+_FEW_SAMPLES = 4  # that are tried before a run
 
 
 @dataclass(frozen=True)
 class TrainData:
-    """The sets of a run. label: to learn, as `Task.of` takes it."""
+    """The sets of a run.
+
+    label: to learn, as `Task.of` takes it. undeclared: the label of the user's field, as the option
+    `label` names it, if the index declares none.
+    """
 
     train: Index
     val: Index | None
     label: str | None
+    undeclared: str | None = None
 
     @classmethod
-    def of(cls, urls: Urls | Index, val: Urls | Index | None, config: Config) -> TrainData:
-        """Open train and validation set, with declared labels and only the chosen samples."""
+    def of(
+        cls,
+        urls: Urls | Index,
+        val: Urls | Index | None,
+        config: Config,
+        fields: Mapping[str, Field] | None = None,
+    ) -> TrainData:
+        """Open train and validation set, with declared labels and only the chosen samples.
+
+        fields: of the user's. Its entry "label" tells the label to learn if no option does.
+        """
         if config.fold is not None:
             if val is not None:
                 raise UsageError(
@@ -65,30 +82,20 @@ class TrainData:
         else:
             train_index, val_index = _open_sets(urls, val)
         label = config.label
-        if label is not None and (masks := _mask_field(train_index, label)):
-            if config.classes is None:
-                raise UsageError(
-                    f"label={label}: it holds masks. Name their classes in the order of their numbers, "
-                    f"such as classes=background,cat,dog, or give their number, such as classes=21."
-                )
-            names = read_classes(config.classes)
-            train_index = with_mask(train_index, masks, names)
-            val_index = with_mask(val_index, masks, names) if val_index is not None else None
-            label = train_index.labels[0].name
-        elif label is not None and not train_index.labels and not train_index.shard_labels:
-            train_index, val_index = _declare(train_index, val_index, label, config.classes)
-            label = train_index.labels[0].name
-        elif config.classes is not None:
-            raise UsageError(
-                "classes= names the classes of a field that no index declares as a label. Leave it "
-                "out, or name such a field with label=."
-            )
+        classes: Sequence[str] | None = read_classes(config.classes) if config.classes else None
+        undeclared = None
+        label_field = fields.get("label") if isinstance(fields, Mapping) else None
+        if label is None and label_field is not None:
+            label, undeclared = _label_of(train_index, label_field)
+        if undeclared is not None:
+            classes = classes or _classes_of(label_field)
+        train_index, val_index, label = _with_label(train_index, val_index, label, classes)
         if config.where is not None:
             train_index = train_index.where(config.where)
             val_index = val_index.where(config.where) if val_index is not None else None
         if config.fold is not None:
             train_index, val_index = _fold(train_index, label, config)
-        return cls(train_index, val_index, label)
+        return cls(train_index, val_index, label, undeclared)
 
     def task(self, checkpoint: Mapping[str, Any] | None) -> Task:
         """Return the task of the training set, checked against the validation set.
@@ -157,14 +164,55 @@ def with_task_labels(index: Index, task: Task, *, undeclared: bool) -> Index:
     return index
 
 
-def _declare(
-    train: Index, val: Index | None, name: str, classes: str | None
-) -> tuple[Index, Index | None]:
-    """Return both sets with a label that is read from a field or a JSON entry."""
-    train = with_label(train, name, None if classes is None else read_classes(classes))
-    if val is not None and not val.labels and not val.shard_labels:
-        val = with_label(val, name, train.labels[0].classes or None)
-    return train, val
+def _with_label(
+    train: Index, val: Index | None, label: str | None, classes: Sequence[str] | None
+) -> tuple[Index, Index | None, str | None]:
+    """Return both sets with the label that is learned, and its name; see `TrainData.of`."""
+    if label is not None and (masks := _mask_field(train, label)):
+        if classes is None:
+            raise UsageError(
+                f"label={label}: it holds masks. Name their classes in the order of their numbers, "
+                f"such as classes=background,cat,dog, or give their number, such as classes=21."
+            )
+        train = with_mask(train, masks, classes)
+        val = with_mask(val, masks, classes) if val is not None else None
+        return train, val, train.labels[0].name
+    if label is not None and not train.labels and not train.shard_labels:
+        train = with_label(train, label, classes)
+        if val is not None and not val.labels and not val.shard_labels:
+            val = with_label(val, label, train.labels[0].classes or None)
+        return train, val, train.labels[0].name
+    if classes is not None:
+        raise UsageError(
+            "classes= names the classes of a field that no index declares as a label. Leave it "
+            "out, or name such a field with label=."
+        )
+    return train, val, label
+
+
+def _label_of(index: Index, field: Field) -> tuple[str | None, str | None]:
+    """Return (name of the label that a field reads, the same if no index declares it).
+
+    None for a label that is not declared beside others, and for a field that reads no label.
+    """
+    kinds = {Labels: "multi", Number: "number", Label: "class", Mask: "mask"}
+    kind, column = kinds.get(type(field)), getattr(field, "column", None)
+    if kind is None:
+        return None, None
+    for label in index.labels:
+        if label.field in field.names and label.column == column:
+            return (label.name if len(index.labels) > 1 else None), None
+    name = next((name for name in field.names if name in index.fields), None)
+    if index.labels or index.shard_labels or name is None:
+        return None, None
+    text = f"{name}:{kind}" if column is None else f"{name}.{column}:{kind}"
+    return text, text
+
+
+def _classes_of(field: Field | None) -> Sequence[str] | None:
+    """Return the classes that a label field of the user's names; of masks also their number."""
+    classes = getattr(field, "classes", None)
+    return [str(classes)] if isinstance(classes, int) else classes or None
 
 
 # --- loaders --------------------------------------------------------------------------------------
@@ -173,7 +221,7 @@ def _declare(
 def train_loader(
     index: Index,
     task: Task,
-    image: Field,
+    source: InputSource,
     config: Config,
     distributed: DistributedContext,
     lanes: int | None,
@@ -181,7 +229,7 @@ def train_loader(
     """Return the shuffled loader of the training set."""
     return Loader(
         index,
-        task.fields(image),
+        **source.loader_options(task, index),
         seed=config.seed,
         shuffle_buffer=config.shuffle_buffer,
         balance=config.balance,
@@ -191,11 +239,11 @@ def train_loader(
 
 
 def val_loader(
-    index: Index, task: Task, image: Field, config: Config, distributed: DistributedContext
+    index: Index, task: Task, source: InputSource, config: Config, distributed: DistributedContext
 ) -> Loader:
     """Return a loader that delivers every sample once, in order."""
-    options = _shared_options(config, distributed)
-    return Loader(index, task.fields(image), shuffle=False, tail="keep", **options)
+    options = source.loader_options(task, index) | _shared_options(config, distributed)
+    return Loader(index, shuffle=False, tail="keep", **options)
 
 
 def _shared_options(config: Config, distributed: DistributedContext) -> dict[str, Any]:
@@ -217,51 +265,28 @@ def _shared_options(config: Config, distributed: DistributedContext) -> dict[str
     }
 
 
-def validation_field(train: Field, given: Field | None) -> Field:
-    """Return the image field of validation: the given one, or `train` without augmentation.
-
-    Raises UsageError for a given field that augments.
-    """
-    if type(given) is Image and given.augment.is_random:
-        raise UsageError(
-            "val_fields= augments images. Validation needs the same images every time."
+def few_batches(
+    index: Index, options: Mapping[str, Any], config: Config, epochs: int
+) -> Iterator[Batch]:
+    """Yield a batch of the first samples in each of some epochs."""
+    few = index.take(np.arange(min(_FEW_SAMPLES, len(index))))
+    with closing(
+        Loader(
+            few,
+            **options,
+            batch_size=len(few),
+            shuffle=False,
+            tail="keep",
+            rank=0,
+            world_size=1,
+            on_error="replace",
+            max_errors=1.0,
+            cache_dir=config.cache_dir,
+            cache_limit=config.cache_limit,
         )
-    if given is None and type(train) is Image:
-        return replace(train, augment=train.augment.without_randomness())
-    return given or train
-
-
-def check_no_randomness(index: Index, field: Field, config: Config) -> None:
-    """Raise UsageError for a field of the user's that gives other images in another epoch.
-
-    It reads a few samples in a few epochs.
-    """
-    if type(field) in (Image, NumpyArray):
-        return
-    few = index.take(np.arange(min(_COMPARED_SAMPLES, len(index))))
-    epochs = []
-    for epoch in range(_COMPARED_EPOCHS):
-        with closing(
-            Loader(
-                few,
-                {"image": field},
-                batch_size=len(few),
-                shuffle=False,
-                tail="keep",
-                rank=0,
-                world_size=1,
-                on_error="replace",
-                max_errors=1.0,
-                cache_dir=config.cache_dir,
-                cache_limit=config.cache_limit,
-            )
-        ) as loader:
-            epochs.append(next(iter(loader.epoch(epoch)))["image"])
-    if any(not torch.equal(images, epochs[0]) for images in epochs[1:]):
-        raise UsageError(
-            "fields= gives other inputs in each epoch, and validation needs the same ones. Give "
-            "fields without augmentation: val_fields=."
-        )
+    ) as loader:
+        for epoch in range(epochs):
+            yield next(iter(loader.epoch(epoch)))
 
 
 def addresses(urls: Urls | Index) -> str | list[str]:

@@ -15,7 +15,7 @@ from wdstrain.training.callbacks import Callback
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.fsdp import is_sharded
-from wdstrain.training.images import ImageInput
+from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.metrics import EvalMetrics
 from wdstrain.training.optim import OptimizerFactory, autocast
 from wdstrain.training.previews import PreviewCollector
@@ -43,17 +43,16 @@ class Setup:
 
     task: Task
     config: Config
-    image: ImageInput
+    inputs: ModelInputs
     device: torch.device
     distributed: DistributedContext
     reporter: Reporter
     objects: UserObjects = UserObjects()
 
-    def model_input(self, pixels: Tensor) -> Tensor:
-        """Return normalized images in the memory format of the model."""
-        is_last = self.config.channels_last
-        layout = torch.channels_last if is_last else torch.contiguous_format
-        return self.image.normalize(pixels).contiguous(memory_format=layout)
+    def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the outputs of a model for a batch."""
+        with autocast(self.config, self.device):
+            return self.inputs.call(model, batch, channels_last=self.config.channels_last)
 
 
 def evaluate_pass(
@@ -74,7 +73,7 @@ def evaluate_pass(
     task = setup.task
     model.eval()
     metrics = EvalMetrics(task, setup.device, setup.objects.metrics)
-    previews = PreviewCollector(task)
+    previews = PreviewCollector(task, setup.inputs.picture)
     steps = len(loader) if limit is None else min(limit, len(loader))
     # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
     is_split = is_sharded(model)
@@ -85,13 +84,12 @@ def evaluate_pass(
                 batch = _select_rows(batch, torch.from_numpy(batches.own))
             targets = task.targets(batch)
             if len(batch["__key__"]):  # the last batch of a process may hold none
-                with autocast(setup.config, setup.device):
-                    outputs = model(setup.model_input(batch["image"])).float()
+                outputs = setup.call(model, batch).float()
                 losses = task.losses(outputs, targets, criterion=setup.objects.criterion)
                 metrics.update(outputs, targets, losses)
                 previews.add(batch, outputs, targets, losses)
             elif is_split:  # the processes complete the tensors of the model together
-                model(setup.model_input(setup.image.blank(setup.device)))
+                setup.call(model, setup.inputs.blank(1, setup.device))
             setup.reporter.step(title, step + 1, steps)
             check_stop()
             if step + 1 == steps < len(loader):

@@ -1,7 +1,7 @@
 """A trained model for other programs: its weights, torch.export, or ONNX.
 
-Exported programs take images as they are, [b, 3, h, w] in 0 to 255, and normalize them themselves. A
-JSON file beside them describes inputs and outputs.
+Exported programs take images as they are, [b, 3, h, w] in 0 to 255, and normalize them themselves.
+A JSON file beside them describes inputs and outputs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
+from wdstrain.training.inputs import InputSpec
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory
 
-Write = Callable[[LoadedCheckpoint, Tensor, str], None]
+Write = Callable[[LoadedCheckpoint, tuple[Tensor, ...], str], None]
 
 
 class Normalizing(nn.Module):
     """A model that normalizes its images, and returns numbers on the scale of the labels.
 
-    Input [b, 3, h, w], output as that of the model. Arrays of uint8 that are no RGB images are
-    divided by 255, and other values are taken as they are.
+    Inputs in the order of the checkpoint, such as images [b, 3, h, w]; output as that of the model.
+    Arrays of uint8 that are no RGB images are divided by 255, other values are taken as they are.
     """
 
     def __init__(self, loaded: LoadedCheckpoint) -> None:
@@ -37,16 +38,24 @@ class Normalizing(nn.Module):
         shape = (-1, 1, 1) if loaded.task.is_dense else (-1,)
         self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]).view(shape))
         self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]).view(shape))
-        image = loaded.image
-        mean, std = torch.tensor(0.0), torch.tensor(255.0 if image.dtype == "uint8" else 1.0)
-        if image.is_rgb:
-            values = (image.normalization.mean, image.normalization.std)
-            mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in values)
+        self.inputs = loaded.inputs
+        values = (loaded.inputs.normalization.mean, loaded.inputs.normalization.std)
+        mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in values)
         self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        outputs: Tensor = self.model((pixels.float() - self.mean) / self.std)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        parts = zip(self.inputs.specs.items(), inputs, strict=True)
+        values = {name: self._normalized(spec, value) for (name, spec), value in parts}
+        single = len(values) == 1
+        outputs: Tensor = self.model(*values.values()) if single else self.model(**values)
         return outputs * self.scale + self.shift
+
+    def _normalized(self, spec: InputSpec, value: Tensor) -> Tensor:
+        if spec.is_rgb:
+            return (value.float() - self.mean) / self.std
+        if spec.dtype == "uint8":
+            return value.float() / 255
+        return value if spec.keeps_type else value.float()
 
 
 def export(
@@ -71,9 +80,9 @@ def export(
         raise UsageError(f"out={path}: must end in {', '.join(_KINDS)}.")
     check_file_output(path)
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
-    example = torch.rand(2, *loaded.image.shape) * 255
+    examples = tuple(_example(spec) for spec in loaded.inputs.specs.values())
     try:
-        _KINDS[kind](loaded, example, path)
+        _KINDS[kind](loaded, examples, path)
     except (OSError, UsageError, StorageError):
         raise
     except Exception as error:  # exporters raise errors of many types
@@ -85,6 +94,13 @@ def export(
     about = f"{path}.json"
     write_whole(about, json_bytes(_description(loaded, kind), indent=1))
     return [path, about]
+
+
+def _example(spec: InputSpec) -> Tensor:
+    """Return a batch of two values of an input, as an exported program takes them."""
+    if spec.keeps_type:
+        return torch.zeros(2, *spec.shape, dtype=torch.int64)
+    return torch.rand(2, *spec.shape) * 255
 
 
 def _description(loaded: LoadedCheckpoint, kind: str) -> dict[str, object]:
@@ -102,27 +118,29 @@ def _description(loaded: LoadedCheckpoint, kind: str) -> dict[str, object]:
         outputs.append(output)
     return {
         "model": loaded.config.model,
-        "input": [None, *loaded.image.shape],
-        "normalized": _normalized(loaded, kind),
+        "inputs": [
+            {"name": n, "shape": [None, *s.shape], "normalized": _normalized(loaded, s, kind)}
+            for n, s in loaded.inputs.specs.items()
+        ],
         "outputs": outputs,
     }
 
 
-def _state(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+def _state(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
     with put_whole(path) as file:
         torch.save(loaded.model.state_dict(), file)
 
 
-def _program(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+def _program(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(
-        Normalizing(loaded).eval(), (example,), dynamic_shapes=({0: batch},)
+        Normalizing(loaded).eval(), examples, dynamic_shapes=(({0: batch},) * len(examples),)
     )
     with put_whole(path) as file:
         torch.export.save(program, file)
 
 
-def _onnx(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+def _onnx(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -133,10 +151,10 @@ def _onnx(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             Normalizing(loaded).eval(),
-            (example,),
-            input_names=["pictures"],
+            examples,
+            input_names=list(loaded.inputs.specs),
             output_names=["outputs"],
-            dynamic_shapes=({0: batch},),
+            dynamic_shapes=(({0: batch},) * len(examples),),
             dynamo=True,
             verbose=False,
         )
@@ -146,14 +164,14 @@ def _onnx(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
         file.write(program.model_proto.SerializeToString())
 
 
-def _normalized(loaded: LoadedCheckpoint, kind: str) -> str:
-    """Return who normalizes the images, and how."""
-    normalization = loaded.image.normalization
-    if loaded.image.dtype != "uint8":
+def _normalized(loaded: LoadedCheckpoint, spec: InputSpec, kind: str) -> str:
+    """Return who normalizes an input, and how."""
+    normalization = loaded.inputs.normalization
+    if spec.dtype != "uint8":
         return "not normalized, as in training"
     if kind != ".pt":
         return "by the model: give 0 to 255"
-    if loaded.image.is_rgb:
+    if spec.is_rgb:
         return f"by the caller: mean {normalization.mean}, std {normalization.std}"
     return "by the caller: divided by 255"
 

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import Number, label
+from wdstrain.errors import SampleError
 from wdstrain.shards.label import Label
 
 
@@ -64,6 +65,27 @@ class Head(ABC):
         image: field of the images, which masks follow.
         """
         return label(self.target.field, column=self.target.column, classes=self.classes)
+
+    def checked_target(self, value: Any) -> Any:
+        """Return a label that a transform returned, as `field` reads it.
+
+        value: number or name of a class. Raises SampleError for a value that is none.
+        """
+        if isinstance(value, str):
+            return self._class_number(value)
+        number = as_float(value, self.name)
+        if number != int(number) or not 0 <= number < len(self.classes):
+            raise SampleError(
+                f"{self.name} is {value}: must be a class number from 0 to {len(self.classes) - 1}"
+            )
+        return int(number)
+
+    def _class_number(self, name: str) -> int:
+        if name not in self.classes:
+            raise SampleError(
+                f"{self.name} is {name[:80]!r}: must be one of the {len(self.classes)} classes"
+            )
+        return self.classes.index(name)
 
     @abstractmethod
     def losses(
@@ -221,6 +243,21 @@ class MultiLabelHead(Head):
         """Return the field that reads the target: float32[b, classes], 0 or 1."""
         return label(self.target.field, column=self.target.column, classes=self.classes, multi=True)
 
+    def checked_target(self, value: Any) -> Tensor:
+        """Return flags, float32[classes]. value: names of classes, or a flag for each class."""
+        if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+            numbers = [self._class_number(name) for name in value]
+            flags = torch.zeros(len(self.classes))
+            flags[numbers] = 1
+            return flags
+        flags = torch.as_tensor(value, dtype=torch.float32)
+        if flags.shape != (len(self.classes),) or not ((flags == 0) | (flags == 1)).all():
+            raise SampleError(
+                f"{self.name} is {str(value)[:80]}: must be 0 or 1 for each of the "
+                f"{len(self.classes)} classes, or a list of their names"
+            )
+        return flags
+
     def losses(
         self,
         outputs: Tensor,
@@ -285,6 +322,9 @@ class NumberHead(Head):
         column = self.target.column
         return Number((self.target.field,), column, is_finite=True, dtype="float64")
 
+    def checked_target(self, value: Any) -> float:
+        return as_float(value, self.name)
+
     def losses(
         self,
         outputs: Tensor,
@@ -329,6 +369,17 @@ class NumberHead(Head):
 
     def describe(self) -> str:
         return "a number"
+
+
+def as_float(value: Any, name: str) -> float:
+    """Return a label that a transform returned as a finite number. name: of the label."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SampleError(f"{name} is {str(value)[:80]}: must be a finite number")
+    return number
 
 
 def number_text(value: float) -> str:

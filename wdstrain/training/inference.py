@@ -7,18 +7,14 @@ the error column, and the image beside it is predicted all the same.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
@@ -26,33 +22,32 @@ from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Label, with_classes
-from wdstrain.decode.transforms import DRAWS, Draws
+from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_index, require_one_split
-from wdstrain.shards.values import Array, scalar
+from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import check_file_output, put_whole, write_whole
+from wdstrain.storage.files import check_file_output, write_whole
 from wdstrain.training.arguments import (
     PredictArguments,
     check_cache,
     given_options,
     refuse_without_effect,
 )
+from wdstrain.training.data import open_set
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead, number_text
-from wdstrain.training.images import input_field
+from wdstrain.training.inputs import InputSource
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.mask_head import mask_png
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
+from wdstrain.training.prediction_table import TABLES
 from wdstrain.training.progress import Reporter, reporting
-
-_CHUNK_ROWS = 4096  # rows of a row group of Parquet
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ def predict(arguments: PredictArguments) -> PredictResult:
     folder named like `out` without its ending; a column has their paths in it.
     """
     path, urls = os.fspath(arguments.out), arguments.urls
-    if os.path.splitext(path)[1].lower() not in _WRITERS:
-        raise UsageError(f"out={path}: must end in {' or '.join(_WRITERS)}.")
+    if os.path.splitext(path)[1].lower() not in TABLES:
+        raise UsageError(f"out={path}: must end in {' or '.join(TABLES)}.")
     check_file_output(path)
     loaded = LoadedCheckpoint.of(
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
@@ -94,20 +89,20 @@ def predict(arguments: PredictArguments) -> PredictResult:
     ):
         raise UsageError("probabilities has no effect: no label has classes. Leave it out.")
     device = device_of(loaded.config.device, distributed)
-    source = loaded.image_source(input_field(arguments.fields, loaded.task, "fields"))
-    predictor = _Predictor(loaded, source, device, arguments.embeddings)
     with reporting(arguments.progress, True) as reporter:
-        images = _image_paths(urls, source, reporter)
-        if images:
-            names = ("num_workers", "cache_dir", "cache_limit")
-            refuse_without_effect(options, names, "image files are read in threads")
+        images = _image_paths(urls, _extensions(arguments, loaded), reporter)
+        index = None if images else open_set(urls)
+        source = loaded.source(arguments.fields, arguments.transform, index)
+        predictor = _Predictor(loaded, device, arguments.embeddings)
+        if index is None:
+            without = ("num_workers", "cache_dir", "cache_limit")
+            refuse_without_effect(options, without, "image files are read in threads")
             known: list[Head] = []
-            rows = _rows_of_images(images, predictor, reporter)
+            rows = _rows_of_images(images, source, predictor, reporter)
         else:
-            index = urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
             check_cache(options, index)
             known = _comparable_heads(index, loaded, reporter)
-            rows = _rows_of_shards(index, predictor, known, reporter)
+            rows = _rows_of_shards(index, source, predictor, known, reporter)
         return _write(path, rows, predictor, known, arguments.probabilities)
 
 
@@ -137,10 +132,6 @@ class _Row:
     embedding: list[float] = field(default_factory=list)
 
 
-class _Writer(Protocol):
-    def write(self, row: Sequence[Any]) -> None: ...
-
-
 def _write(
     path: str,
     rows: Generator[_Row, None, None],
@@ -158,7 +149,7 @@ def _write(
     names += ["embedding"] if predictor.embeds else []
     with (
         closing(rows),
-        _WRITERS[os.path.splitext(path)[1].lower()](path, [*names, "error"]) as table,
+        TABLES[os.path.splitext(path)[1].lower()](path, [*names, "error"]) as table,
     ):
         for row in rows:
             cells: list[Any] = [row.key]
@@ -195,85 +186,14 @@ class _MaskFolder:
         return f"{os.path.basename(self._folder)}/{name}"
 
 
-class _CsvTable:
-    def __init__(self, text: io.TextIOBase) -> None:
-        self._writer = csv.writer(text, lineterminator="\n")
-
-    def write(self, row: Sequence[Any]) -> None:
-        cells = [
-            "[" + ", ".join(f"{value:.9g}" for value in cell) + "]"
-            if isinstance(cell, list)
-            else cell
-            for cell in row
-        ]
-        self._writer.writerow(cells)
-
-
-@contextmanager
-def _csv_table(path: str, names: Sequence[str]) -> Iterator[_Writer]:
-    with put_whole(path) as file:
-        text = io.TextIOWrapper(
-            file, "utf-8", errors="surrogateescape", newline="", write_through=True
-        )
-        table = _CsvTable(text)
-        table.write(names)
-        yield table
-        text.detach()
-
-
-class _ParquetTable:
-    """Rows of texts, and of lists of float32 in the column "embedding"."""
-
-    def __init__(self, file: Any, names: Sequence[str]) -> None:
-        kinds = [pa.list_(pa.float32()) if name == "embedding" else pa.string() for name in names]
-        self._schema = pa.schema(list(zip(names, kinds, strict=True)))
-        self._writer = pq.ParquetWriter(file, self._schema)
-        self._rows: list[Sequence[Any]] = []
-
-    def write(self, row: Sequence[Any]) -> None:
-        self._rows.append(
-            [
-                cell.encode("utf-8", "replace").decode() if isinstance(cell, str) else cell
-                for cell in row
-            ]
-        )
-        if len(self._rows) == _CHUNK_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(self._schema)
-        arrays = [
-            pa.array(values, kind) for values, kind in zip(columns, self._schema.types, strict=True)
-        ]
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
-        self._rows = []
-
-    def close(self) -> None:
-        self.flush()
-        self._writer.close()
-
-
-@contextmanager
-def _parquet_table(path: str, names: Sequence[str]) -> Iterator[_Writer]:
-    with put_whole(path) as file:
-        table = _ParquetTable(file, names)
-        yield table
-        table.close()
-
-
-_WRITERS = {".csv": _csv_table, ".parquet": _parquet_table}
-
-
 # --- predictions ----------------------------------------------------------------------------------
 
 
 class _Predictor:
     """A model on its device. embeds: rows have the input of the last layer."""
 
-    def __init__(
-        self, loaded: LoadedCheckpoint, source: Field, device: torch.device, embeds: bool
-    ) -> None:
-        self.loaded, self.source, self.device, self.embeds = loaded, source, device, embeds
+    def __init__(self, loaded: LoadedCheckpoint, device: torch.device, embeds: bool) -> None:
+        self.loaded, self.device, self.embeds = loaded, device, embeds
         loaded.model.to(device)
         self._embedding: Tensor | None = None
         if embeds:
@@ -282,37 +202,22 @@ class _Predictor:
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def rows(self, pixels: Tensor) -> list[tuple[list[Tensor], list[float]]]:
-        """Return (outputs by head, embedding) of each image. pixels: on the device."""
-        with autocast(self.loaded.config, self.device):
-            outputs: Tensor = self.loaded.model(self.loaded.image.normalize(pixels))
-        task = self.loaded.task
-        parts = zip(task.heads, task.split(outputs), strict=True)
+    def rows(self, batch: Mapping[str, Any]) -> list[tuple[list[Tensor], list[float]]]:
+        """Return (outputs by head, embedding) of each sample. batch: inputs, on the device."""
+        loaded = self.loaded
+        with autocast(loaded.config, self.device):
+            outputs = loaded.inputs.call(loaded.model, batch, channels_last=False)
+        parts = zip(loaded.task.heads, loaded.task.split(outputs), strict=True)
         columns = [head.compact(own).cpu() for head, own in parts]
-        embeddings = [[]] * len(pixels) if self._embedding is None else self._embedding.tolist()
-        return [([own[i] for own in columns], embeddings[i]) for i in range(len(pixels))]
+        count = len(outputs)
+        embeddings = [[]] * count if self._embedding is None else self._embedding.tolist()
+        return [([own[i] for own in columns], embeddings[i]) for i in range(count)]
 
 
-@dataclass(frozen=True)
-class _TargetBytes:
-    """Field that gives the bytes of a label; None for a sample without it, which has its row too."""
-
-    label: str
-    images: tuple[str, ...]  # so that a sample without the label has a field to be found by
-    example: None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.label, *self.images)
-
-    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> bytes | None:
-        return bytes(data) if name == self.label else None
-
-
-def _target_text(head: Head, reader: Field, number: int, data: bytes | None) -> tuple[str, str]:
-    """Return (target in words, error) of a sample."""
+def _target_text(head: Head, reader: Field, number: int, data: bytes) -> tuple[str, str]:
+    """Return (target in words, error) of a sample. data: of the label; empty if it is missing."""
     try:
-        if data is None:
+        if not data:
             raise LookupError(f"it has no {head.target.field}")
         if isinstance(head, NumberHead):  # all digits, which a float32 would not hold
             return number_text(float(scalar(memoryview(data), head.target.column))), ""
@@ -328,23 +233,24 @@ def _target_text(head: Head, reader: Field, number: int, data: bytes | None) -> 
 
 
 def _rows_of_shards(
-    index: Index, predictor: _Predictor, known: Sequence[Head], reporter: Reporter
+    index: Index,
+    source: InputSource,
+    predictor: _Predictor,
+    known: Sequence[Head],
+    reporter: Reporter,
 ) -> Generator[_Row, None, None]:
     config = predictor.loaded.config
-    fields: dict[str, Field] = {"image": predictor.source}
-    for i, head in enumerate(known):
-        fields[f"true {i}"] = _TargetBytes(head.target.field, predictor.source.names)
+    targets = {f"true {i}": head.target.field for i, head in enumerate(known)}
     readers = [with_classes(head.field(), index) for head in known]
     loader = Loader(
         index,
-        fields,
+        **source.bytes_options(targets),
         batch_size=config.batch_size,
         num_workers=config.num_workers,
         shuffle=False,
         tail="keep",
         rank=0,
         world_size=1,
-        on_error="mark",
         max_errors=1.0,
         cache_dir=config.cache_dir,
         cache_limit=config.cache_limit,
@@ -353,7 +259,7 @@ def _rows_of_shards(
     with closing(loader), torch.inference_mode():
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, predictor.device)):
-            predictions, bad = predictor.rows(batch["image"]), iter(batches.bad)
+            predictions, bad = predictor.rows(batch), iter(batches.bad)
             for row, is_readable in enumerate(batches.own.tolist()):
                 key = index.key(number)
                 if is_readable:
@@ -371,18 +277,21 @@ def _rows_of_shards(
 
 
 def _rows_of_images(
-    images: Sequence[tuple[str, str]], predictor: _Predictor, reporter: Reporter
+    images: Sequence[tuple[str, str]],
+    source: InputSource,
+    predictor: _Predictor,
+    reporter: Reporter,
 ) -> Generator[_Row, None, None]:
     """Yield the rows of image files. images: (key, path)."""
     size = predictor.loaded.config.batch_size
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool, torch.inference_mode():
         for first in range(0, len(images), size):
             some = images[first : first + size]
-            read = list(pool.map(lambda image: _read_image(image[1], predictor.source), some))
-            good = [pixels for pixels, _ in read if pixels is not None]
-            rows = iter(predictor.rows(torch.stack(good).to(predictor.device)) if good else [])
-            for (key, _), (pixels, error) in zip(some, read, strict=True):
-                if pixels is None:
+            read = list(pool.map(lambda image: _read_image(image[0], image[1], source), some))
+            good = [inputs for inputs, _ in read if inputs is not None]
+            rows = iter(predictor.rows(_stacked(good, predictor.device)) if good else [])
+            for (key, _), (inputs, error) in zip(some, read, strict=True):
+                if inputs is None:
                     yield _Row(key, error=error)
                 else:
                     outputs, embedding = next(rows)
@@ -390,24 +299,35 @@ def _rows_of_images(
             reporter.step("predicting", first // size + 1, -(-len(images) // size))
 
 
-def _read_image(path: str, source: Field) -> tuple[Tensor | None, str]:
-    """Return (image as a batch has it, error)."""
-    example = source.example
-    assert example is not None
-    out = np.empty(example.shape, example.dtype)
+def _stacked(samples: Sequence[Mapping[str, Any]], device: torch.device) -> dict[str, Tensor]:
+    """Return the batch of some samples' inputs."""
+    return {name: torch.stack([s[name] for s in samples]).to(device) for name in samples[0]}
+
+
+def _read_image(key: str, path: str, source: InputSource) -> tuple[Mapping[str, Any] | None, str]:
+    """Return (inputs as a batch has them, error) of an image file."""
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
         return None, "it is not a regular file"
     try:
         with open(path, "rb") as file:
-            data = memoryview(file.read())
-        source.read(os.path.splitext(path)[1][1:].lower(), data, out, np.full(DRAWS, 0.5))
+            data = file.read()
+        return source.read_file(key, os.path.splitext(path)[1][1:].lower(), data), ""
+    except UsageError:
+        raise
     except Exception as error:  # decoders raise errors of many types
         return None, str(error) or type(error).__name__
-    pixels = torch.from_numpy(out)
-    return pixels.permute(2, 0, 1) if example.channels_last else pixels, ""
 
 
-def _image_paths(urls: Urls | Index, source: Field, reporter: Reporter) -> list[tuple[str, str]]:
+def _extensions(arguments: PredictArguments, loaded: LoadedCheckpoint) -> set[str]:
+    """Return the extensions of files that are an input on their own."""
+    names = [name for spec in loaded.inputs.specs.values() for name in spec.names]
+    names += [name for field in (arguments.fields or {}).values() for name in field.names]
+    return {*EXTENSIONS, *names}
+
+
+def _image_paths(
+    urls: Urls | Index, extensions: Collection[str], reporter: Reporter
+) -> list[tuple[str, str]]:
     """Return (key, path) of each image of a folder or of one image file; empty for shards.
 
     Reports how many files of a folder are no images.
@@ -415,7 +335,7 @@ def _image_paths(urls: Urls | Index, source: Field, reporter: Reporter) -> list[
     if not isinstance(urls, (str, os.PathLike)):
         return []
     path = os.fspath(urls)
-    if os.path.splitext(path)[1][1:].lower() in source.names and os.path.exists(path):
+    if os.path.splitext(path)[1][1:].lower() in extensions and os.path.exists(path):
         return [(os.path.basename(path), path)]
     if not os.path.isdir(path) or any(
         name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path)

@@ -15,12 +15,17 @@ from typing import Any
 from torch import nn
 
 from wdstrain.decode.fields import Field
+from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.config import Config, is_made
-from wdstrain.training.images import ImageInput, shape_of
+from wdstrain.training.field_source import FieldSource
+from wdstrain.training.inputs import InputSource, ModelInputs
 from wdstrain.training.models import ModelFactory, build, call_factory
+from wdstrain.training.sources import check_same_inputs, given_source
 from wdstrain.training.tasks import Task
+from wdstrain.training.transform_source import TransformSource
 
 # Options of the machine that trained, which need not fit this one.
 _OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", "max_errors")
@@ -28,13 +33,13 @@ _OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", 
 
 @dataclass
 class LoadedCheckpoint:
-    """A model with its weights, its task, its options and the images that it takes."""
+    """A model with its weights, its task, its options and the inputs that it takes."""
 
     model: nn.Module
     task: Task
     config: Config
     path: str
-    image: ImageInput
+    inputs: ModelInputs
 
     @classmethod
     def of(
@@ -55,7 +60,7 @@ class LoadedCheckpoint:
             name: value for name, value in state["config"].items() if name not in _OF_MACHINE
         }
         config = Config.of({**trained, **(options or {})})
-        task = Task.from_state(state["task"])
+        task, inputs = Task.from_state(state["task"]), ModelInputs.from_state(state["inputs"])
         if model is None and is_made(config.model):
             raise UsageError(
                 f"{path} holds a model that a function made ({config.model}), and functions that a "
@@ -65,7 +70,8 @@ class LoadedCheckpoint:
             net = call_factory(model, "model", task.outputs)
         else:
             name = model if isinstance(model, str) else config.model
-            net = build(name, task.outputs, config.image_size, is_dense=task.is_dense)
+            size = inputs.image_size or config.image_size
+            net = build(name, task.outputs, size, is_dense=task.is_dense)
         try:
             net.load_state_dict(state["model"])
         except RuntimeError as error:
@@ -73,33 +79,32 @@ class LoadedCheckpoint:
             raise UsageError(
                 f"the weights of {path} are of another model than {config.model}: {cause}"
             ) from error
-        image = ImageInput.from_state(state["image"])
-        return cls(net.eval(), task, config, os.fspath(path), image)
+        return cls(net.eval(), task, config, os.fspath(path), inputs)
 
-    def image_source(self, given: Field | None) -> Field:
-        """Return the field of the images: as validation had it in training, or the given one.
+    def source(
+        self,
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        index: Index | None,
+    ) -> InputSource:
+        """Return the source of the inputs: the given one, or as validation had it in training.
 
-        Raises UsageError for a given field with other shapes, and for a missing one of the user's.
+        index: the shards; None for image files. Raises UsageError for a source with other inputs,
+        and for a missing one of the user's.
         """
-        source = given or self.image.to_field()
-        if source is None:
-            raise UsageError(
-                f"{self.path} was trained on a field of your own, {self.image.field}(...). "
-                f"Give it again: fields=."
-            )
-        example = source.example
-        wanted = f"{self.image.dtype}{list(self.image.shape)}"
-        if example is None or (shape_of(example), example.dtype) != (
-            self.image.shape,
-            self.image.dtype,
-        ):
-            shape = (
-                "images of any size"
-                if example is None
-                else f"{example.dtype}{list(shape_of(example))}"
-            )
-            raise UsageError(
-                f"fields= gives {shape}, and {self.path} was trained on {wanted}. Give the field that "
-                f"was given to train, or none."
-            )
-        return source
+        if transform is not None and fields is None and index is None:
+            return TransformSource(transform, self.inputs.specs, self.task.label_names, "transform")
+        given = given_source(fields, transform, self.task, index, self.config)
+        if given is not None:
+            check_same_inputs(self.inputs.specs, given, f"{self.path} was trained on", sizes=True)
+            return given
+        found: dict[str, Field] = {}
+        for name, spec in self.inputs.specs.items():
+            field = spec.to_field()
+            if field is None:
+                kind, argument = f"a field of your own, {spec.source}(...)", "fields"
+                if spec.source == "transform":
+                    kind, argument = "a transform of your own", "transform"
+                raise UsageError(f"{self.path} was trained on {kind}. Give it again: {argument}=.")
+            found[name] = field
+        return FieldSource(found, "fields")

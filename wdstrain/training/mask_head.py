@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.masks import IGNORED, mask_like
-from wdstrain.errors import UsageError
+from wdstrain.errors import SampleError, UsageError
 from wdstrain.training.heads import Head
 
 _SHOWN = 3  # classes of a prediction in words
@@ -43,6 +43,23 @@ class MaskHead(Head):
                 "masks need an image field of wt.image with a size: they get the same crop and flip."
             )
         return mask_like(image, (self.target.field,), len(self.classes))
+
+    def checked_target(self, value: Any) -> Tensor:
+        """Return class numbers, int64[h, w]. value: array or tensor of class numbers."""
+        numbers = torch.as_tensor(value)
+        is_whole = not numbers.is_floating_point() and not numbers.is_complex()
+        if numbers.ndim != 2 or not is_whole:
+            raise SampleError(
+                f"{self.name} is {numbers.dtype}{list(numbers.shape)}: must be whole numbers [h, w]"
+            )
+        numbers = numbers.long()
+        known = ((numbers >= 0) & (numbers < len(self.classes))) | (numbers == IGNORED)
+        if not known.all():
+            raise SampleError(
+                f"{self.name} has the class number {int(numbers[~known][0])}: must be 0 to "
+                f"{len(self.classes) - 1}, or {IGNORED} for pixels without a class"
+            )
+        return numbers
 
     def losses(
         self,

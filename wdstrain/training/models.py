@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
+from wdstrain.training.inputs import ModelInputs
 
 ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
 
@@ -152,31 +153,45 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
 
 
 def check_shapes(
-    model: nn.Module, name: str, image: tuple[int, ...], outputs: tuple[int, ...]
+    model: nn.Module, name: str, inputs: ModelInputs, outputs: tuple[int, ...]
 ) -> nn.Module:
-    """Return the model after a trial run with two images of this shape.
+    """Return the model after a trial run with two samples of zeros.
 
-    outputs: shape for one image. Raises UsageError if the model does not take the images, or
+    outputs: shape for one sample. Raises UsageError if the model does not take the inputs, or
     returns another shape.
     """
     was_training = model.training
     try:
         with torch.no_grad():
-            found = model.eval()(torch.zeros(2, *image))
+            blank = inputs.blank(2, torch.device("cpu"))
+            found = inputs.call(model.eval(), blank, channels_last=False)
             shape = tuple(found.shape)
     except Exception as error:  # a model may raise anything for images that are too small
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(
-            f"the model {name} does not take images of {image[-1]} pixels ({cause}). "
-            f"Use image_size=224."
-        ) from error
+        raise UsageError(_refused_inputs(name, inputs, cause)) from error
     if shape != (2, *outputs):
         kind = "classification" if len(outputs) == 1 else "segmentation"
         raise UsageError(
-            f"the model {name} returns {list(shape)} for two images: must be {[2, *outputs]}. "
+            f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}. "
             f"Use a {kind} model that takes the number of outputs."
         )
     return model.train(was_training)
+
+
+def _refused_inputs(name: str, inputs: ModelInputs, cause: str) -> str:
+    """Return the text of an error: a model does not take the inputs."""
+    kinds = [spec.kind for spec in inputs.specs.values()]
+    if len(kinds) > 1:
+        return (
+            f"the model {name} does not take the keyword arguments {', '.join(inputs.specs)} "
+            f"({cause}). Its forward needs arguments with these names."
+        )
+    if inputs.image_size:
+        return (
+            f"the model {name} does not take images of {inputs.image_size} pixels ({cause}). "
+            f"Use image_size=224."
+        )
+    return f"the model {name} does not take {kinds[0]} ({cause}). Use a model for this input."
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:

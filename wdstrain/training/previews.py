@@ -14,7 +14,6 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from wdstrain.training.heads import NumberHead
@@ -65,8 +64,9 @@ Ranked = tuple[float, str, int, PreviewSample]
 class PreviewCollector:
     """Collects such samples over a pass."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, picture: str | None) -> None:
+        """picture: name of RGB images in the batch."""
+        self._task, self._picture = task, picture
         # (rank, key, position, sample), heaps with the lowest rank first; keys may be equal
         self._worst: list[Ranked] = []
         self._random: list[Ranked] = []
@@ -126,9 +126,9 @@ class PreviewCollector:
             targets_text[head.name] = head.target_text(target[row])
             if head.is_wrong(own[row], target[row]):
                 wrong.add(head.name)
-        image, pixels = batch["image"][row], None
-        if image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
-            pixels = image.permute(1, 2, 0).cpu().numpy().copy()
+        pixels = None
+        if self._picture is not None:
+            pixels = batch[self._picture][row].permute(1, 2, 0).cpu().numpy().copy()
             for head, own, target in zip(self._task.heads, columns, targets, strict=True):
                 pixels = head.picture(pixels, own[row], target[row])
         key = batch["__key__"][row]

@@ -24,7 +24,7 @@ from wdstrain.training.fsdp import (
     model_state,
     optimizer_state,
 )
-from wdstrain.training.images import ImageInput
+from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.optim import ModelEMA, make_optimizer
 from wdstrain.training.run_logger import RunLogger, TrainerState
 from wdstrain.training.sync_batchnorm import synchronize_batch_norms
@@ -138,7 +138,7 @@ class RunState:
             "val": self.val_loader.index.fingerprint if self.val_loader is not None else None,
             "config": vars(self.config),
             "task": self.task.state(),
-            "image": self.setup.image.state(),
+            "inputs": self.setup.inputs.state(),
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -173,9 +173,9 @@ class RunState:
         if checkpoint["task"] != self.task.state():
             learned = Task.from_state(checkpoint["task"])
             differences.append(f"the task was {learned}, is {self.task}")
-        if checkpoint["image"] != self.setup.image.state():
-            image = ImageInput.from_state(checkpoint["image"])
-            differences.append(f"image was {image}, is {self.setup.image}")
+        if checkpoint["inputs"] != self.setup.inputs.state():
+            inputs = ModelInputs.from_state(checkpoint["inputs"])
+            differences.append(f"the input was {inputs}, is {self.setup.inputs}")
         val = self.val_loader.index.fingerprint if self.val_loader is not None else None
         if checkpoint["val"] != val:
             differences.append("the validation data differ")

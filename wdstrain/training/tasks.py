@@ -82,10 +82,15 @@ class Task:
         """Return the name of a head's metric."""
         return f"{head.name}/{name}" if self.has_several else name
 
-    def fields(self, image: Field) -> dict[str, Field]:
-        """Return the fields of a batch: "image", and "target NAME" for each head."""
-        targets = {f"target {head.name}": head.field(image) for head in self.heads}
-        return {"image": image, **targets}
+    @property
+    def label_names(self) -> dict[str, Head]:
+        """The heads by the names that a user may give labels; a single one is also "label"."""
+        heads = {head.name: head for head in self.heads}
+        return heads if self.has_several else {**heads, "label": heads.get("label", self.heads[0])}
+
+    def target_fields(self, image: Field | None) -> dict[str, Field]:
+        """Return the field "target NAME" of each head. image: that masks follow."""
+        return {f"target {head.name}": head.field(image) for head in self.heads}
 
     def targets(self, batch: Mapping[str, Any]) -> list[Tensor]:
         """Return the target of each head."""

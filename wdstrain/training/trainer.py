@@ -32,11 +32,10 @@ from wdstrain.training.epoch_report import (
 from wdstrain.training.epoch_sums import StepSnapshot
 from wdstrain.training.evaluation import evaluate_pass
 from wdstrain.training.grad_checkpointing import blocks_of, checkpointed
-from wdstrain.training.images import batch_augmentation
+from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.metrics import default_monitor, is_better, is_maximized
 from wdstrain.training.optim import (
     Schedule,
-    autocast,
     count_plateaus,
     set_learning_rate,
 )
@@ -67,7 +66,7 @@ class Trainer:
         self._reporter, self._distributed = run.setup.reporter, run.setup.distributed
         self._updates = math.ceil(run.steps / config.accumulate)  # optimizer steps of an epoch
         self._schedule = Schedule(config, self._updates)
-        batch_augmentation(self.task, run.setup.image, config, 0)  # raises UsageError
+        batch_augmentation(self.task, run.setup.inputs, config, 0)  # raises UsageError
         self._callbacks = Callbacks(run.setup.objects.callbacks)
         self._stop_asked: str | None = None
         self._save_wanted = False  # by the clock; all processes write it one step later
@@ -195,7 +194,7 @@ class Trainer:
         self._unfreeze()
         train_mode(self.model)
         epoch = self.run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
-        augmentation = batch_augmentation(self.task, self.setup.image, config, state.epoch)
+        augmentation = batch_augmentation(self.task, self.setup.inputs, config, state.epoch)
         batches = to_device(epoch, self.setup.device, augmentation)
         progress = StepLog(self.run)
         while state.step < self.run.steps:
@@ -258,8 +257,7 @@ class Trainer:
     def _backward(self, batch: Mapping[str, Any], group: int) -> None:
         """Add the gradient of one batch of `group`."""
         config, targets = self.config, self.task.targets(batch)
-        with autocast(config, self.setup.device):
-            outputs = self._net(self.setup.model_input(batch["image"]))
+        outputs = self.setup.call(self._net, batch)
         losses = self.task.losses(
             outputs,
             targets,

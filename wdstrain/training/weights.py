@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
-from wdstrain.training.images import Normalization
+from wdstrain.training.inputs import Normalization
 from wdstrain.training.models import TIMM, output_layers
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning

@@ -1,0 +1,454 @@
+"""Inputs that the user gives: several of them, labels among the fields, and whole transforms."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import wdstrain as wt
+
+QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 0.01}
+CLASSES = ["ant", "bee", "cow"]
+MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
+STD = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
+
+
+def png(number: int, side: int = 8) -> bytes:
+    """Random pixels as a PNG."""
+    pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def sample(number: int) -> dict[str, Any]:
+    return {
+        "__key__": f"{number:03d}",
+        "png": png(number),
+        "x.npy": np.full(3, number / 40, np.float32),
+        "cls": number % 3,
+        "json": {"age": number / 2, "kind": number % 3, "tags": CLASSES[: number % 3]},
+    }
+
+
+class Sets(NamedTuple):
+    train: Path
+    val: Path
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Sets:
+    """Samples 0 to 23 for training and 24 to 39 for validation, with one declared label."""
+    out = tmp_path_factory.mktemp("inputs")
+    sets = Sets(out / "train", out / "val")
+    for path, numbers in zip(sets, (range(24), range(24, 40)), strict=True):
+        wt.pack(map(sample, numbers), path, classes=CLASSES, shuffle=False)
+    return sets
+
+
+def train(shards: Sets, out: Path, **options: Any) -> Any:
+    return wt.train(shards.train, out, **{"val": shards.val, **QUICK, **options})
+
+
+class Both(nn.Module):
+    """A model of an image and numbers, which keeps what it gets."""
+
+    seen: list[dict[str, Tensor]]
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.of_image = nn.Linear(3 * 8 * 8, outputs)
+        self.of_numbers = nn.Linear(4, outputs)
+        self.seen = []
+
+    def forward(self, image: Tensor, x: Tensor, age: Tensor) -> Tensor:
+        self.seen.append({"image": image, "x": x, "age": age})
+        numbers = torch.cat([x, age[:, None]], 1)
+        result: Tensor = self.of_image(image.flatten(1)) + self.of_numbers(numbers)
+        return result
+
+
+class One(nn.Module):
+    """A linear model of images, which keeps what it gets."""
+
+    seen: list[Tensor]
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 8 * 8, outputs)
+        self.seen = []
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.seen.append(image.detach().clone())
+        result: Tensor = self.linear(image.flatten(1))
+        return result
+
+
+SEVERAL = {
+    "image": wt.image(size=8),
+    "x": wt.array("x.npy", shape=(3,), dtype="float32"),
+    "age": wt.number("json", column="age"),
+}
+
+
+def decoded(data: bytes) -> np.ndarray[Any, Any]:
+    """Pixels of a PNG, uint8[3, h, w]."""
+    return np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1)
+
+
+def scaled(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A transform that normalizes images itself, and leaves the label to the shards."""
+    pixels = torch.from_numpy(decoded(sample["png"]).copy())
+    return {"image": (pixels.float() - MEAN * 255) / (STD * 255)}
+
+
+def labeled(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {"image": decoded(sample["png"]), "label": int(sample["cls"])}
+
+
+def named(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {"image": decoded(sample["png"]), "label": CLASSES[int(sample["cls"])]}
+
+
+def flipped(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    pixels = decoded(sample["png"])
+    return {"image": pixels[..., ::-1] if rng.random() < 0.5 else pixels}
+
+
+def several(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "image": decoded(sample["png"]),
+        "x": np.load(io.BytesIO(sample["x.npy"])),
+        "age": json.loads(sample["json"])["age"],
+    }
+
+
+def checkpoint(run: Path) -> Path:
+    return run / "checkpoints" / "last.pt"
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def weights(run: Any) -> list[Tensor]:
+    return list(run.model.state_dict().values())
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two runs ended with the same weights and metrics."""
+    equal = all(map(torch.equal, weights(first), weights(second)))
+    return equal and first.val == pytest.approx(second.val)
+
+
+# --- several inputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{"fields": SEVERAL}, {"transform": several}])
+def test_several_inputs_are_keyword_arguments(
+    shards: Sets, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    done = train(shards, tmp_path / "run", model=Both, **given)
+    seen = done.model.seen[1:]  # type: ignore[union-attr, index]  # the first is a trial
+    first = torch.cat([batch["x"] for batch in seen])[:24]
+    assert sorted((first[:, 0] * 40).round().int().tolist()) == list(range(24))
+    for batch in seen:
+        numbers = (batch["x"][:, 0] * 40).round().int().tolist()
+        assert batch["age"].dtype == torch.float32
+        assert batch["age"].tolist() == [n / 2 for n in numbers]
+        pixels = torch.stack([torch.from_numpy(decoded(png(n)).copy()) for n in numbers])
+        assert torch.allclose(batch["image"], (pixels / 255 - MEAN) / STD, atol=1e-5)
+
+
+def test_a_model_of_several_inputs_is_resumed_scored_predicted_and_exported(
+    shards: Sets, tmp_path: Path
+) -> None:
+    done = train(shards, tmp_path / "run", model=Both, fields=SEVERAL)
+    train(shards, tmp_path / "two", model=Both, fields=SEVERAL, epochs=1)
+    two = train(shards, tmp_path / "two", model=Both, fields=SEVERAL, resume=True)
+    assert not same(done, two)  # one epoch more of a schedule of one epoch
+    val, last = shards.val, checkpoint(tmp_path / "run")
+    given: dict[str, Any] = {"model": Both, "fields": SEVERAL}
+    assert wt.evaluate(last, val, **given)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    wt.predict(last, val, tmp_path / "p.csv", probabilities=True, **given)
+    wt.export(last, tmp_path / "m.pt2", model=Both)
+    program: Any = torch.export.load(tmp_path / "m.pt2").module()
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["key"] for row in rows] == [f"{n:03d}" for n in range(24, 40)]
+    for row in rows:
+        n = int(row["key"])
+        pixels = torch.from_numpy(decoded(png(n)).copy())[None].float()
+        x, age = torch.full((1, 3), n / 40), torch.tensor([n / 2])
+        shares = program(pixels, x, age).softmax(1)[0].tolist()
+        assert [float(row[f"label={name}"]) for name in CLASSES] == pytest.approx(shares, abs=1e-5)
+        assert row["label true"] == CLASSES[n % 3]
+    about = json.loads((tmp_path / "m.pt2.json").read_text())["inputs"]
+    assert [(i["name"], i["shape"]) for i in about] == [
+        ("image", [None, 3, 8, 8]),
+        ("x", [None, 3]),
+        ("age", [None]),
+    ]
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png(1))
+    with pytest.raises(wt.UsageError, match="image files give one input, and the model has 3"):
+        wt.predict(last, tmp_path / "images", tmp_path / "q.csv", **given)
+
+
+def test_class_numbers_and_tokens_reach_the_model_as_int64(tmp_path: Path) -> None:
+    class Words(nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(9, 4), nn.Embedding(3, 4)
+            self.last = nn.Linear(4, outputs)
+
+        def forward(self, tokens: Tensor, kind: Tensor) -> Tensor:
+            assert tokens.dtype == kind.dtype == torch.int64
+            result: Tensor = self.last(self.words(tokens).mean(1) + self.kinds(kind))
+            return result
+
+    samples = (
+        {"t.npy": np.full(5, n % 9, np.int64), "kind.txt": str(n % 3), "cls": n % 2}
+        for n in range(32)
+    )
+    wt.pack(samples, tmp_path / "set", classes=["a", "b"])
+    fields = {
+        "tokens": wt.array("t.npy", shape=(5,), dtype="int64"),
+        "kind": wt.label("kind.txt"),
+    }
+    done = wt.train(tmp_path / "set", tmp_path / "run", model=Words, fields=fields, **QUICK)
+    assert len(done.epochs) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": One}, r"does not take the keyword arguments image, x, age .*unexpected keyword"),
+        ({"mixup": 0.2}, "need a single input"),
+        ({"image_size": 32}, "image_size=32 has no effect with fields="),
+        ({"val_fields": {"image": wt.image(size=8)}}, "val_fields= gives image: uint8"),
+        (
+            {"val_fields": {**SEVERAL, "x": wt.array("x.npy", shape=(3,), dtype="float64")}},
+            "x: float64",
+        ),
+        ({"transform": several}, "fields= and transform= were both given"),
+    ],
+)
+def test_what_does_not_go_with_several_inputs_is_refused(
+    shards: Sets, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        train(shards, tmp_path / "run", **{"model": Both, "fields": SEVERAL, **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_size_of_a_model_is_that_of_the_images_of_its_field(
+    shards: Sets, tmp_path: Path
+) -> None:
+    """The model "small" halves images of 48 pixels and more at once."""
+    large = {"image": wt.image(size=48)}
+    done = train(shards, tmp_path / "fields", fields=large)
+    assert same(done, train(shards, tmp_path / "options", image_size=48))
+    last = checkpoint(tmp_path / "fields")
+    metrics = wt.evaluate(last, shards.val)[1]
+    assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+
+
+# --- labels among the fields ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("label", "option"),
+    [
+        (wt.label("json", column="kind"), "json.kind:class"),
+        (wt.number("json", column="age"), "json.age:number"),
+        (wt.label("json", column="tags", multi=True, classes=CLASSES), "json.tags:multi"),
+    ],
+)
+def test_the_field_of_the_label_says_what_is_learned(
+    shards: Sets, tmp_path: Path, label: Any, option: str
+) -> None:
+    """In shards that declare no label."""
+    bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
+    for path, packed in zip(bare, shards, strict=True):
+        path.write_bytes((packed / "train-000000.tar").read_bytes())
+    fields = {"image": wt.image(size=8), "label": label}
+    done = train(bare, tmp_path / "fields", model=One, fields=fields)
+    classes = ",".join(getattr(label, "classes", ())) or None
+    words = {"label": option, "classes": classes, "image_size": 8}
+    assert same(done, train(bare, tmp_path / "options", model=One, **words))
+    again = train(bare, tmp_path / "fields", model=One, fields=fields, resume=True)
+    assert same(done, again)
+    metrics = wt.evaluate(checkpoint(tmp_path / "fields"), bare.val, model=One)[1]
+    assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+
+
+def test_the_field_of_the_label_chooses_among_declared_labels(tmp_path: Path) -> None:
+    labels = [
+        wt.Label("kind", "class", "json", "kind", ("0", "1", "2")),
+        wt.Label("age", "number", "json", "age"),
+    ]
+    wt.pack(map(sample, range(40)), tmp_path / "set", labels=labels)
+    fields = {"image": wt.image(size=8), "label": wt.number("json", column="age")}
+    done = wt.train(tmp_path / "set", tmp_path / "run", model=One, fields=fields, **QUICK)
+    assert str(done.task) == "age (a number)"
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("transform", [scaled, labeled, named])
+def test_a_transform_trains_as_the_field_of_the_same_images(
+    shards: Sets, tmp_path: Path, transform: Any, workers: int
+) -> None:
+    fields = {"image": wt.image(size=8)}
+    expected = train(shards, tmp_path / "fields", model=One, fields=fields)
+    options = {"model": One, "transform": transform, "num_workers": workers}
+    done = train(shards, tmp_path / "run", **options)
+    assert done.val == pytest.approx(expected.val, rel=1e-4)
+    for one, other in zip(weights(done), weights(expected), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_random_transform_is_for_training_only_and_resumes(shards: Sets, tmp_path: Path) -> None:
+    options = {"model": One, "transform": flipped}
+    with pytest.raises(wt.UsageError, match=r"transform= gives other inputs .* val_transform="):
+        train(shards, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+    options["val_transform"] = labeled
+    done = train(shards, tmp_path / "run", **options)
+
+    class Stop(wt.Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if (trainer.state.epoch, trainer.state.step) == (1, 1):
+                trainer.stop("half way")
+
+    train(shards, tmp_path / "resumed", callbacks=[Stop()], **options)
+    again = train(shards, tmp_path / "resumed", resume=True, **options)
+    assert same(done, again)
+    first = torch.cat(done.model.seen[1:4])  # type: ignore[union-attr, index]
+    resumed = torch.cat(again.model.seen[1:])  # type: ignore[union-attr, index]
+    seen = torch.cat(done.model.seen[1:])  # type: ignore[union-attr, index]
+    assert torch.equal(resumed, seen[-len(resumed) :])
+    assert len(first) == 24
+
+
+def test_a_transform_is_given_again_to_score_and_to_predict(shards: Sets, tmp_path: Path) -> None:
+    done = train(shards, tmp_path / "run", model=One, transform=labeled)
+    val, last = shards.val, checkpoint(tmp_path / "run")
+    with pytest.raises(wt.UsageError, match="a transform of your own. Give it again: transform="):
+        wt.evaluate(last, val, model=One)
+    with pytest.raises(wt.UsageError, match=r"float32\[3, 8, 8\], .* was trained on image: uint8"):
+        wt.evaluate(last, val, model=One, transform=scaled)
+    given: dict[str, Any] = {"model": One, "transform": labeled}
+    assert wt.evaluate(last, val, **given)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    wt.predict(last, val, tmp_path / "p.csv", **given)
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
+    images = tmp_path / "images"
+    images.mkdir()
+    for n in range(24, 40):
+        (images / f"{n:03d}.png").write_bytes(png(n))
+    (images / "bad.png").write_bytes(b"no image")
+    (images / "large.png").write_bytes(png(1, side=9))
+
+    def without_label(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"])}
+
+    wt.predict(last, images, tmp_path / "q.csv", model=One, transform=without_label)
+    files = rows_of(tmp_path / "q.csv")
+    assert [r["label"] for r in files[:-2]] == [r["label"] for r in rows]
+    assert "cannot identify" in files[-2]["error"]
+    assert "[3, 9, 9]: must be uint8[3, 8, 8]" in files[-1]["error"]
+
+
+def test_samples_that_a_transform_cannot_take_have_rows_of_their_own(
+    shards: Sets, tmp_path: Path
+) -> None:
+    def fails_at_30(sample: Mapping[str, Any]) -> dict[str, Any]:
+        if sample["__key__"] == "030":
+            raise ValueError("thirty")
+        return labeled(sample)
+
+    train(shards, tmp_path / "run", model=One, transform=labeled)
+    val, last = shards.val, checkpoint(tmp_path / "run")
+    result = wt.predict(last, val, tmp_path / "p.csv", model=One, transform=fails_at_30)
+    rows = rows_of(tmp_path / "p.csv")
+    assert (result.rows, result.bad, len(rows)) == (16, 1, 16)
+    assert [(row["key"], row["label"] == "") for row in rows if row["error"]] == [("030", True)]
+    assert "thirty" in rows[6]["error"]
+
+
+def wrong(**entries: Any) -> Any:
+    """A transform that returns these entries beside an image."""
+    return lambda sample: {"image": decoded(sample["png"]), **entries}
+
+
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (lambda sample: {"label": 1}, "gives no input of the model"),
+        (lambda sample: decoded(sample["png"]), "must be a dict"),
+        (lambda sample: {"image": "text"}, "returns image as list"),
+        (wrong(label=3), "must be a class number from 0 to 2"),
+        (wrong(label=1.5), "must be a class number"),
+        (wrong(label="dog"), "must be one of the 3 classes"),
+        (wrong(label=[0, 1]), "must be a finite number"),
+        (wrong(other=1.0), "does not take the keyword arguments image, other"),
+        ("scaled", "must be a function of a sample"),
+    ],
+)
+def test_transforms_that_give_no_examples_are_refused(
+    shards: Sets, tmp_path: Path, transform: Any, words: str
+) -> None:
+    with pytest.raises(wt.WdstrainError, match=words):
+        train(shards, tmp_path / "run", model=One, transform=transform)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_later_example_with_other_inputs_is_a_bad_sample(shards: Sets, tmp_path: Path) -> None:
+    def changing(sample: Mapping[str, Any]) -> dict[str, Any]:
+        extra = {"more": 1.0} if sample["__key__"] == "010" else {}
+        return {"image": decoded(sample["png"]), **extra}
+
+    with pytest.raises(wt.SampleError, match=r"010.*\['image', 'more'\]: must be \['image'\]"):
+        train(shards, tmp_path / "run", model=One, transform=changing)
+
+
+def test_masks_follow_the_transform(tmp_path: Path) -> None:
+    def numbers(n: int) -> bytes:
+        file = io.BytesIO()
+        pixels = np.random.default_rng(n).integers(0, 2, (8, 8), np.uint8)
+        Image.fromarray(pixels).save(file, "png")
+        return file.getvalue()
+
+    def turned(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        image = decoded(sample["png"])
+        mask = np.asarray(Image.open(io.BytesIO(sample["mask.png"])))
+        turns = int(rng.integers(4))
+        return {
+            "image": np.rot90(image, turns, (1, 2)).copy(),
+            "label": np.rot90(mask, turns).copy(),
+        }
+
+    def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"])}
+
+    samples = ({"png": png(n), "mask.png": numbers(n)} for n in range(24))
+    wt.pack(samples, tmp_path / "set")
+    options: dict[str, Any] = {**QUICK, "label": "mask.png", "classes": "no,yes"}
+    with pytest.raises(wt.WdstrainError, match="returned no .*: masks must follow it"):
+        wt.train(tmp_path / "set", tmp_path / "run", transform=without_mask, **options)
+    done = wt.train(tmp_path / "set", tmp_path / "run", transform=turned, **options)
+    assert len(done.epochs) == 2

@@ -1,0 +1,280 @@
+"""Inputs of a model: their shapes, their normalization, and how a batch becomes a call of the model.
+
+A checkpoint keeps them, so that a model is evaluated on the inputs that it was trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.decode.fields import Example, Field, Image, NumpyArray
+from wdstrain.decode.transforms import Augment
+from wdstrain.errors import UsageError
+from wdstrain.loader.gpu_augment import IMAGENET, Augmentation
+from wdstrain.shards.index import Index
+from wdstrain.training.config import Config
+from wdstrain.training.heads import BinaryHead, ClassHead, Head
+from wdstrain.training.tasks import Task
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Mean and standard deviation of red, green and blue, of values in 0 to 1."""
+
+    mean: Triple = IMAGENET[0]
+    std: Triple = IMAGENET[1]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model.
+
+    shape: in a batch, without the batch, such as (3, 224, 224). dtype: before normalization.
+    source: "image" or "array" for fields of wt, "transform", else the class of the user's field.
+    names: tar fields that the field looks for; empty for a field of the user's or a transform.
+    augment: of an image field.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    names: tuple[str, ...] = ()
+    augment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, field: Field, example: Example) -> InputSpec:
+        """Return the input that a field gives. example: of the field."""
+        shape = shape_of(example)
+        if type(field) is Image:
+            return cls(shape, example.dtype, "image", field.names, vars(field.augment))
+        if type(field) is NumpyArray:
+            return cls(shape, example.dtype, "array", field.names)
+        return cls(shape, example.dtype, type(field).__qualname__)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> InputSpec:
+        """Return the input that `state` returned as plain values."""
+        fixed = {"shape": tuple(state["shape"]), "names": tuple(state["names"])}
+        return cls(**{**state, **fixed})
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        plain = {"shape": list(self.shape), "names": list(self.names)}
+        return {**vars(self), **plain, "augment": dict(self.augment)}
+
+    def to_field(self) -> Field | None:
+        """Return the field of wt that reads this input; None for a field of the user's."""
+        if self.source == "image":
+            height, width = self.shape[1:]
+            return Image(self.names, (height, width), Augment(**self.augment))
+        if self.source == "array":
+            return NumpyArray(self.names, Example(self.shape, self.dtype))
+        return None
+
+    @property
+    def is_rgb(self) -> bool:
+        """Whether it is uint8[3, h, w], which mean and standard deviation are for."""
+        return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] == 3
+
+    @property
+    def keeps_type(self) -> bool:
+        """Whether a model gets it as int64: class numbers and tokens."""
+        return self.dtype == "int64" and len(self.shape) <= 1
+
+    @property
+    def kind(self) -> str:
+        """Dtype and shape, such as uint8[3, 224, 224]."""
+        return f"{self.dtype}{list(self.shape)}"
+
+    def __str__(self) -> str:
+        values = {**self.state(), "source": ""}
+        return f"{self.source}({', '.join(f'{n}={v}' for n, v in values.items() if v)})"
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """All inputs of a model, by name in a batch. normalization: of uint8[3, h, w]."""
+
+    specs: Mapping[str, InputSpec]
+    normalization: Normalization = Normalization()
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ModelInputs:
+        """Return the inputs that `state` returned as plain values."""
+        specs = {name: InputSpec.from_state(spec) for name, spec in state["specs"].items()}
+        return cls(specs, Normalization(tuple(state["mean"]), tuple(state["std"])))
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "specs": {name: spec.state() for name, spec in self.specs.items()},
+            "mean": list(self.normalization.mean),
+            "std": list(self.normalization.std),
+        }
+
+    @property
+    def picture(self) -> str | None:
+        """Name of the first RGB image, which the report shows; None if there is none."""
+        return next((name for name, spec in self.specs.items() if spec.is_rgb), None)
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of the first input with channels, height and width; without one, of the first."""
+        shapes = [spec.shape for spec in self.specs.values()]
+        return next((shape for shape in shapes if len(shape) == 3), shapes[0])
+
+    @property
+    def image_size(self) -> int:
+        """Longer side of the images; 0 if there are none."""
+        return max(self.image_shape[1:]) if len(self.image_shape) == 3 else 0
+
+    def call(self, model: nn.Module, batch: Mapping[str, Any], *, channels_last: bool) -> Tensor:
+        """Return the output of a model for the inputs in a batch.
+
+        A single input is the argument of the model. Several are keyword arguments with their names.
+        channels_last: memory format of inputs [b, channels, height, width].
+        """
+        values = {name: self._prepared(batch[name], channels_last) for name in self.specs}
+        if len(values) > 1:
+            return model(**values)  # type: ignore[no-any-return]
+        return model(*values.values())  # type: ignore[no-any-return]
+
+    def _prepared(self, value: Tensor, channels_last: bool) -> Tensor:
+        value = normalize(value, self.normalization)
+        is_last = channels_last and value.ndim == 4
+        return value.contiguous(
+            memory_format=torch.channels_last if is_last else torch.contiguous_format
+        )
+
+    def blank(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        """Return a batch of zeros."""
+        return {
+            name: torch.zeros(rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for name, spec in self.specs.items()
+        }
+
+    def __str__(self) -> str:
+        specs = ", ".join(f"{name}: {spec}" for name, spec in self.specs.items())
+        return f"{specs}, mean={self.normalization.mean}, std={self.normalization.std}"
+
+
+class InputSource(Protocol):
+    """Where the inputs of a model come from."""
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]: ...
+    @property
+    def title(self) -> str:
+        """Name of the argument that gives this source, for errors."""
+        ...
+
+    def loader_options(self, task: Task, index: Index) -> dict[str, Any]:
+        """Return the options of a Loader whose batches hold inputs and targets."""
+        ...
+
+    def bytes_options(self, fields: Mapping[str, str]) -> dict[str, Any]:
+        """Return the options of a Loader whose batches hold inputs and the bytes of some fields.
+
+        fields: tar field by name in the batch. A sample without the field has an empty value.
+        """
+        ...
+
+    def read_file(self, key: str, extension: str, data: bytes) -> Mapping[str, Any]:
+        """Return the inputs of a file, by name: values as a batch has them."""
+        ...
+
+
+def shape_of(example: Example) -> tuple[int, ...]:
+    """Return the shape of a value as a batch has it: channels, height, width for images."""
+    return (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
+
+
+def normalize(values: Tensor, normalization: Normalization) -> Tensor:
+    """Return what a model gets for values [b, ...].
+
+    uint8[b, 3, h, w] is normalized by mean and standard deviation, other uint8 divided by 255.
+    int64[b] and int64[b, n] keep their type, as class numbers and tokens need. All other numbers
+    become float32.
+    """
+    if values.dtype == torch.int64 and values.ndim <= 2:
+        return values
+    if values.dtype != torch.uint8:
+        return values.float()
+    if values.ndim != 4 or values.shape[1] != 3:
+        return values.float() / 255
+    mean, std = _constants(normalization, values.device)
+    return (values.float() - mean) / std
+
+
+@cache
+def _constants(normalization: Normalization, device: torch.device) -> list[Tensor]:
+    """Return mean and standard deviation of 0 to 255 on a device, float32[3, 1, 1] each.
+
+    They are copied there once: a copy of pageable memory makes the host wait for the device.
+    """
+    with torch.inference_mode(False):  # the first call may be part of a validation
+        values: Sequence[Triple] = (normalization.mean, normalization.std)
+        return [torch.tensor(value, device=device).view(3, 1, 1) * 255 for value in values]
+
+
+def augments_batches(config: Config) -> bool:
+    """Return whether batches of images are augmented, beside what the image field does."""
+    mixes = (config.mixup or config.cutmix) and config.mixup_prob
+    return bool(mixes or any(config.color_jitter) or config.random_erasing)
+
+
+def batch_augmentation(
+    task: Task, inputs: ModelInputs, config: Config, epoch: int
+) -> Augmentation | None:
+    """Return color jitter, random erasing, mixup and CutMix of an epoch, if they are used."""
+    if not augments_batches(config):
+        return None
+    mixes = bool(config.mixup or config.cutmix)
+    head = task.heads[0]
+    if mixes and (task.has_several or not isinstance(head, (ClassHead, BinaryHead))):
+        raise UsageError(
+            f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "
+            f"and the task is {task}."
+        )
+    mixes = mixes and (config.mixup_off_epoch is None or epoch < config.mixup_off_epoch)
+    jitter = config.color_jitter * 3 if len(config.color_jitter) == 1 else config.color_jitter
+    brightness, contrast, saturation, hue = (*jitter, 0.0, 0.0, 0.0, 0.0)[:4]
+    return Augmentation(
+        normalize=(inputs.normalization.mean, inputs.normalization.std),
+        brightness=brightness,
+        contrast=contrast,
+        saturation=saturation,
+        hue=hue,
+        random_erasing=config.random_erasing,
+        mixup=config.mixup if mixes else 0.0,
+        cutmix=config.cutmix if mixes else 0.0,
+        mixup_prob=config.mixup_prob,
+        mixup_switch_prob=config.mixup_switch_prob,
+        classes=len(head.classes),
+        image=next(iter(inputs.specs)),
+        label=f"target {head.name}",
+    )
+
+
+def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], title: str) -> None:
+    """Raise UsageError for names that cannot be inputs of a model."""
+    if not inputs:
+        raise UsageError(
+            f'{title}= gives no input of the model. Add one, such as "image". '
+            f"Labels are named {' or '.join(heads)}."
+        )
+    for name in inputs:
+        if not isinstance(name, str) or (len(inputs) > 1 and not name.isidentifier()):
+            raise UsageError(
+                f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
+                f"model, so each needs a name such as image."
+            )

@@ -1,0 +1,150 @@
+"""The source of a model's inputs: what the user gave, or images by the options of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from wdstrain.decode.fields import Field, Image, NumpyArray, image
+from wdstrain.decode.label_fields import Label, Labels, Number
+from wdstrain.decode.masks import Mask
+from wdstrain.decode.task import Transform
+from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index
+from wdstrain.training.config import OPTIONS, Config
+from wdstrain.training.data import few_batches
+from wdstrain.training.field_source import FieldSource, field_source
+from wdstrain.training.inputs import InputSource, InputSpec, augments_batches
+from wdstrain.training.tasks import Task
+from wdstrain.training.transform_source import TransformSource
+
+_COMPARED_EPOCHS = 4  # that tell whether inputs are augmented
+_PLAIN_FIELDS = (Image, NumpyArray, Label, Labels, Number, Mask)  # without randomness of their own
+_IMAGE_OPTIONS = ("augment", "scale", "ratio", "crop_pct")  # of the default input
+
+
+def given_source(
+    fields: Mapping[str, Field] | None,
+    transform: Transform | None,
+    task: Task,
+    index: Index | None,
+    config: Config,
+    *,
+    prefix: str = "",
+) -> InputSource | None:
+    """Return the source that `fields` or `transform` gives; None if neither was given.
+
+    index: of samples that a transform is tried on. prefix: "val_" for those of validation, in
+    errors. Raises UsageError for fields that are no inputs, and for labels that are not those of
+    the task.
+    """
+    if fields is not None and transform is not None:
+        raise UsageError(
+            f"{prefix}fields= and {prefix}transform= were both given. Give one of them."
+        )
+    if transform is not None and index is not None:
+        return TransformSource.of(transform, task, index, config, f"{prefix}transform")
+    return None if fields is None else field_source(fields, task, f"{prefix}fields")
+
+
+def default_source(config: Config) -> FieldSource:
+    """Return the source of images uint8[b, 3, image_size, image_size]."""
+    pixels = image(
+        size=config.image_size,
+        augment=config.augment,
+        scale=config.scale,
+        ratio=config.ratio,
+        crop_pct=config.crop_pct,
+    )
+    return FieldSource({"image": pixels}, "fields")
+
+
+def check_source(source: InputSource, config: Config, *, is_given: bool) -> None:
+    """Raise UsageError for options that do not go with the inputs of training.
+
+    is_given: the user gave the source, so options of the default input have no effect.
+    """
+    specs, maker = source.specs, "wt.image" if source.title == "fields" else "the transform"
+    if is_given:
+        for name in _IMAGE_OPTIONS:
+            if getattr(config, name) != OPTIONS[name].default:
+                raise UsageError(f"{name} has no effect with {source.title}=. Give it to {maker}.")
+        sizes = {max(spec.shape[1:]) for spec in specs.values() if len(spec.shape) == 3}
+        if config.image_size not in {OPTIONS["image_size"].default, *sizes}:
+            raise UsageError(
+                f"image_size={config.image_size} has no effect with {source.title}=. Leave it out, "
+                f"and give {maker} the size."
+            )
+    given = f"{source.title}= gives " + ", ".join(spec.kind for spec in specs.values())
+    for spec in specs.values():
+        if np.dtype(spec.dtype).kind not in "buif":
+            raise UsageError(
+                f"{given}: must be real numbers. Give two channels for complex numbers."
+            )
+    if config.channels_last and not any(len(spec.shape) == 3 for spec in specs.values()):
+        raise UsageError(f"{given}: channels_last needs channels, height and width. Leave it out.")
+    if augments_batches(config) and (len(specs) > 1 or not next(iter(specs.values())).is_rgb):
+        raise UsageError(
+            f"{given}: mixup, cutmix, color_jitter and random_erasing need a single input "
+            f"uint8[3, height, width]. Leave them out."
+        )
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+def validation_source(train: InputSource, given: InputSource | None) -> InputSource:
+    """Return the source of validation: the given one, or that of training without augmentation.
+
+    Raises UsageError for a given one that augments, or that gives other inputs.
+    """
+    if given is None:
+        return train.without_randomness() if isinstance(train, FieldSource) else train
+    if isinstance(given, FieldSource):
+        for _, field in given.inputs:
+            if isinstance(field, (Image, Mask)) and field.augment.is_random:
+                raise UsageError(
+                    f"{given.title}= augments images. Validation needs the same images every time."
+                )
+    check_same_inputs(train.specs, given, "training has", sizes=False)
+    return given
+
+
+def check_same_inputs(
+    wanted: Mapping[str, InputSpec], given: InputSource, owner: str, *, sizes: bool
+) -> None:
+    """Raise UsageError if a source gives other inputs. sizes: heights and widths count too."""
+
+    def kinds(specs: Mapping[str, InputSpec]) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (spec.dtype, spec.shape if sizes else (len(spec.shape), spec.shape[:1]))
+            for name, spec in specs.items()
+        }
+
+    if kinds(wanted) != kinds(given.specs):
+        raise UsageError(
+            f"{given.title}= gives {_listed(given.specs)}, and {owner} {_listed(wanted)}. "
+            f"Give the same inputs."
+        )
+
+
+def _listed(specs: Mapping[str, InputSpec]) -> str:
+    return ", ".join(f"{name}: {spec.kind}" for name, spec in specs.items())
+
+
+def check_no_randomness(index: Index, source: InputSource, task: Task, config: Config) -> None:
+    """Raise UsageError for inputs that differ between epochs. Reads a few samples a few times."""
+    if isinstance(source, FieldSource) and all(type(f) in _PLAIN_FIELDS for _, f in source.inputs):
+        return
+    options = source.loader_options(task, index)
+    epochs = list(few_batches(index, options, config, epochs=_COMPARED_EPOCHS))
+    for name in source.specs:
+        if any(not torch.equal(batch[name], epochs[0][name]) for batch in epochs[1:]):
+            raise UsageError(
+                f"{source.title}= gives other inputs in each epoch, and validation needs the same "
+                f"ones. Give one without augmentation: "
+                f"val_{source.title.removeprefix('val_')}=."
+            )
