@@ -1,9 +1,9 @@
 """The exceptions that this package raises on purpose.
 
     WdstrainError
-    ├── UsageError        wrong argument, option, name or address (exit code 2)
+    ├── UsageError        wrong argument, option, name or path (exit code 2)
     │   └── PlanError     samples, ranks, batch size and lanes that do not fit together
-    ├── SourceError       missing or malformed input of a conversion
+    ├── SourceError       empty or malformed input of a conversion
     ├── ShardError        missing, damaged or replaced shard or index
     ├── SampleError       sample that cannot become an example
     └── StorageError      bytes that cannot be read or written
@@ -24,7 +24,7 @@ class WdstrainError(Exception):
 
 
 class UsageError(WdstrainError):
-    """An argument, option, name or address is wrong."""
+    """An argument, option, name, path or address is wrong."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class PlanError(UsageError):
 
 
 class SourceError(WdstrainError):
-    """The input of a conversion is missing, empty or malformed."""
+    """The input of a conversion is empty or malformed."""
 
 
 class ShardError(WdstrainError):

@@ -68,7 +68,7 @@ def test_damage_is_exit_status_one_with_its_place(
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
-        (["convert", "folder", "absent", "out"], 1, "absent: there is no such folder"),
+        (["convert", "folder", "absent", "out"], 2, "absent: there is no such folder"),
         (["convert", "folder", "empty", "out"], 1, "empty holds no images"),
         (
             ["convert", "folder", "photos/cat", "out"],
@@ -77,13 +77,13 @@ def test_damage_is_exit_status_one_with_its_place(
         ),
         (
             ["convert", "table", "absent.csv", "out", "--image", "f"],
-            1,
+            2,
             "absent.csv: there is no such file",
         ),
         (
             ["convert", "table", "log.csv", "out", "--image", "f"],
             2,
-            "log.csv has no column 'f'. Its columns are: file, n",
+            "log.csv has no column 'f'.\nhint: Use one of its columns: file, n",
         ),
         (
             ["convert", "table", "log.csv", "out", "--image", "file"],
@@ -122,6 +122,102 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert printed.out == ""
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "convert folder absent out",
+        "convert folder photos out --flat --masks absent",
+        "convert folder photos out --like absent",
+        "convert table absent.csv out --image f",
+        "convert table absent-*.csv out --image f",
+        "convert hdf5 absent.h5 out --field png=/x",
+        "convert arrays out --field png=absent.npy",
+        "convert tars absent out",
+        "convert tars shards out --keys absent",
+        "convert torchvision FashionMNIST out --root absent",
+        "index absent",
+        "info absent-{0..2}.tar",
+        "show absent",
+        "verify absent-*.tar",
+        "repair absent --out out",
+        "remove absent --where n==1",
+        "remove shards --keys absent",
+        "plan absent",
+        "bench absent",
+        "serve absent",
+        "train absent --out out",
+        "train shards --val absent --out out",
+        "train shards --config absent.toml --out out",
+        "evaluate absent.pt shards",
+        "predict absent.pt photos --out out.csv",
+        "export absent.pt out.pt",
+    ],
+)
+def test_a_missing_input_is_wrong_usage_in_every_verb(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "shards", [4])
+    wt.index(str(tmp_path / "shards"))
+    before = sorted(os.listdir(tmp_path))
+    assert main(words.split()) == 2
+    assert re.fullmatch(r"error: .*absent.*\nhint: .+\n", capsys.readouterr().err)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("convert folder empty out", "Check the path. Images end in jpg, jpeg, "),
+        ("convert table empty out --image f", "Check the path. Tables end in .csv, .tsv, "),
+        ("convert table log.csv out --image f", "Use one of its columns: file, n."),
+        ("convert table log.csv out --image file --label x", "Use one of its columns: file, n."),
+        ("convert table log.csv out --image file --where x==1", "Use one of: file, n."),
+        ("convert tars plain out --label x", "Use one of: cls, txt."),
+        ("info plain --where x==1", "Use key, shard, split, size, size.FIELD or has.FIELD."),
+        ("info pets --where x==1", "Use one of: label; also key, shard, split, "),
+        ("info pets --where label=='elk'", "Use one of: cat, dog."),
+        ("index plain --columns x", "Use one of: cls, txt."),
+        ("show pets --label x", "Use one of: label, "),
+        ("show pets --class elk", "Use one of: cat, dog."),
+        ("show pets --key x", "Use a key such as "),
+        ("plan pets --label x", "Use one of: label"),
+        ("train pets --label x --out out", "Use one of: label."),
+        ("train pets --balance x --out out", "Use one of: label; also key, "),
+        ("train empty --out out", "Name a folder of shards"),
+    ],
+)
+def test_a_wrong_name_or_an_empty_folder_has_a_next_step(
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    words: str,
+    hint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "log.csv").write_text("file,n\ngone.jpg,1\n")
+    wt.index(str(write_shards(tmp_path / "plain", [4])))
+    wt.convert_folder(str(photos), str(tmp_path / "pets"))
+    assert main(words.split()) in (1, 2)
+    assert f"\nhint: {hint}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_does_not_claim_that_shards_were_written(
+    photos: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (photos / "cat" / "bad.jpg").write_bytes(b"")
+    assert convert(photos, tmp_path / "out", "--dry-run", "--on-error", "skip") == 0
+    printed = capsys.readouterr().out
+    assert "shards would be in" in printed
+    assert "shards are in" not in printed
+    assert "packed" not in printed
+    assert "skipped.jsonl" not in printed
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_words_are_exit_status_two(capsys: Any) -> None:

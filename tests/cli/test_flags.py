@@ -146,7 +146,7 @@ def test_python_names_arguments_and_the_shell_names_flags(tmp_path: Path, capsys
 def test_errors_are_objects_with_json(tmp_path: Path, capsys: Any) -> None:
     absent = str(tmp_path / "absent")
     for words, status, error in (
-        (["convert", "folder", absent, absent, "--json"], 1, "there is no such folder"),
+        (["convert", "folder", absent, absent, "--json"], 2, "there is no such folder"),
         (
             ["convert", "folder", absent, absent, "--json", "--stratify", "label"],
             2,

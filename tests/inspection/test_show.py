@@ -123,10 +123,10 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards. Keys are: "),
+        ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards. Use a key such as "),
         (
             {"classes": ["dgo"]},
-            "the label 'label' has no class 'dgo'. Did you mean 'dog'? There are: cat, dog, owl.",
+            "the label 'label' has no class 'dgo'. Did you mean 'dog'? Use one of: cat, dog, owl.",
         ),
         ({"label": "labl"}, "there is no label 'labl'. Did you mean 'label'?"),
         ({"order": "last"}, "order='last': must be one of first, random, classes"),

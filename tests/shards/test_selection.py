@@ -110,12 +110,12 @@ def test_a_condition_chooses_what_python_would(
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("colour == 1", "there is no column 'colour'. Columns: "),
-        ("lable == 1", "there is no column 'lable'. Did you mean label? Columns: "),
+        ("colour == 1", "there is no column 'colour'. Use one of: "),
+        ("lable == 1", "there is no column 'lable'. Did you mean label? Use one of: "),
         ("json.colour == 1", "wdstrain index --columns json.colour"),
         ("year < 'x'", "a number with a text cannot be compared"),
         ("code < 3", "a text with a number cannot be compared"),
-        ("kind == 'Othr'", "there is no class 'Othr'. Classes: Other, Pants, Shirts"),
+        ("kind == 'Othr'", "there is no class 'Othr'. Use one of: Other, Pants, Shirts"),
         ("tags == 'a'", "a list with a text cannot be compared"),
         ("kids == None", "compared with is or is not"),
         ("kind", "Compare it with a value"),

@@ -489,7 +489,7 @@ def test_weights_by_name_come_from_the_cache_of_torch_hub(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     weights = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
-    with pytest.raises(UsageError, match="no such weights.* It has: IMAGENET1K_V1"):
+    with pytest.raises(UsageError, match="no such weights.* Use one of: IMAGENET1K_V1"):
         load(build("squeezenet1_1", 5, 64), "squeezenet1_1", "IMAGENET1K_V7")
     with pytest.raises(UsageError, match="cannot be downloaded.*weights=FILE"):
         load(build("squeezenet1_1", 5, 64), "squeezenet1_1", "DEFAULT")

@@ -126,22 +126,23 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
         "kept_shards": done.kept,
         "seconds": round(seconds, 3),
     }
-    result(arguments, found, [*summary(done.index), *_rows(done, out, seconds)])
+    result(
+        arguments, found, [*summary(done.index), *_rows(done, out, seconds, is_dry=options.dry_run)]
+    )
     return 0
 
 
-def _rows(done: ConversionResult, out: str, seconds: float) -> list[tuple[str, str]]:
-    parts = [f"{done.packed} packed"]
+def _rows(
+    done: ConversionResult, out: str, seconds: float, *, is_dry: bool
+) -> list[tuple[str, str]]:
+    """Return the rows of the summary. is_dry: nothing was written."""
+    parts = [f"{done.packed} {'to pack' if is_dry else 'packed'}"]
     parts += [f"{len(done.bad)} skipped"] if done.bad else []
     parts += [f"{done.limited} beyond --limit"] if done.limited else []
     rows = [("source", f"{done.listed} = {' + '.join(parts)}")]
     if done.bad:
-        rows.append(
-            (
-                "skipped",
-                f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; the first: {done.bad[0].sentence}",
-            )
-        )
+        listed = f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; "
+        rows.append(("skipped", f"{'' if is_dry else listed}the first: {done.bad[0].sentence}"))
         reasons = list(done.skipped_reasons.items())
         rows += [("", f"{count} x {reason}") for reason, count in reasons[:_MOST_REASONS]]
         if len(reasons) > _MOST_REASONS:
@@ -165,12 +166,9 @@ def _rows(done: ConversionResult, out: str, seconds: float) -> list[tuple[str, s
             )
         )
     if done.renamed:
-        rows.append(
-            (
-                "renamed",
-                f"{done.renamed} keys; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}",
-            )
-        )
+        names_file = os.path.join(out, "renamed.jsonl")
+        place = "" if is_dry else f"; what the source calls them is in {names_file}"
+        rows.append(("renamed", f"{done.renamed} keys{place}"))
     names = list(dict.fromkeys(name for counts in done.samples.values() for name in counts if name))
     for name in names[:_MOST_CLASSES]:
         counts = ", ".join(
@@ -183,5 +181,5 @@ def _rows(done: ConversionResult, out: str, seconds: float) -> list[tuple[str, s
         rows.append(("resumed", f"{done.kept} of its parts were whole already"))
     size_ = sum(shard.bytes for shard in done.index.shards)
     rate = f", {len(done.index) / max(1e-9, seconds):.0f} samples/s, {size_ / 1e6 / max(1e-9, seconds):.0f} MB/s"
-    rows.append(("time", f"{seconds:.1f} s{'' if done.kept else rate}"))
-    return [*rows, ("shards are in", out)]
+    rows.append(("time", f"{seconds:.1f} s{'' if done.kept or is_dry else rate}"))
+    return [*rows, ("shards would be in" if is_dry else "shards are in", out)]

@@ -13,8 +13,9 @@ from wdstrain.report.terminal import print_error, print_result
 
 # first words of a sentence that says what to do next
 _ADVICE = (
-    "Add|Check|Choose|Continue|Convert|Delete|Did you mean|Fix|Free|Give|Install|Leave|List|Lower|Make|Mend|Move|Name|"
-    "Only|Pack|Pass|Put|Raise|Remove|Repack|Repair|Resume|Rerun|Run|Say|See|Set|Start|Take|Try|Use|Wait|Write"
+    "Accept|Add|Change|Check|Choose|Continue|Convert|Copy|Correct|Delete|Did you mean|Divide|Download|Drop|Fix|Free|Give|"
+    "Install|Keep|Leave|List|Look|Lower|Make|Mend|Move|Name|Number|Omit|Only|Pack|Pass|Put|Raise|Remove|Rename|Repack|"
+    "Repair|Request|Resume|Rerun|Run|Save|Say|See|Set|Shorten|Start|State|Store|Take|Try|Unpack|Unset|Use|Wait|Write"
 )
 _HINT = re.compile(rf"(?<=[.?!)\]]) (?=(?:{_ADVICE})\b)")
 _VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]*\w"""

@@ -58,8 +58,8 @@ def fixed_classes(
     for name, kind in asked:
         if name not in labels:
             raise UsageError(
-                f"like={like}: these shards have no label {name!r}. Their labels are: "
-                f"{', '.join(labels) or 'none'}."
+                f"like={like}: these shards have no label {name!r}. Use one of "
+                f"their labels: {', '.join(labels) or 'none'}."
             )
         if kind not in (None, labels[name].kind):
             raise UsageError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from wdstrain.decode.image_formats import EXTENSIONS
-from wdstrain.errors import SampleError, SourceError
+from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote
 
@@ -224,14 +224,14 @@ def split_of(name: str) -> str:
 
 
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
-    """Raise SourceError if a path does not exist or is in a folder that may not be read.
+    """Raise UsageError if a path does not exist, SourceError if its folder may not be read.
 
     shown: the path in the error.
     """
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path holds a NUL
-        raise SourceError(f"{shown or path}: there is no such {kind}. Check the path.") from None
+        raise UsageError(f"{shown or path}: there is no such {kind}. Check the path.") from None
     except OSError as error:
         raise SourceError(
             f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its "

@@ -351,5 +351,6 @@ def _reasons(bad: list[BadSample]) -> str:
 def _no_samples(source: Source) -> SourceError:
     ignored = ", ".join(f"{count} x {reason}" for reason, count in source.ignored.items())
     return SourceError(
-        f"{source.name} holds no samples{f' to be packed ({ignored})' if ignored else ''}."
+        f"{source.name} holds no samples{f' to be packed ({ignored})' if ignored else ''}. "
+        f"Check the source."
     )

@@ -17,7 +17,7 @@ from isal.isal_zlib import crc32
 
 from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.catalog import SpanCatalog
-from wdstrain.conversion.listing import Part
+from wdstrain.conversion.listing import Part, check_there
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.sample_meta import sample_meta
 from wdstrain.conversion.set_files import free_number
@@ -143,6 +143,8 @@ def _folder_of(urls: Urls) -> str:
             is_folder = not address.endswith((".tar", ".json"))
         else:
             is_folder = os.path.isdir(address)
+            if not is_folder and not address.endswith((".tar", ".json")):
+                check_there(address, kind="folder")
         folders.add(address if is_folder else os.path.dirname(address) or ".")
     for address in folders:
         if is_remote(address) and not is_object(address):

@@ -131,7 +131,7 @@ def _place(index: Index, name: str) -> Place:
         if is_json(field) and name.startswith(f"{field}.") and len(name) > len(field) + 1:
             return field, name[len(field) + 1 :]
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
-    raise UsageError(f"there is no field {name!r} in these shards. A column is one of: {shown}")
+    raise UsageError(f"there is no field {name!r} in these shards. Use one of: {shown}.")
 
 
 def _place_and_kind(index: Index, name: str) -> tuple[Place, str]:

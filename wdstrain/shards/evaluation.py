@@ -280,7 +280,7 @@ class Evaluation:
             return
         known = classes.dictionary.to_pylist()
         if name.as_py() not in known:
-            raise self._error(f"there is no class {name.as_py()!r}. Classes: {_listed(known)}")
+            raise self._error(f"there is no class {name.as_py()!r}. Use one of: {_listed(known)}")
 
     def _calculated(self, node: ast.BinOp) -> Operand:
         a, b = self._value(node.left), self._value(node.right)
@@ -347,7 +347,7 @@ class Evaluation:
                 )
             columns = _listed(list(index.names))
             return self._error(
-                f"there is no column {name!r}.{_near(name, index.names)} Columns: {columns}"
+                f"there is no column {name!r}.{_near(name, index.names)} Use one of: {columns}"
             )
         if reason := index.unjoined(name):
             return self._error(
@@ -355,7 +355,7 @@ class Evaluation:
                 f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
             )
         names = [column.name for column in index.columns if column.kind != NOT_A_COLUMN]
-        columns = _listed(names) if names else "none"
+        columns = f" one of: {_listed(names)}; also" if names else ""
         hint = ""
         if field := next((f for f in index.fields if name == f or name.startswith(f"{f}.")), ""):
             hint = (
@@ -363,8 +363,8 @@ class Evaluation:
             )
         near = _near(name, [*names, "key", "shard", "split", "size"])
         return self._error(
-            f"there is no column {name!r}.{near} Columns: {columns}; also key, shard, split, size, "
-            f"size.FIELD and has.FIELD.{hint}".rstrip(".")
+            f"there is no column {name!r}.{near} Use{columns} key, shard, split, size, "
+            f"size.FIELD or has.FIELD.{hint}".rstrip(".")
         )
 
 

@@ -79,7 +79,9 @@ def put_whole(path: str) -> Iterator[BinaryIO]:
             yield file
         publish(temporary, path)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free some space, or check the folder."
+        ) from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)

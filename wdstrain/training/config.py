@@ -183,7 +183,7 @@ def _read_table(path: str, kind: str) -> dict[Any, Any]:
 
             table = yaml.safe_load(raw) or {}
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
     except Exception as error:  # each parser has errors of its own
         cause = " ".join(str(error).split())
         raise UsageError(f"{path} is no {kind[1:].upper()}: {cause}.") from None
@@ -227,7 +227,7 @@ def check_known(name: str, known: Collection[str], title: str) -> None:
     if name in known:
         return
     near = get_close_matches(name, known, 1, 0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
+    hint = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(known)}."
     raise UsageError(f"{name!r} is none of the {title}. {hint}")
 
 
@@ -264,7 +264,7 @@ def _typed(name: str, value: Any) -> Any:
         raise UsageError(f"{name}={value!r} is not {_WORDS[kind]}.")
     choices = OPTIONS[name].metadata.get("choices")
     if choices and value not in choices:
-        raise UsageError(f"{name}={value!r} is none of {', '.join(choices)}.")
+        raise UsageError(f"{name}={value!r} is none of the choices. Use {' or '.join(choices)}.")
     return value
 
 

@@ -188,7 +188,7 @@ def _parse_head(known: Mapping[str, Label], word: str) -> Head:
     if name not in known:
         name, _, kind = (part.strip() for part in word.partition(":"))
     if name not in known:
-        raise UsageError(f"the index has no label {name!r}. It has: {', '.join(known)}.")
+        raise UsageError(f"the index has no label {name!r}. Use one of: {', '.join(known)}.")
     return make_head(known[name], kind)
 
 

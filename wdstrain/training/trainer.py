@@ -426,7 +426,7 @@ class Trainer:
     def _report_missing_monitor(self, val: Mapping[str, float]) -> None:
         if self.config.monitor is not None:
             raise UsageError(
-                f"monitor={self.monitor!r} is not among the metrics of validation: "
-                f"{', '.join(sorted(val))}."
+                f"monitor={self.monitor!r} is not among the metrics of validation. Use "
+                f"one of: {', '.join(sorted(val))}."
             )
         self._reporter.line(f"{self.monitor} is undefined on this validation data.")

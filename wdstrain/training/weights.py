@@ -71,7 +71,7 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
         names = ", ".join(members.__members__) or "none"
         raise UsageError(
             f"weights={weights}: {model_name} has no such weights and no such file exists. "
-            f"It has: {names}."
+            f"Use one of: {names}."
         )
     member = members[weights]
     try:
@@ -112,7 +112,9 @@ def _load_file(model: nn.Module, path: str) -> LoadedWeights:
         else:
             value = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UsageError(f"weights={path} cannot be read: {error.strerror or error}.") from error
+        raise UsageError(
+            f"weights={path} cannot be read: {error.strerror or error}. Check the path."
+        ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         raise UsageError(
             f"weights={path} cannot be loaded by torch.load with weights_only=True. "

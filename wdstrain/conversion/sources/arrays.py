@@ -202,7 +202,7 @@ class _Scalar:
         )
         if self.name not in fields:
             raise UsageError(
-                f"the label '{self.name}' is not a field. The fields are: {', '.join(fields)}."
+                f"the label '{self.name}' is not a field. Use one of: {', '.join(fields)}."
             )
         array = arrays[self.name]
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
@@ -277,7 +277,7 @@ def _open(name: str, array: Any) -> Rows:
             with np.load(f"{path}.npz", allow_pickle=False) as archive:
                 if member not in archive.files:
                     raise UsageError(
-                        f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}"
+                        f"{path}.npz has no member '{member}'. Use one of: {', '.join(archive.files)}"
                     )
                 return np.asarray(archive[member])
         found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)

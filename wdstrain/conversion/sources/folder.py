@@ -34,12 +34,12 @@ def list_folder(
 
     flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
     images without a mask are left out and counted. fixed: names of the classes in the order of their
-    numbers (default: the sorted class folders). Raises SourceError for a folder that is missing or
-    holds no images or no class folders, UsageError for a class folder that is not in `fixed`.
+    numbers (default: the sorted class folders). Raises UsageError for a folder that is missing, and
+    for a class folder that is not in `fixed`; SourceError for one without images or class folders.
     """
     check_there(source, kind="folder")
     if not os.path.isdir(source):
-        raise SourceError(f"{source}: there is no such folder. Check the path.")
+        raise UsageError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}
     splits = {} if flat else _splits(source, ignored)
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {

@@ -53,7 +53,7 @@ def stream_hdf5(
     if not fields:
         raise UsageError(
             f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. '
-            f"Its data sets are: {_known(opened)}"
+            f"Use one of its data sets: {_known(opened)}"
         )
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
     source = {
@@ -146,7 +146,7 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
     if isinstance(table, h5py.Dataset) and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
     reason = "is a group" if node is not None else "does not exist"
-    raise UsageError(f"{file}: {path} {reason}. Its data sets are: {_known(opened)}")
+    raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
 
 
 def _files(node: Any, file: str) -> list[str]:

@@ -22,6 +22,7 @@ from wdstrain.conversion.listing import (
     Part,
     Stream,
     StreamSample,
+    check_there,
     field_name,
     file_mark,
     split_of,
@@ -63,7 +64,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     for field in [*keep, *drop, *(rename or {})]:
         if field not in index.fields:
             raise UsageError(
-                f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}"
+                f"no shard has a field '{field}'. Use one of: {', '.join(index.fields)}"
             )
     gone = [field for field in rename or {} if (field not in keep if keep else field in drop)]
     if gone:
@@ -104,8 +105,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     )
     if unknown:
         raise UsageError(
-            f"select={options.select!r}: there is no {unknown[0]!r}. A condition can use key, shard, "
-            f"split, size.FIELD, has.FIELD and the fields {', '.join(index.fields)}."
+            f"select={options.select!r}: there is no {unknown[0]!r}. Use key, shard, split, "
+            f"size.FIELD, has.FIELD or a field: {', '.join(index.fields)}."
         )
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
@@ -347,12 +348,13 @@ def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> s
 
 def read_keys(path: str) -> set[str]:
     """Return the keys in a file with one key on each line."""
+    check_there(path)
     try:
         with open(path, encoding="utf-8") as file:
             found = {line.strip() for line in file if line.strip()}
     except OSError as error:
         raise SourceError(
-            f"{path}: the file of keys cannot be read: {error.strerror}. Check the path."
+            f"{path}: the file of keys cannot be read: {error.strerror}. Check its permissions."
         ) from error
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is not UTF-8. Write one key on each line, in UTF-8.") from error

@@ -44,7 +44,7 @@ def check_column(table: Table, name: str) -> None:
     """Raise UsageError if a table lacks a column."""
     if name not in table.columns:
         raise UsageError(
-            f"{table.name} has no column '{name}'. Its columns are: {', '.join(table.columns)}."
+            f"{table.name} has no column '{name}'. Use one of its columns: {', '.join(table.columns)}."
             f"{joined_column(name, table.columns)}"
         )
 

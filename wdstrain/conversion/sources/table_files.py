@@ -221,7 +221,7 @@ class FrameTable:
         self.binary: frozenset[str] = frozenset()
         check_names(self.name, self.columns)
         if not len(frame):
-            raise SourceError(f"{self.name} has no rows.")
+            raise SourceError(f"{self.name} has no rows. Check the table.")
 
     def batches(
         self, columns: Sequence[str], *, raw: Collection[str] = (), changes: Changes | None = None

@@ -42,7 +42,7 @@ class ImageColumn:
         if missing or not names:
             name = missing[0] if names else image
             raise UsageError(
-                f"{table.name} has no column '{name}'. Its columns are: {', '.join(table.columns)}."
+                f"{table.name} has no column '{name}'. Use one of its columns: {', '.join(table.columns)}."
                 f"{joined_column(name, table.columns)}"
             )
         self.columns = list(dict.fromkeys(names))

@@ -84,7 +84,7 @@ def _find(address: str) -> tuple[list[str], str]:
                 f"permissions of the folder."
             ) from error
         if not paths:
-            raise SourceError(f"{address}: no file matches this pattern. Check the path.")
+            raise UsageError(f"{address}: no file matches this pattern. Check the path.")
         return paths, os.path.commonpath([os.path.dirname(path) for path in paths])
     check_there(address)
     return [address], os.path.dirname(address)
@@ -96,8 +96,8 @@ def _find_on_hub(address: str) -> tuple[list[str], str]:
     tables = [path for path in tables if format_of(path) == "parquet"] or tables
     if not tables:
         raise SourceError(
-            f"{address} holds no tables. Known extensions are {', '.join(_EXTENSIONS)}. Shards of "
-            f"webdataset need no conversion: wdstrain info {address}"
+            f"{address} holds no tables. Check the address. Tables end in {', '.join(_EXTENSIONS)}. "
+            f"Shards of webdataset need no conversion: wdstrain info {address}"
         )
     return list(map(files.address, tables)), files.base
 
@@ -119,6 +119,6 @@ def _files_below(folder: str) -> list[str]:
         ]
     if not paths:
         raise SourceError(
-            f"{folder} holds no tables. Known extensions are {', '.join(_EXTENSIONS)}."
+            f"{folder} holds no tables. Check the path. Tables end in {', '.join(_EXTENSIONS)}."
         )
     return paths

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from wdstrain.conversion.listing import Stream
+from wdstrain.conversion.listing import Stream, check_there
 from wdstrain.conversion.sources.iterable import stream_samples
 from wdstrain.errors import SourceError, UsageError
 
@@ -35,12 +35,13 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
             if known.lower().startswith(name[:3].lower())
         ]
         raise UsageError(
-            f"torchvision has no data set '{name}'{'. Similar: ' + ', '.join(near) if near else ''}."
+            f"torchvision has no data set '{name}'. "
+            + (f"Did you mean {', '.join(near)}?" if near else "Check the name.")
         )
     parameters = inspect.signature(kind).parameters
     strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
     if strange:
-        raise UsageError(f"{name} has no split '{strange[0]}'. Its splits are: train, test.")
+        raise UsageError(f"{name} has no split '{strange[0]}'. Use train or test.")
     known = (
         ["train", "test"]
         if "train" in parameters
@@ -77,6 +78,7 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
                     f"{name} in {root} has no split '{split}' ({reasons[-1]}). Check splits and root."
                 ) from error
     if not found:
+        check_there(root, kind="folder")
         raise SourceError(
             f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download it first."
         )

@@ -171,7 +171,7 @@ def _label(index: Index, name: str | None) -> tuple[Label | None, str]:
     if name is not None:
         if name not in labels:
             known = ", ".join(labels) or "none"
-            raise UsageError(f"there is no label {name!r}. The index has: {known}.")
+            raise UsageError(f"there is no label {name!r}. Use one of: {known}.")
         if labels[name].kind != "class":
             raise UsageError(f"label {name!r} has the kind {labels[name].kind}: must be class.")
         return labels[name], ""

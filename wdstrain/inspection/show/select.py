@@ -247,7 +247,9 @@ def _by_key(index: Index, keys: Sequence[str]) -> Ints:
     for key, ids in ids_of.items():
         if not ids:
             examples = ", ".join(repr(index.key(i)) for i in range(min(3, len(index))))
-            raise UsageError(f"there is no sample {key!r} in these shards. Keys are: {examples}...")
+            raise UsageError(
+                f"there is no sample {key!r} in these shards. Use a key such as {examples}."
+            )
     return np.array([i for ids in ids_of.values() for i in ids], np.int64)
 
 
@@ -255,7 +257,7 @@ def _choices(name: str, names: Sequence[str]) -> str:
     """Return a sentence with a name that resembles `name`, and the names there are."""
     near = get_close_matches(name, names, 1, 0.5)
     guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{guess} There are: {_listed(names)}."
+    return f"{guess} Use one of: {_listed(names)}."
 
 
 def _listed(names: Sequence[str]) -> str:
