@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from wdstrain.decode.fields import Field, Image, NumpyArray, image
@@ -80,7 +79,7 @@ def check_source(source: InputSource, config: Config, *, is_given: bool) -> None
             )
     given = f"{source.title}= gives " + ", ".join(spec.kind for spec in specs.values())
     for spec in specs.values():
-        if np.dtype(spec.dtype).kind not in "buif":
+        if getattr(torch, spec.dtype).is_complex:
             raise UsageError(
                 f"{given}: must be real numbers. Give two channels for complex numbers."
             )
