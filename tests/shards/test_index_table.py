@@ -213,3 +213,51 @@ def test_scalars_of_packed_samples_are_columns_that_survive_packing_again(tmp_pa
     assert len(wt.open(tmp_path / "set").where("price > 4")) == 23
     assert len(wt.open(tmp_path / "again").where("sender == 'anna1'")) == 7
     assert "note" not in {one.name for one in wt.open(tmp_path / "set").columns}
+
+
+@pytest.mark.parametrize(
+    ("prices", "kind"),
+    [
+        (["nan", "inf", 1.5, 4, 7, "-inf"], "number"),
+        ([3, 4, "nan", "nan", 5, 6], "number"),
+        (["nan", "inf", "nan", "nan", "-inf", "nan"], "text"),  # as a name may be
+        (["nan", "inf", "abc", "x", 2.5, "inf"], "text"),
+        (["nan", "inf", True, False, True, True], "text"),
+    ],
+)
+def test_the_kind_of_a_column_does_not_depend_on_the_division_into_shards(
+    tmp_path: Path, prices: list[Any], kind: str
+) -> None:
+    samples = [{"__key__": f"s{i}", "json": {"price": price}} for i, price in enumerate(prices)]
+    sets = []
+    for name, most in (("one", 6), ("three", 2)):
+        out = str(tmp_path / name)
+        packed = wt.pack(samples, out, max_shard_samples=most, shuffle=False)
+        for index in (packed, wt.open(out), wt.index(out, columns=["json.price"])):
+            (column,) = index.columns
+            assert column.kind == kind
+            sets.append([str(value) for value in column.values.to_pylist()])
+        assert wt.verify(out).ok
+    assert sets == [sets[0]] * 6
+    if kind == "number":
+        assert len(wt.open(str(tmp_path / "three")).where("price > 3")) == sets[0].count("inf") + (
+            sum(isinstance(price, (int, float)) and price > 3 for price in prices)
+        )
+
+
+def test_a_shard_of_nan_alone_that_changed_keeps_a_column_of_numbers(tmp_path: Path) -> None:
+    def write(shard: int, prices: list[Any]) -> None:
+        documents = [json.dumps({"price": price}).encode() for price in prices]
+        write_tar(
+            tmp_path / f"p-{shard}.tar",
+            [(f"s{shard}{i}", {"json": data}) for i, data in enumerate(documents)],
+        )
+
+    write(0, [1.5, 4])
+    write(1, [2, 3])
+    wt.index(str(tmp_path), columns=["json.price"])
+    write(1, ["nan", "inf", "nan"])
+    index = wt.index(str(tmp_path))
+    assert [column.kind for column in index.columns] == ["number"]
+    assert str(index.columns[0].values.to_pylist()) == "[1.5, 4.0, nan, inf, nan]"
+    assert wt.verify(str(tmp_path)).ok

@@ -16,12 +16,14 @@ text      string                         texts of at most 256 characters
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.values import npy_array, parsed_json, scalar
@@ -41,6 +43,7 @@ MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their fiel
 PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
 CONTENT_FIELDS = ("txt", "text", "transcript", "bin")  # read whole, not scalars
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_NOT_FINITE = ("nan", "inf", "-inf")  # texts that are numbers among numbers
 _LARGEST_NPY = 256  # bytes of a .npy file with one number
 
 Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
@@ -192,7 +195,8 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
     """Return the columns of several sets together. parts: (number of samples, columns) of each.
 
     A set without a column gets nulls. Class columns are joined by the names of their classes; a
-    column whose sets cannot be joined is left out.
+    column whose sets cannot be joined is left out. A set that has only nan and inf in a column of
+    numbers has a column of texts; they become numbers.
     """
     by_place = [{column.place: column for column in columns} for _, columns in parts]
     joined = []
@@ -205,6 +209,7 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
 
 
 def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column | None:
+    columns = _with_not_finite_numbers(columns)
     present = [column for column in columns if column is not None]
     decided = ("class", NOT_A_COLUMN)  # kinds that count even without a value
     kinds = {c.kind for c in present if c.values.null_count < len(c) or c.kind in decided}
@@ -226,6 +231,19 @@ def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column |
         for column, count in zip(columns, counts, strict=True)
     ]
     return replace(first, kind=kind, values=pa.concat_arrays(pieces))
+
+
+def _with_not_finite_numbers(columns: Sequence[Column | None]) -> Sequence[Column | None]:
+    """Return columns with the texts nan and inf as numbers, if all other values are numbers."""
+    kinds = {c.kind for c in columns if c is not None and c.values.null_count < len(c)}
+    if kinds not in ({"text", "integer"}, {"text", "number"}, {"text", "integer", "number"}):
+        return columns
+    texts = [column for column in columns if column is not None and column.kind == "text"]
+    if not all(set(pc.unique(text.values).to_pylist()) <= {None, *_NOT_FINITE} for text in texts):
+        return columns
+    return [
+        as_label(c, c.name, "number") if c is not None and c.kind == "text" else c for c in columns
+    ]
 
 
 def _joined_classes(
@@ -315,6 +333,8 @@ def _spelled(value: Any) -> Any:
     """Return a value as text, None as None."""
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # as a conversion writes it into JSON
     return json.dumps(value) if isinstance(value, (bool, float)) else str(value)
 
 
@@ -344,7 +364,7 @@ def _with_not_a_number(values: list[Any]) -> list[Any]:
     """Return values with nan and inf as numbers, if all others are numbers."""
     texts = {value for value in values if isinstance(value, str)}
     numbers = any(_kind(value) in ("integer", "number") for value in values)
-    if not texts or not numbers or not texts <= {"nan", "inf", "-inf"}:
+    if not texts or not numbers or not texts <= set(_NOT_FINITE):
         return values
     return [float(value) if isinstance(value, str) else value for value in values]
 

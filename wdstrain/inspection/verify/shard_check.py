@@ -210,6 +210,9 @@ def _compare_columns(
         stored = by_place[column.place]
         if column.kind in ("class", "number", "multi"):
             stored = as_label(stored, column.name, column.kind, column.classes)
+        elif column.kind == "text" and stored.kind in ("integer", "number"):
+            # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
+            column, stored = (as_label(c, column.name, "number") for c in (column, stored))
         name = column.field if column.entry is None else f"{column.field}.{column.entry}"
         done.columns[name] = sum(column.field in fields for fields in offsets)
         for number, indexed, value in _differences(column, stored):
