@@ -36,7 +36,7 @@ class RunState:
 
     model: trained weights. average: their moving average, if there is one. steps: of an epoch.
     sums: of the epoch so far. saved_at: time of the last checkpoint. write_error: of the last
-    checkpoint, if it could not be written.
+    checkpoint, if it could not be written. data_error: of a loader; the weights are sound.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class RunState:
         self.sums = EpochSums(self.task, setup.device)
         self.started_at = self.saved_at = time.monotonic()
         self.write_error: StorageError | None = None
+        self.data_error: WdstrainError | None = None
 
     @property
     def scored_model(self) -> nn.Module:

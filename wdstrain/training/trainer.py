@@ -11,16 +11,14 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.loader.device import to_device
-from wdstrain.order.rng import key
 from wdstrain.training.callbacks import Callbacks
 from wdstrain.training.distributed import GO_ON, SAVE, STOP
 from wdstrain.training.epoch_report import (
@@ -29,22 +27,16 @@ from wdstrain.training.epoch_report import (
     epoch_sentence,
     verdict,
 )
-from wdstrain.training.epoch_sums import StepSnapshot
 from wdstrain.training.evaluation import evaluate_pass
-from wdstrain.training.grad_checkpointing import blocks_of, checkpointed
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.metrics import default_monitor, is_better, is_maximized
-from wdstrain.training.optim import (
-    Schedule,
-    count_plateaus,
-    set_learning_rate,
-)
 from wdstrain.training.run_logger import TrainerState
 from wdstrain.training.run_state import RunState
 from wdstrain.training.step_log import StepLog
 from wdstrain.training.stop_signals import SignalHandler, Stopped
-from wdstrain.training.timing import STAGES, StageTimer
-from wdstrain.training.weights import set_frozen, train_mode
+from wdstrain.training.timing import STAGES
+from wdstrain.training.train_step import TrainStep
+from wdstrain.training.weights import train_mode
 
 _MOST_CLASSES = 100  # classes whose recalls are in the line of an epoch
 
@@ -62,18 +54,13 @@ class Trainer:
         self.run, self.setup, self.config, self.task = run, run.setup, config, run.task
         self.monitor = config.monitor or default_monitor(self.task)
         self.stop_reason = ""
-        self._weights, self._frozen = weights, frozen
         self._reporter, self._distributed = run.setup.reporter, run.setup.distributed
-        self._updates = math.ceil(run.steps / config.accumulate)  # optimizer steps of an epoch
-        self._schedule = Schedule(config, self._updates)
         batch_augmentation(self.task, run.setup.inputs, config, 0)  # raises UsageError
         self._callbacks = Callbacks(run.setup.objects.callbacks)
         self._stop_asked: str | None = None
         self._save_wanted = False  # by the clock; all processes write it one step later
-        self._data_error: WdstrainError | None = None  # of the loader; the weights are sound
         self._val: dict[str, dict[str, float]] = {}
-        self._blocks = blocks_of(self.model) if config.grad_checkpointing else []
-        self._wrap()
+        self._step = TrainStep(run, monitor=self.monitor, weights=weights, frozen=frozen)
 
     @property
     def model(self) -> nn.Module:
@@ -126,7 +113,7 @@ class Trainer:
                 self._finish_epoch(details, time.monotonic() - begin)
             self.stop_reason = reason
         except WdstrainError as error:
-            if error is self._data_error:
+            if error is self.run.data_error:
                 self._save_before_error()
             raise
         except Stopped:
@@ -171,19 +158,6 @@ class Trainer:
                     f"Resume continues from it."
                 )
 
-    def _wrap(self) -> None:
-        """Make the callable that trains the model: compiled, and shared by all processes."""
-        net = self._distributed.spread(self.model, self.setup.device)
-        self._net: Any = torch.compile(net) if self.config.compile else net
-
-    def _unfreeze(self) -> None:
-        """Train all parameters from the epoch config.unfreeze_epoch on."""
-        first = self.config.unfreeze_epoch
-        if self._frozen and first is not None and self.state.epoch >= first:
-            set_frozen(self.model, ())
-            self._frozen = []
-            self._wrap()  # DDP knows only parameters that required gradients when it was made
-
     # --- an epoch of training ---------------------------------------------------------------------
 
     def _train_epoch(self, signals: SignalHandler) -> None:
@@ -191,17 +165,14 @@ class Trainer:
         state, config = self.state, self.config
         if state.step >= self.run.steps:  # only the validation is missing
             return
-        self._unfreeze()
+        self._step.start_epoch()
         train_mode(self.model)
         epoch = self.run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
         augmentation = batch_augmentation(self.task, self.setup.inputs, config, state.epoch)
         batches = to_device(epoch, self.setup.device, augmentation)
         progress = StepLog(self.run)
         while state.step < self.run.steps:
-            group = min(config.accumulate, self.run.steps - state.step)
-            with checkpointed(self._blocks):
-                self._train_step(batches, signals, group, progress.timer)
-            state.step += group
+            state.step += self._step.take(batches, signals, progress.timer)
             progress.update()
             self._callbacks.call("on_step_end", self)
             if self._stop_asked is not None:
@@ -212,95 +183,6 @@ class Trainer:
         state.verdict = verdict(self.run.loader.report(), progress.seconds, consumer)
         if state.step == len(self.run.loader):
             next(batches, None)  # the loader compares what was planned and what was delivered
-
-    def _train_step(
-        self,
-        batches: Iterator[dict[str, Any]],
-        signals: SignalHandler,
-        group: int,
-        timer: StageTimer,
-    ) -> None:
-        """Take one step of the optimizer on `group` batches."""
-        state, config = self.state, self.config
-        update = state.epoch * self._updates + state.step // config.accumulate
-        rate = self._schedule(update, self._plateaus()) * state.lr_scale
-        set_learning_rate(self.optimizer, config.lr * rate)
-        torch.manual_seed(key("step", config.seed, state.epoch, state.step, self._distributed.rank))
-        self.optimizer.zero_grad(set_to_none=True)
-        snapshot = StepSnapshot(self.run.sums, self.model) if group > 1 else None
-        for turn in range(group):
-            try:
-                batch = self._next_batch(batches, signals, is_first=turn == 0)
-            except WdstrainError as error:
-                self._data_error = error
-                if snapshot is not None:
-                    snapshot.restore(self.run.sums, self.model)
-                raise
-            timer.lap("data")
-            is_last = turn == group - 1
-            with nullcontext() if is_last else self._distributed.accumulating(self._net):
-                self._backward(batch, group)
-            del batch
-            timer.lap("compute")
-        self._update(update)
-        timer.lap("optimizer")
-
-    def _next_batch(
-        self, batches: Iterator[dict[str, Any]], signals: SignalHandler, *, is_first: bool
-    ) -> dict[str, Any]:
-        # All processes must stop at the same step, and none within a step of the optimizer.
-        if self._distributed.size > 1 or not is_first:
-            return next(batches)
-        with signals.waiting():
-            return next(batches)
-
-    def _backward(self, batch: Mapping[str, Any], group: int) -> None:
-        """Add the gradient of one batch of `group`."""
-        config, targets = self.config, self.task.targets(batch)
-        outputs = self.setup.call(self._net, batch)
-        losses = self.task.losses(
-            outputs,
-            targets,
-            smoothing=config.label_smoothing,
-            weights=self._weights,
-            criterion=self.setup.objects.criterion,
-        )
-        self.run.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
-        # The scaler skips a step that overflows 16 bits, and tries a smaller scale.
-        may_overflow = self.run.scaler.is_enabled()
-        self.run.sums.add(outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
-
-    def _update(self, update: int) -> None:
-        """Take the step, with clipped gradients."""
-        config, parameters = self.config, self.model.parameters()
-        if config.clip_norm or config.clip_value:
-            self.run.scaler.unscale_(self.optimizer)
-        if config.clip_value:
-            nn.utils.clip_grad_value_(parameters, config.clip_value)
-        elif config.clip_norm:
-            nn.utils.clip_grad_norm_(parameters, config.clip_norm)
-        scale = self._loss_scale()
-        self.run.scaler.step(self.optimizer)
-        self.run.scaler.update()
-        if scale is not None and self.is_leader:  # other ranks skip the same steps
-            self.run.sums.add_skipped(cast(Tensor, self._loss_scale()) < scale)
-        if self.run.average is not None:
-            self.run.average.update(self.model, update)
-
-    def _loss_scale(self) -> Tensor | None:
-        """Return the scale of the loss with fp16, without waiting for the device."""
-        scaler = self.run.scaler
-        if not scaler.is_enabled():
-            return None
-        return scaler.scale(torch.ones((), device=self.setup.device))
-
-    def _plateaus(self) -> int:
-        """Return how often the schedule "plateau" dropped the learning rate."""
-        if self.config.schedule != "plateau":
-            return 0
-        values = [line["val"].get(self.monitor, math.nan) for line in self.state.history]
-        patience = self.config.plateau_epochs
-        return count_plateaus(values, patience, maximize=is_maximized(self.monitor))
 
     def _obey(self, signals: SignalHandler) -> None:
         """Write a checkpoint or stop where the clock, the count of steps or a signal asks for it."""
@@ -352,7 +234,7 @@ class Trainer:
                     check_stop=check_stop,
                 )
             except WdstrainError as error:
-                self._data_error = error
+                self.run.data_error = error
                 raise
         self._val = {name: metrics for name, (metrics, _) in found.items()}
         return found["val"][1]

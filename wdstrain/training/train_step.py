@@ -1,0 +1,144 @@
+"""One step of the optimizer: forward, loss, backward and update of one or several batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.errors import WdstrainError
+from wdstrain.order.rng import key
+from wdstrain.training.epoch_sums import StepSnapshot
+from wdstrain.training.grad_checkpointing import blocks_of, checkpointed
+from wdstrain.training.metrics import is_maximized
+from wdstrain.training.optim import Schedule, count_plateaus, set_learning_rate
+from wdstrain.training.run_state import RunState
+from wdstrain.training.stop_signals import SignalHandler
+from wdstrain.training.timing import StageTimer
+from wdstrain.training.weights import set_frozen
+
+
+class TrainStep:
+    """Takes the steps of a run. What a step computes is a function of the position."""
+
+    def __init__(
+        self, run: RunState, *, monitor: str, weights: list[Tensor | None], frozen: list[str]
+    ) -> None:
+        """weights: of the classes of each head. frozen: names of parameters that are not trained."""
+        self._run, self._config, self._monitor = run, run.config, monitor
+        self._distributed, self._device = run.setup.distributed, run.setup.device
+        self._weights, self._frozen = weights, frozen
+        # optimizer steps of an epoch
+        self._updates = math.ceil(run.steps / run.config.accumulate)
+        self._schedule = Schedule(run.config, self._updates)
+        self._blocks = blocks_of(run.model) if run.config.grad_checkpointing else []
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Make the callable that trains the model: compiled, and shared by all processes."""
+        net = self._distributed.spread(self._run.model, self._device)
+        self._net: Any = torch.compile(net) if self._config.compile else net
+
+    def start_epoch(self) -> None:
+        """Train all parameters from the epoch config.unfreeze_epoch on."""
+        first = self._config.unfreeze_epoch
+        if self._frozen and first is not None and self._run.position.epoch >= first:
+            set_frozen(self._run.model, ())
+            self._frozen = []
+            self._wrap()  # DDP knows only parameters that required gradients when it was made
+
+    def take(
+        self, batches: Iterator[dict[str, Any]], signals: SignalHandler, timer: StageTimer
+    ) -> int:
+        """Take one step, and return the number of batches that it used."""
+        run, state, config = self._run, self._run.position, self._config
+        group = min(config.accumulate, run.steps - state.step)
+        update = state.epoch * self._updates + state.step // config.accumulate
+        rate = self._schedule(update, self._plateaus()) * state.lr_scale
+        set_learning_rate(run.optimizer, config.lr * rate)
+        torch.manual_seed(key("step", config.seed, state.epoch, state.step, self._distributed.rank))
+        run.optimizer.zero_grad(set_to_none=True)
+        snapshot = StepSnapshot(run.sums, run.model) if group > 1 else None
+        for turn in range(group):
+            try:
+                batch = self._next_batch(batches, signals, is_first=turn == 0)
+            except WdstrainError as error:
+                run.data_error = error
+                if snapshot is not None:
+                    snapshot.restore(run.sums, run.model)
+                raise
+            timer.lap("data")
+            is_last = turn == group - 1
+            with nullcontext() if is_last else self._distributed.accumulating(self._net):
+                self._backward(batch, group)
+            del batch
+            timer.lap("compute")
+        self._update(update)
+        timer.lap("optimizer")
+        return group
+
+    def _next_batch(
+        self, batches: Iterator[dict[str, Any]], signals: SignalHandler, *, is_first: bool
+    ) -> dict[str, Any]:
+        # All processes must stop at the same step, and none within a step of the optimizer.
+        if self._distributed.size > 1 or not is_first:
+            return next(batches)
+        with signals.waiting():
+            return next(batches)
+
+    def _backward(self, batch: Mapping[str, Any], group: int) -> None:
+        """Add the gradient of one batch of `group`."""
+        run, setup = self._run, self._run.setup
+        targets = run.task.targets(batch)
+        with checkpointed(self._blocks):
+            outputs = setup.call(self._net, batch)
+            losses = run.task.losses(
+                outputs,
+                targets,
+                smoothing=self._config.label_smoothing,
+                weights=self._weights,
+                criterion=setup.objects.criterion,
+            )
+            loss = run.scaler.scale(losses.mean() / group)
+            loss.backward()  # type: ignore[no-untyped-call]
+        # The scaler skips a step that overflows 16 bits, and tries a smaller scale.
+        may_overflow = run.scaler.is_enabled()
+        run.sums.add(outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
+
+    def _update(self, update: int) -> None:
+        """Change the weights, with clipped gradients."""
+        run, config = self._run, self._config
+        parameters = run.model.parameters()
+        if config.clip_norm or config.clip_value:
+            run.scaler.unscale_(run.optimizer)
+        if config.clip_value:
+            nn.utils.clip_grad_value_(parameters, config.clip_value)
+        elif config.clip_norm:
+            nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        scale = self._loss_scale()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        if scale is not None and self._distributed.leads:  # other ranks skip the same steps
+            run.sums.add_skipped(cast(Tensor, self._loss_scale()) < scale)
+        if run.average is not None:
+            run.average.update(run.model, update)
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return the scale of the loss with fp16, without waiting for the device."""
+        scaler = self._run.scaler
+        if not scaler.is_enabled():
+            return None
+        return scaler.scale(torch.ones((), device=self._device))
+
+    def _plateaus(self) -> int:
+        """Return how often the schedule "plateau" dropped the learning rate."""
+        if self._config.schedule != "plateau":
+            return 0
+        history = self._run.position.history
+        values = [line["val"].get(self._monitor, math.nan) for line in history]
+        maximize = is_maximized(self._monitor)
+        return count_plateaus(values, self._config.plateau_epochs, maximize=maximize)
