@@ -6,7 +6,7 @@ entry that has the name of a label is a target; a label that it leaves out is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +76,8 @@ class TransformSource:
 
     def read_file(self, key: str, extension: str, data: bytes) -> Mapping[str, Any]:
         sample = {"__key__": key, extension: data}
-        example = _call(self.transform, sample, np.random.Generator(np.random.Philox(0)))
+        rng = np.random.Generator(np.random.Philox(0))
+        example = _Examples(self.transform).example(sample, rng)
         found = {}
         for name, spec in self.specs.items():
             if name not in example:
@@ -102,7 +103,24 @@ def _spec(name: str, value: Any, title: str) -> InputSpec:
 # --- examples of a transform ----------------------------------------------------------------------
 
 
-class TransformExample:
+class _Examples:
+    """Calls the user's transform. Pickled for worker processes."""
+
+    def __init__(self, transform: Transform) -> None:
+        self._transform, self._takes_rng = transform, takes_rng(transform)
+
+    def example(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Return the example of a sample. Raises SampleError if it is no dict."""
+        given = (sample, rng) if self._takes_rng else (sample,)
+        example = self._transform(*given)
+        if not isinstance(example, Mapping):
+            raise SampleError(
+                f"it returned {type(example).__name__}: must be a dict with the inputs of the model"
+            )
+        return {name: _as_torch_takes_it(value) for name, value in example.items()}
+
+
+class TransformExample(_Examples):
     """Function of a sample for a Loader: inputs of the user's transform, and "target NAME".
 
     A label that the transform returns is the target. Other labels are read as the shards have them.
@@ -115,11 +133,12 @@ class TransformExample:
         label_names: Mapping[str, Head],
         readers: Mapping[str, Field],
     ) -> None:
-        self._transform, self._inputs = transform, inputs
+        super().__init__(transform)
+        self._inputs = inputs
         self._label_names, self._readers = dict(label_names), dict(readers)
 
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        example = _call(self._transform, sample, rng)
+        example = self.example(sample, rng)
         found: dict[str, Any] = {}
         targets: dict[str, Any] = {}
         for name, value in example.items():
@@ -138,7 +157,7 @@ class TransformExample:
         return {**found, **targets}
 
 
-class _TransformBytes:
+class _TransformBytes(_Examples):
     """Function of a sample for a Loader: inputs of the user's transform, and bytes of fields."""
 
     def __init__(
@@ -148,27 +167,15 @@ class _TransformBytes:
         left_out: Sequence[str],
         fields: Mapping[str, str],
     ) -> None:
-        self._transform, self._inputs = transform, inputs
+        super().__init__(transform)
+        self._inputs = inputs
         self._left_out, self._fields = (*left_out, "__key__"), dict(fields)
 
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        example = _call(self._transform, sample, rng)
+        example = self.example(sample, rng)
         found = {name: value for name, value in example.items() if name not in self._left_out}
         _check_names(found, self._inputs)
         return {**found, **{name: sample.get(field, b"") for name, field in self._fields.items()}}
-
-
-def _call(
-    transform: Transform, sample: Mapping[str, Any], rng: np.random.Generator
-) -> Mapping[str, Any]:
-    """Return the example of a user's transform. Raises SampleError if it is no dict."""
-    function: Callable[..., Any] = transform
-    example = function(sample, rng) if takes_rng(transform) else function(sample)
-    if not isinstance(example, Mapping):
-        raise SampleError(
-            f"it returned {type(example).__name__}: must be a dict with the inputs of the model"
-        )
-    return {name: _as_torch_takes_it(value) for name, value in example.items()}
 
 
 def _as_torch_takes_it(value: Any) -> Any:
