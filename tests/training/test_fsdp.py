@@ -113,3 +113,17 @@ def test_four_processes_with_fsdp_resume_what_one_began(
     run(pets, out, {**OPTIONS, "stop": [0, 4]})
     run_job(4, pets, [(out, {**FSDP, **RESUME})])
     check_close(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_model_is_split_and_learns_what_it_learns_without(
+    pets: str, tmp_path: Path
+) -> None:
+    """Parts of the model run the same code with other shapes, and the compiler fails with dynamic shapes."""
+    options = {**FSDP, "model": "small", "epochs": 1, "freeze": None, "unfreeze_epoch": None}
+    compiled, plain = tmp_path / "compiled", tmp_path / "plain"
+    job = [(str(compiled), {**options, "compile": True}), (str(plain), options)]
+    run_job(2, pets, job, timeout=280)
+    here, there = (state_of(out)["state"]["history"] for out in (compiled, plain))
+    assert here[0]["loss"] == pytest.approx(there[0]["loss"], rel=1e-3)

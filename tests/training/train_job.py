@@ -42,11 +42,11 @@ def run(shards: str, out: str, options: dict[str, Any]) -> wt.TrainResult:
     return wt.train(shards, out, callbacks=callbacks, progress=Silent(), **rest)
 
 
-def run_job(processes: int, shards: str, runs: list[Run]) -> None:
+def run_job(processes: int, shards: str, runs: list[Run], *, timeout: float = 150) -> None:
     """Start a job of so many processes that trains these runs, and wait for its end."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [sys.executable, "-m", *launcher, "-m", __name__, shards, json.dumps(runs)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
 
 

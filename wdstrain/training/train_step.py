@@ -41,7 +41,9 @@ class TrainStep:
     def _wrap(self) -> None:
         """Make the callable that trains the model: compiled, and shared by all processes."""
         net = self._distributed.spread(self._run.model, self._device)
-        self._net: Any = torch.compile(net) if self._config.compile else net
+        # Batches have one shape. Parts that FSDP splits run the same code with different shapes. Torch
+        # would compile it for dynamic shapes, which fails for batch norms.
+        self._net: Any = torch.compile(net, dynamic=False) if self._config.compile else net
 
     def start_epoch(self) -> None:
         """Train all parameters from the epoch config.unfreeze_epoch on."""
