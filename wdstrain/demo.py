@@ -23,8 +23,8 @@ from wdstrain.conversion.runner import convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.inspection.verify.api import verify
+from wdstrain.report.terminal import Reporter
 from wdstrain.training.api import train
-from wdstrain.training.progress import Reporter
 
 _OPTIONS: dict[str, Any] = {
     "model": "small",

@@ -13,8 +13,13 @@ from wdstrain.report.terminal import print_message
 from wdstrain.runtime.options import as_list
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import is_remote
-from wdstrain.training.checkpoint_options import EvaluateOptions, PredictOptions
-from wdstrain.training.config import Config, is_made, read_config
+from wdstrain.training.config import (
+    Config,
+    EvaluateOptions,
+    PredictOptions,
+    is_made,
+    read_config,
+)
 from wdstrain.training.options import GROUPS
 from wdstrain.training.run_dir import CONFIG, check_out
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -156,6 +156,39 @@ class ProgressReporter:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class Reporter(Protocol):
+    """Shows progress. `step` replaces what it showed before; a `line` stays.
+
+    unit: of the counts; empty where the text has a rate of its own.
+    """
+
+    def step(
+        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
+    ) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+class SilentReporter:
+    """Shows nothing."""
+
+    def step(
+        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
+    ) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+@contextmanager
+def reporting(reporter: Reporter | None, is_leader: bool) -> Iterator[Reporter]:
+    """Yield the given reporter, or that of the terminal or notebook; a silent one on other ranks."""
+    if not is_leader:
+        yield SilentReporter()
+    elif reporter is not None:
+        yield reporter
+    else:
+        with ProgressReporter() as terminal:
+            yield terminal
 
 
 @contextmanager

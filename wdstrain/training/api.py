@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
+from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.training.arguments import (
     EvaluateArguments,
@@ -33,7 +34,6 @@ from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.epoch_report import best_sentence, samples_sentence
 from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
-from wdstrain.training.progress import Reporter, reporting
 from wdstrain.training.run_dir import RunDir
 from wdstrain.training.run_logger import RunLogger
 from wdstrain.training.run_state import RunState

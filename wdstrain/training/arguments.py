@@ -14,17 +14,16 @@ from torch import nn
 from wdstrain.decode.fields import Field
 from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
+from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.callbacks import Callback
-from wdstrain.training.checkpoint_options import EvaluateOptions, PredictOptions
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, EvaluateOptions, PredictOptions
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
-from wdstrain.training.progress import Reporter
 from wdstrain.training.tasks import Criterion
 
 Path = str | os.PathLike[str]

@@ -1,7 +1,7 @@
 """Config: the checked options of a training run, from flags, from a TOML or YAML file, or from Python.
 
 `wdstrain.training.options` declares the options. A name that is no option is refused with the
-nearest one.
+nearest one. Evaluation and prediction take some options again; a checkpoint has all others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ import numpy as np
 
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import option
-from wdstrain.training.options import RunOptions
+from wdstrain.runtime.options import help_text, option
+from wdstrain.training.options import (
+    DataOptions,
+    MachineOptions,
+    OptimizationOptions,
+    RunOptions,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,11 +117,8 @@ class Config(RunOptions):
         lines = [
             f"{name} = {_toml(value)}" for name, value in vars(self).items() if value is not None
         ]
-        lines += [
-            "",
-            "[data]",
-            *(f"{name} = {_toml(value)}" for name, value in data.items() if value is not None),
-        ]
+        lines += ["", "[data]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in data.items() if value is not None]
         return "\n".join(lines) + "\n"
 
     def differing(self, other: Config) -> list[str]:
@@ -142,6 +144,37 @@ OPTIONS = {field.name: field for field in dataclasses.fields(Config)}
 def is_made(name: str) -> bool:
     """Return whether a function of the user's makes it: module:function, or <name>."""
     return ":" in name or name.startswith("<")
+
+
+# --- options of a trained model -------------------------------------------------------------------
+
+
+def _override(base: type[Any], name: str, *, trained: bool = False) -> Any:
+    """Return an option of a run for a trained model. trained: the checkpoint has the default."""
+    field = base.__dataclass_fields__[name]
+    default = f"{field.metadata['help']} (default: as in training)"
+    help = default if trained else help_text(field)
+    return option(None, help, metavar=field.metadata["metavar"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Options of predictions; the checkpoint has all others. None: see the help text."""
+
+    batch_size: int | None = _override(OptimizationOptions, "batch_size", trained=True)
+    amp: str | None = _override(MachineOptions, "amp", trained=True)
+    device: str | None = _override(MachineOptions, "device")
+    num_workers: int | None = _override(MachineOptions, "num_workers")
+    cache_dir: str | None = _override(MachineOptions, "cache_dir")
+    cache_limit: str | None = _override(MachineOptions, "cache_limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(PredictOptions):
+    """Options of evaluation; the checkpoint has all others. None: see the help text."""
+
+    on_error: str | None = _override(DataOptions, "on_error")
+    max_errors: float | None = _override(DataOptions, "max_errors")
 
 
 # --- files of options -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
+from wdstrain.report.terminal import Reporter
 from wdstrain.training.callbacks import Callback
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
@@ -19,7 +20,6 @@ from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.metrics import EvalMetrics
 from wdstrain.training.optim import OptimizerFactory, autocast
 from wdstrain.training.previews import PreviewCollector
-from wdstrain.training.progress import Reporter
 from wdstrain.training.tasks import Criterion, Task
 
 

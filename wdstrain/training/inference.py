@@ -27,6 +27,7 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
+from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.values import scalar
@@ -47,7 +48,6 @@ from wdstrain.training.mask_head import mask_png
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
 from wdstrain.training.prediction_table import TABLES
-from wdstrain.training.progress import Reporter, reporting
 
 
 @dataclass(frozen=True)

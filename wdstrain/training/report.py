@@ -19,12 +19,12 @@ from wdstrain.storage.files import write_whole
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config
 from wdstrain.training.data import class_counts
+from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.mask_head import MaskHead, color_of
 from wdstrain.training.metrics import default_monitor, head_texts, metric_text
 from wdstrain.training.previews import PreviewSample
 from wdstrain.training.tasks import Task
-from wdstrain.training.timing import STAGES
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars

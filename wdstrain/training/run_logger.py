@@ -11,10 +11,10 @@ from wdstrain.errors import StorageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.config import Config
+from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.report import Data, write_report
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.tasks import Task
-from wdstrain.training.timing import STAGES
 
 
 @dataclass

@@ -15,6 +15,7 @@ from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.training.checkpoint import FORMAT
 from wdstrain.training.config import Config
+from wdstrain.training.distributed import synchronize_batch_norms
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.evaluation import Setup
 from wdstrain.training.fsdp import (
@@ -27,7 +28,6 @@ from wdstrain.training.fsdp import (
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.optim import ModelEMA, make_optimizer
 from wdstrain.training.run_logger import RunLogger, TrainerState
-from wdstrain.training.sync_batchnorm import synchronize_batch_norms
 from wdstrain.training.tasks import Task
 
 

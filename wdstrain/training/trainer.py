@@ -22,19 +22,19 @@ from wdstrain.loader.device import to_device
 from wdstrain.training.callbacks import Callbacks
 from wdstrain.training.distributed import GO_ON, SAVE, STOP
 from wdstrain.training.epoch_report import (
+    StepLog,
     add_baselines,
     epoch_metrics,
     epoch_sentence,
     verdict,
 )
+from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.evaluation import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.metrics import default_monitor, is_better, is_maximized
 from wdstrain.training.run_logger import TrainerState
 from wdstrain.training.run_state import RunState
-from wdstrain.training.step_log import StepLog
 from wdstrain.training.stop_signals import SignalHandler, Stopped
-from wdstrain.training.timing import STAGES
 from wdstrain.training.train_step import TrainStep
 from wdstrain.training.weights import train_mode
 
