@@ -1,4 +1,4 @@
-"""A loader may be closed at any moment, from any thread, and one that cannot go on says so: nobody waits for ever."""
+"""Closing a loader at any moment, from any thread: no thread waits forever."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import Reader
 from wdstrain.storage import prefetch
 
-RANGE = 64 << 10  # bytes: some 32 samples
+RANGE = 64 << 10  # bytes: about 32 samples
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request brings few samples."""
+    """Make the range requests small, so that a request covers few samples."""
     monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", str(RANGE))
 
 
 def checked(batch: dict[str, Any]) -> int:
-    """How many samples a batch has; each is what its key says."""
+    """Return the number of samples of a batch after a check that each one matches its key."""
     assert [int(bytes(data)) for data in batch["cls"]] == [int(key[1:]) for key in batch["__key__"]]
     return len(batch["__key__"])
 
@@ -66,7 +66,7 @@ def switching_often() -> Iterator[None]:
 def test_other_threads_may_close_a_loader_at_any_moment(
     tmp_path: Path, where: str, workers: int, closers: int
 ) -> None:
-    """A pass gives what it should, or ends in an error that says why; afterwards no thread is left."""
+    """A pass delivers all batches or ends in an error with the reason; no thread remains."""
     write_shards(tmp_path, [50] * 4)
     wt.index(tmp_path)
     done, ends, wrong = threading.Event(), list[str](), list[Exception]()
@@ -108,8 +108,8 @@ def test_other_threads_may_close_a_loader_at_any_moment(
     assert all("closed" in end or "stopped" in end for end in ends)
 
 
-def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) -> None:
-    """Each gives its own batches, until another takes its place; the one that began last gives all of them."""
+def test_passes_in_several_threads_do_not_share_batches(tmp_path: Path) -> None:
+    """Each pass delivers its batches until the next one replaces it; the last delivers all."""
     write_shards(tmp_path, [40, 20])
     loader = wt.Loader(tmp_path, transform=lambda sample: {"cls": int(sample["cls"])}, batch_size=1)
     expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
@@ -140,10 +140,10 @@ def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("small")
-def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
+def test_a_closed_loader_delivers_no_batch_that_had_not_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request has brought its bytes, one a part, the others wait for an answer."""
+    """One request has delivered its bytes, one a part; the others wait for an answer."""
     monkeypatch.setattr(prefetch, "STOP_PATIENCE", 0.5)
     write_shards(tmp_path, [400])
     wt.index(tmp_path)
@@ -169,19 +169,19 @@ def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
         with pytest.raises(WdstrainError, match=r"stopped|closed"):
             drained(batches)
         closer.join()
-        left = [
+        unfinished = [
             thread for thread in threading.enumerate() if thread.name.startswith("wdstrain-fetch-")
         ]
         released.set()
         for (
             thread
-        ) in left:  # who waits for the first byte of an answer is not waited for, and ends with it
+        ) in unfinished:  # a thread that waits for the first byte ends when that byte arrives
             thread.join(20)
         assert not fetching()
 
 
 @pytest.mark.parametrize("which", ["wdstrain-reader", "wdstrain-fetch-0", "wdstrain-fetch-3"])
-def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_again(
+def test_a_failed_thread_start_raises_in_the_loop_and_the_loader_stays_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     write_shards(tmp_path, [40])
@@ -205,7 +205,7 @@ def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_
 
 
 def stops_of_readers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event that is set when a reader was cancelled."""
+    """Return an event that is set when a reader is cancelled."""
     original, event = Reader.cancel, threading.Event()
 
     def cancel(self: Reader, generation: int) -> None:
@@ -216,10 +216,10 @@ def stops_of_readers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
+def test_close_does_not_wait_for_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may never come, from a server that does not answer."""
+    """The first batch may never arrive from a server that does not answer."""
     write_shards(tmp_path, [40])
     wt.index(tmp_path)
     original, closers = Reader.start, list[threading.Thread]()
@@ -246,7 +246,7 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
         loader.close()
 
 
-def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
+def test_a_loader_closed_during_a_reread_delivers_no_damaged_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = (
@@ -282,7 +282,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
     loader.close()
 
 
-def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(
+def test_the_next_pass_closes_a_reader_that_ctrl_c_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path, [40])

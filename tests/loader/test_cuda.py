@@ -1,4 +1,4 @@
-"""On a CUDA device: batches arrive whole while the device works on others, from memory that is page-locked once."""
+"""Loaders on a CUDA device: intact batches while the device is behind, and pinned memory."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_arrive_whole_while_the_device_is_behind(pictures: Path, num_workers: int) -> None:
-    """The device is kept busy, so that memory which was given back too early would be written to before it is copied."""
-    there, here = (
+def test_batches_are_intact_while_the_device_is_behind(pictures: Path, num_workers: int) -> None:
+    """Keep the device busy: memory released too early would be overwritten before the copy."""
+    on_device, in_memory = (
         wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers) for _ in range(2)
     )
     sums, expected = [], []
     for _ in range(3):
-        for batch in wt.to_device(there, "cuda"):
+        for batch in wt.to_device(on_device, "cuda"):
             torch.cuda._sleep(3_000_000)
             sums.append((batch["image"].long().sum((1, 2, 3)), batch["label"]))
             del batch
-        expected += [(batch["image"].long().sum((1, 2, 3)), batch["label"]) for batch in here]
+        expected += [(batch["image"].long().sum((1, 2, 3)), batch["label"]) for batch in in_memory]
     for (pixels, label), (pixels_here, label_here) in zip(sums, expected, strict=True):
         assert torch.equal(pixels.cpu(), pixels_here)
         assert torch.equal(label.cpu(), label_here)
-    there.close()
-    here.close()
+    on_device.close()
+    in_memory.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -78,7 +78,7 @@ def test_batch_memory_is_page_locked_while_it_is_used(pictures: Path, num_worker
     gc.collect()
 
 
-def test_memory_can_be_locked_again_and_a_refusal_is_an_error() -> None:
+def test_memory_can_be_pinned_again_and_a_refusal_is_an_error() -> None:
     memory = Memory(1 << 20)
     first = PageLock(memory)
     with pytest.raises(OSError, match="could not be page-locked"):
@@ -88,7 +88,7 @@ def test_memory_can_be_locked_again_and_a_refusal_is_an_error() -> None:
     assert isinstance(PageLock(memory), PageLock)
 
 
-def test_pictures_are_varied_on_the_device_as_in_memory() -> None:
+def test_augmentation_on_the_device_equals_augmentation_in_memory() -> None:
     bits = torch.rand(32, 3, 6, 8, generator=torch.Generator().manual_seed(0))
     pixels = (torch.nn.functional.interpolate(bits, (60, 80), mode="bicubic").clamp(0, 1) * 255).to(
         torch.uint8
@@ -102,16 +102,16 @@ def test_pictures_are_varied_on_the_device_as_in_memory() -> None:
     varied = wt.Augmentation(
         "rrc+flip", size=(48, 40), normalize="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours
     )
-    here = varied(batch, draws)
-    there = varied({name: value.cuda() for name, value in batch.items()}, draws)
-    assert torch.allclose(there["label"].cpu(), here["label"], atol=1e-5)
-    assert float((there["image"].cpu() - here["image"]).abs().mean()) < 3e-3
+    in_memory = varied(batch, draws)
+    on_device = varied({name: value.cuda() for name, value in batch.items()}, draws)
+    assert torch.allclose(on_device["label"].cpu(), in_memory["label"], atol=1e-5)
+    assert float((on_device["image"].cpu() - in_memory["image"]).abs().mean()) < 3e-3
     assert (
-        float((there["image"].cpu() - here["image"]).abs().amax()) < 0.1
-    )  # a grey turns its hue at the least difference
+        float((on_device["image"].cpu() - in_memory["image"]).abs().amax()) < 0.1
+    )  # the hue of a nearly gray pixel changes with the smallest rounding difference
 
 
-def test_values_in_lists_and_dicts_are_brought_too() -> None:
+def test_tensors_in_lists_and_dicts_are_copied_to_the_device() -> None:
     given = [{"a": [torch.ones(2), {"b": torch.zeros(3)}], "c": "text", "d": [b"x"]}]
     (batch,) = wt.to_device(given, "cuda")
     assert batch["a"][0].is_cuda
@@ -120,7 +120,7 @@ def test_values_in_lists_and_dicts_are_brought_too() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(
+def test_the_state_counts_the_batches_that_the_loop_received(
     pictures: Path, num_workers: int
 ) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
@@ -140,7 +140,7 @@ def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(
     resumed.close()
 
 
-def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
+def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
         for n in range(64)
@@ -162,24 +162,24 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     loader.close()
 
 
-def test_what_a_step_of_training_computes_beside_the_model_does_not_wait_for_the_device() -> None:
+def test_loss_and_metrics_of_a_step_do_not_synchronize_with_the_device() -> None:
     label = Label(name="kind", field="cls", kind="class", classes=("a", "b", "c"))
     task = Task((ClassHead(label),))
     pixels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
     outputs, target = torch.randn(8, 3, device="cuda"), torch.arange(8, device="cuda") % 3
-    there, images = (
+    on_device, images = (
         pixels.cuda(),
         normalize(pixels.cuda(), Normalization()),
-    )  # the first call copies constants
+    )  # the first call copies constants to the device
     sums = EpochSums(task, torch.device("cuda"))
     try:
         torch.cuda.set_sync_debug_mode("error")
-        images = normalize(there, Normalization())
+        images = normalize(on_device, Normalization())
         losses = task.losses(outputs, [target])
         sums.add(outputs, [target], losses, may_overflow=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.allclose(images.cpu(), normalize(pixels, Normalization()), atol=1e-5)
-    found = sums.read()
-    assert found["loss"] == pytest.approx(float(losses.double().sum()))
-    assert found["samples"] == 8
+    actual = sums.read()
+    assert actual["loss"] == pytest.approx(float(losses.double().sum()))
+    assert actual["samples"] == 8

@@ -1,7 +1,7 @@
-"""Batches are brought to a device one ahead of the loop, and nothing else of the loader can tell.
+"""`to_device` copies one batch ahead of the loop, and the state of the loader does not count it.
 
-Without a GPU the roads are those of memory here: what brings a batch is a copy in memory, everything else is as on a device.
-What a GPU does with it is in test_cuda.py.
+These tests run without a GPU: the copy goes from memory to memory. test_cuda.py has the tests on a
+GPU.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FIELDS = {"image": wt.image(size=(20, 24)), "label": wt.label()}
 
 class _Arrived:
     def synchronize(self) -> None:
-        """It is there at once."""
+        """Return at once."""
 
 
 class _Copies:
-    """Copies a batch in memory; `begun` is released each time."""
+    """Copy batches in memory; `begun` is released at every copy."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
         self.threads: list[str] = []
 
     def prepare(self, batches: EpochBatches) -> None:
-        """There is nothing to do for memory here."""
+        """Do nothing: a copy in memory needs no preparation."""
 
     def copy(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> DeviceCopy:
         copied = {
@@ -67,7 +67,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_has(
+def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
     pictures: Path, num_workers: int
 ) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=num_workers)
@@ -80,7 +80,7 @@ def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_
         for _ in range(2 if step == 0 else 1 if step + 1 < len(loader) else 0):
             assert copies.begun.acquire(
                 timeout=60
-            )  # the one after this is begun, without being asked for
+            )  # the copy of the next batch has begun before the loop asks for it
         assert len(copies.threads) == min(step + 2, len(loader))
         keys, pixels, draws = expected[step]
         assert (batch["__key__"], batch["draws"]) == (keys, draws)
@@ -88,12 +88,14 @@ def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_
         assert loader.state_dict()["step"] == (step + 1) % len(loader)
         assert loader.report()["batches"] == step + 1
         assert loader.report()["samples"] == 8 * (step + 1)
-    assert copies.threads[0] == "MainThread"  # it starts the worker processes
+    assert (
+        copies.threads[0] == "MainThread"
+    )  # iter() in the main thread starts the worker processes
     assert set(copies.threads[1:]) == {"wdstrain-device"}
     loader.close()
 
 
-def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_given(
+def test_epochs_are_consecutive_and_a_state_after_a_break_counts_delivered_batches(
     pictures: Path,
 ) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
@@ -112,7 +114,7 @@ def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_g
     loader.close()
 
 
-def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
+def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
         for n in range(64)
@@ -136,8 +138,8 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     loader.close()
 
 
-def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(tmp_path: Path) -> None:
-    """The server answers no more; the loop is left, and its thread is not waited for forever."""
+def test_a_loop_ends_though_the_next_batch_never_arrives(tmp_path: Path) -> None:
+    """The server stops answering; the loop breaks, and close does not join its thread forever."""
     write_shards(tmp_path, [20, 20, 20])
     wt.index(tmp_path)
     stalled, released = threading.Event(), threading.Event()
@@ -152,7 +154,7 @@ def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(tmp_path: Pat
         loader = wt.Loader(f"{served.url}/index.json", batch_size=2, shuffle=False)
         copies, steps = _Copies(), 0
         for steps, _ in enumerate(copy_ahead(iter(loader), copies), 1):
-            if steps == 20:  # all of two shards: the next batch never comes
+            if steps == 20:  # the samples of two shards; the next batch never arrives
                 assert stalled.wait(30)
                 break
         assert steps == 20
@@ -163,7 +165,7 @@ def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(tmp_path: Pat
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> None:
-    """While the next batch is being taken in the other thread."""
+    """The error occurs while the copy thread takes the next batch."""
     samples: list[Sample] = [
         (f"s{n:03d}", {"png": picture(n) if n % 9 else b"no picture", "cls": b"1"})
         for n in range(90)
@@ -175,7 +177,7 @@ def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> 
     with pytest.raises(wt.SampleError, match="more than max_errors=0.03 allows"):
         list(copy_ahead(iter(loader), _Copies()))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-    assert ours() == []  # the loader is closed
+    assert ours() == []  # the error closed the loader
 
 
 def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> None:
@@ -187,8 +189,8 @@ def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> 
         list(batches)
 
 
-def test_what_a_copy_takes_is_in_the_report(pictures: Path) -> None:
-    """Of the batches that the loop was given, not of the one ahead."""
+def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:
+    """The report counts the batches that the loop received, not the batch ahead."""
 
     class Far(_Copies):
         def copy(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> DeviceCopy:

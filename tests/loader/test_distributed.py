@@ -1,4 +1,4 @@
-"""Several ranks under torch.distributed: equal steps, disjoint samples, found without being told."""
+"""Ranks under torch.distributed: equal steps and disjoint samples, without rank arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ for folder, workers, tail in json.loads(sys.argv[4]):
     loader = wt.Loader(folder, fields, batch_size=4, num_workers=workers, tail=tail)
     epochs = []
     for _ in range(3):
-        found = []
+        delivered = []
         for batch in loader:
             total = batch["label"].sum()
             dist.all_reduce(total)  # hangs forever if a rank has fewer steps
             valid = batch["__valid__"].tolist() if "__valid__" in batch else [True] * 4
-            found.append([key for key, ok in zip(batch["__key__"], valid) if ok])
-        assert len(found) == len(loader)
-        epochs.append(found)
+            delivered.append([key for key, ok in zip(batch["__key__"], valid) if ok])
+        assert len(delivered) == len(loader)
+        epochs.append(delivered)
     print(json.dumps(epochs))
     loader.close()
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Pictures varied a batch at a time are what torchvision would make of them, by each sample's own random numbers."""
+"""Batch augmentation equals torchvision's on each image, with the random numbers of each sample."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from wdstrain.loader.gpu_augment import DRAWS, IMAGENET
 from wdstrain.loader.gpu_mixing import beta_quantiles
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
-_FACTOR, _ORDER, _SHARE = 23, 27, 29  # where an augmentation looks in a sample's draws
+_FACTOR, _ORDER, _SHARE = 23, 27, 29  # columns of a sample's draws that an augmentation uses
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards with 23 pictures of ten classes."""
+    """Two shards with 23 images of ten classes."""
     folder = tmp_path_factory.mktemp("pictures")
     for shard, numbers in enumerate([range(13), range(13, 23)]):
         samples: list[Sample] = [
@@ -35,7 +35,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _pictures(count: int, height: int = 40, width: int = 56) -> torch.Tensor:
-    """Smooth pictures in which any shift shows. uint8[count, 3, height, width], channels last."""
+    """Smooth images in which any shift shows. uint8[count, 3, height, width], channels last."""
     bits = torch.rand(count, 3, 6, 8, generator=torch.Generator().manual_seed(0))
     large = torch.nn.functional.interpolate(bits, (height, width), mode="bicubic").clamp(0, 1)
     return (large * 255).to(torch.uint8).contiguous(memory_format=torch.channels_last)
@@ -45,50 +45,52 @@ def _draws(count: int) -> Any:
     return np.random.default_rng(1).random((count, DRAWS))
 
 
-def _distance(one: Any, other: Any) -> float:
-    """Of two samples: the most by which their distribution functions differ (Kolmogorov and Smirnov)."""
-    ends = np.sort(np.concatenate([one, other]))
+def _distance(first: Any, second: Any) -> float:
+    """Kolmogorov-Smirnov statistic of two samples: largest difference of distributions."""
+    ends = np.sort(np.concatenate([first, second]))
     below = [
-        np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in (one, other)
+        np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in (first, second)
     ]
     return float(np.abs(below[0] - below[1]).max())
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (60, 600), (8, 8)])
-def test_crops_of_a_batch_are_those_of_each_picture(height: int, width: int) -> None:
+def test_crops_of_a_batch_equal_crops_of_each_image(height: int, width: int) -> None:
     draws = _draws(500)
     assert random_crops(height, width, draws).tolist() == [
         list(random_crop(height, width, row)) for row in draws
     ]
 
 
-def test_a_crop_is_resized_and_turned_as_torchvision_does_it() -> None:
+def test_crop_resize_and_flip_equal_torchvision() -> None:
     pictures, draws = _pictures(40), _draws(40)
-    made = wt.Augmentation("rrc+flip", size=(24, 20))({"image": pictures}, draws)["image"]
-    assert made.shape == (40, 3, 24, 20)
-    assert made.is_contiguous(memory_format=torch.channels_last)
+    output = wt.Augmentation("rrc+flip", size=(24, 20))({"image": pictures}, draws)["image"]
+    assert output.shape == (40, 3, 24, 20)
+    assert output.is_contiguous(memory_format=torch.channels_last)
     for row, (top, left, height, width) in enumerate(random_crops(40, 56, draws).tolist()):
-        theirs = functional.resized_crop(
+        reference = functional.resized_crop(
             pictures[row].float() / 255, top, left, height, width, [24, 20], antialias=True
         )
-        theirs = functional.horizontal_flip(theirs) if draws[row, 22] < 0.5 else theirs
-        assert torch.allclose(made[row], theirs, atol=1e-4)
+        reference = functional.horizontal_flip(reference) if draws[row, 22] < 0.5 else reference
+        assert torch.allclose(output[row], reference, atol=1e-4)
 
 
-def test_without_a_crop_the_middle_is_taken_as_the_cpu_takes_it(tmp_path: Path) -> None:
+def test_without_a_crop_the_center_is_cropped_as_on_the_cpu(tmp_path: Path) -> None:
     pictures = _pictures(8)
-    made = wt.Augmentation(size=20)({"image": pictures}, _draws(8))["image"]
-    theirs = functional.resized_crop(pictures.float() / 255, 0, 8, 40, 40, [20, 20], antialias=True)
-    assert torch.allclose(made, theirs, atol=1e-4)
+    output = wt.Augmentation(size=20)({"image": pictures}, _draws(8))["image"]
+    reference = functional.resized_crop(
+        pictures.float() / 255, 0, 8, 40, 40, [20, 20], antialias=True
+    )
+    assert torch.allclose(output, reference, atol=1e-4)
     same = wt.Augmentation()({"image": pictures}, _draws(8))["image"]
     assert torch.equal(same, pictures.float() / 255)
 
 
-def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_order() -> None:
+def test_color_changes_equal_torchvision_in_the_order_of_each_image() -> None:
     from itertools import permutations
 
     pictures, draws = _pictures(60), _draws(60)
-    made = wt.Augmentation(brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)(
+    output = wt.Augmentation(brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)(
         {"image": pictures}, draws
     )["image"]
     changes: list[Callable[..., torch.Tensor]] = [
@@ -99,49 +101,51 @@ def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_or
     ]
     seen = set()
     for row in range(60):
-        theirs, order = (
+        reference, order = (
             pictures[row].float() / 255,
             list(permutations(range(4)))[int(draws[row, _ORDER] * 24)],
         )
         seen.add(order)
         for which in order:
             low, high = [(0.6, 1.4), (0.4, 1.6), (0.2, 1.8), (-0.3, 0.3)][which]
-            theirs = changes[which](theirs, low + (high - low) * draws[row, _FACTOR + which])
-        assert torch.allclose(made[row], theirs, atol=2e-3), order
+            reference = changes[which](reference, low + (high - low) * draws[row, _FACTOR + which])
+        assert torch.allclose(output[row], reference, atol=2e-3), order
     assert len(seen) > 15
 
 
-def test_values_are_normalized_in_the_asked_precision() -> None:
+def test_values_are_normalized_in_the_requested_precision() -> None:
     pictures = _pictures(4)
-    made = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)(
+    output = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)(
         {"image": pictures}, _draws(4)
     )["image"]
-    theirs = functional.normalize(
+    reference = functional.normalize(
         pictures.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     )
-    assert made.dtype == torch.bfloat16
-    assert torch.allclose(made.float(), theirs, atol=0.02)
+    assert output.dtype == torch.bfloat16
+    assert torch.allclose(output.float(), reference, atol=0.02)
 
 
-def test_crops_and_colours_are_distributed_as_torchvisions() -> None:
+def test_crops_and_colors_have_the_distribution_of_torchvision() -> None:
     picture, count = torch.zeros(3, 375, 500, dtype=torch.uint8), 3000
     torch.manual_seed(0)
-    theirs = [v2.RandomResizedCrop(224).make_params([picture]) for _ in range(count)]
-    ours = random_crops(375, 500, _draws(count))
+    reference = [v2.RandomResizedCrop(224).make_params([picture]) for _ in range(count)]
+    actual = random_crops(375, 500, _draws(count))
     for column, name in enumerate(("top", "left", "height", "width")):
-        assert _distance(ours[:, column], np.array([one[name] for one in theirs])) < 0.04, name
+        assert (
+            _distance(actual[:, column], np.array([params[name] for params in reference])) < 0.04
+        ), name
     jitter = v2.ColorJitter(brightness=0.4, hue=0.1)
     factors = np.array(
         [float(jitter.make_params([picture])["brightness_factor"]) for _ in range(count)]
     )
     white = torch.full((count, 3, 2, 2), 150, dtype=torch.uint8)
-    made = wt.Augmentation(brightness=0.4)({"image": white}, _draws(count))["image"][:, 0, 0, 0] / (
-        150 / 255
-    )
-    assert _distance(made.numpy(), factors) < 0.04
+    output = wt.Augmentation(brightness=0.4)({"image": white}, _draws(count))["image"][
+        :, 0, 0, 0
+    ] / (150 / 255)
+    assert _distance(output.numpy(), factors) < 0.04
 
 
-def test_shares_of_a_mixture_are_of_the_beta_distribution() -> None:
+def test_mixup_shares_follow_the_beta_distribution() -> None:
     at = np.linspace(0, 1, 101)
     assert np.allclose(np.interp(at, *beta_quantiles(1.0)), at, atol=1e-6)
     assert np.allclose(np.interp(at, *beta_quantiles(0.5)), np.sin(np.pi * at / 2) ** 2, atol=1e-4)
@@ -154,17 +158,17 @@ def test_shares_of_a_mixture_are_of_the_beta_distribution() -> None:
 
 def test_mixup_mixes_pictures_and_labels_by_the_same_share() -> None:
     pictures, draws, label = _pictures(16), _draws(16), torch.arange(16) % 5
-    made = wt.Augmentation(mixup=1.0, classes=5)({"image": pictures, "label": label}, draws)
+    output = wt.Augmentation(mixup=1.0, classes=5)({"image": pictures, "label": label}, draws)
     share = torch.from_numpy(
         draws[:, _SHARE]
-    ).float()  # of beta (1, 1) the quantile is the number itself
+    ).float()  # the quantile function of beta(1, 1) is the identity
     plain, hot = pictures.float() / 255, torch.nn.functional.one_hot(label, 5).float()
     weight = share.view(-1, 1, 1, 1)
     assert torch.allclose(
-        made["image"], weight * plain + (1 - weight) * plain.roll(1, 0), atol=1e-4
+        output["image"], weight * plain + (1 - weight) * plain.roll(1, 0), atol=1e-4
     )
     assert torch.allclose(
-        made["label"], share[:, None] * hot + (1 - share[:, None]) * hot.roll(1, 0), atol=1e-4
+        output["label"], share[:, None] * hot + (1 - share[:, None]) * hot.roll(1, 0), atol=1e-4
     )
 
 
@@ -173,14 +177,16 @@ def test_cutmix_weights_labels_by_area() -> None:
         torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1).expand(12, 3, 40, 56).contiguous()
     )
     label = torch.arange(12)
-    made = wt.Augmentation(cutmix=1.0, classes=12)({"image": pictures, "label": label}, _draws(12))
-    kept = (torch.round(made["image"][:, 0] * 255) == label.view(-1, 1, 1)).float().mean((1, 2))
-    assert torch.allclose(made["label"][label, label], kept, atol=1e-5)
-    assert torch.allclose(made["label"].sum(1), torch.ones(12))
+    output = wt.Augmentation(cutmix=1.0, classes=12)(
+        {"image": pictures, "label": label}, _draws(12)
+    )
+    kept = (torch.round(output["image"][:, 0] * 255) == label.view(-1, 1, 1)).float().mean((1, 2))
+    assert torch.allclose(output["label"][label, label], kept, atol=1e-5)
+    assert torch.allclose(output["label"].sum(1), torch.ones(12))
     assert 0 < float(kept.min()) < float(kept.max())
 
 
-def test_with_both_half_get_mixup_and_half_cutmix() -> None:
+def test_mixup_and_cutmix_each_get_half_of_the_images() -> None:
     pictures = (
         (torch.arange(400) % 200)
         .to(torch.uint8)
@@ -189,87 +195,93 @@ def test_with_both_half_get_mixup_and_half_cutmix() -> None:
         .contiguous()
     )
     batch = {"image": pictures, "label": torch.arange(400) % 7}
-    made = wt.Augmentation(mixup=1.0, cutmix=1.0, classes=7)(batch, _draws(400))["image"][:, 0]
-    flat = made.flatten(1)
+    output = wt.Augmentation(mixup=1.0, cutmix=1.0, classes=7)(batch, _draws(400))["image"][:, 0]
+    flat = output.flatten(1)
     pieces = (flat.amax(1) - flat.amin(1) > 1e-3).sum()
     assert (
         120 < int(pieces) < 200
-    )  # of about 200, those whose piece is empty or all of it look like a mixture
+    )  # about 200; a rectangle that is empty or covers the image looks like mixup
 
 
-def test_a_share_of_the_images_is_mixed_and_a_share_of_these_by_cutmix() -> None:
+def test_the_mix_and_cutmix_probabilities_are_respected() -> None:
     images = torch.arange(400, dtype=torch.int64) % 199
     batch = {
         "image": images.to(torch.uint8).view(-1, 1, 1, 1).expand(400, 3, 32, 32).contiguous(),
         "label": images,
     }
     draws = np.random.default_rng(1).random((400, DRAWS))
-    made = wt.Augmentation(
+    output = wt.Augmentation(
         mixup=1.0, cutmix=1.0, mixup_prob=0.3, mixup_switch_prob=0.25, classes=199
     )(batch, draws)
-    own = made["label"][torch.arange(400), images]
+    own = output["label"][torch.arange(400), images]
     mixed = own < 1
     assert 0.2 < float(mixed.float().mean()) < 0.4
     plain = batch["image"][~mixed].float() / 255
-    assert torch.equal(made["image"][~mixed], plain)
-    flat = made["image"][mixed].flatten(1)
+    assert torch.equal(output["image"][~mixed], plain)
+    flat = output["image"][mixed].flatten(1)
     cut = flat.amax(1) - flat.amin(1) > 1e-3
     assert 0.1 < float(cut.float().mean()) < 0.4
     untouched = wt.Augmentation(mixup=1.0, mixup_prob=0.0, classes=199)(batch, draws)
     assert torch.equal(untouched["label"], images)
 
 
-def test_rectangles_are_erased_as_by_torchvision() -> None:
+def test_random_erasing_equals_torchvision() -> None:
     count = 3000
     images = torch.full((count, 3, 40, 56), 200, dtype=torch.uint8)
     draws = np.random.default_rng(1).random((count, DRAWS))
-    made = wt.Augmentation(random_erasing=0.25, normalize="imagenet")({"image": images}, draws)
-    black = (made["image"].abs() < 1e-5).all(1)
+    output = wt.Augmentation(random_erasing=0.25, normalize="imagenet")({"image": images}, draws)
+    black = (output["image"].abs() < 1e-5).all(1)
     erased = black.flatten(1).any(1)
     assert 0.22 < float(erased.float().mean()) < 0.28
     whole = ((200 / 255 - torch.tensor(IMAGENET[0])) / torch.tensor(IMAGENET[1])).view(3, 1, 1)
-    assert torch.allclose(made["image"][~erased], whole, atol=1e-5)
+    assert torch.allclose(output["image"][~erased], whole, atol=1e-5)
     always = wt.Augmentation(random_erasing=1.0)({"image": images}, draws)["image"][:, 0] == 0
     rows, columns = always.any(2).sum(1), always.any(1).sum(1)
     assert torch.equal(always.flatten(1).sum(1), rows * columns)  # rectangles
     torch.manual_seed(0)
     eraser = v2.RandomErasing(p=1.0)
-    theirs = [eraser.make_params([images[0]]) for _ in range(count)]
+    reference = [eraser.make_params([images[0]]) for _ in range(count)]
     tops = always.any(2).int().argmax(1).numpy()
     for values, name in ((rows.numpy(), "h"), (columns.numpy(), "w"), (tops, "i")):
-        expected = np.array([params[name] for params in theirs if params["v"] is not None])
+        expected = np.array([params[name] for params in reference if params["v"] is not None])
         assert _distance(values[rows.numpy() > 0], expected) < 0.05, name
 
 
-def test_crops_have_the_asked_area_and_aspect_ratio() -> None:
+def test_crops_have_the_requested_area_and_aspect_ratio() -> None:
     torch.manual_seed(0)
     picture, count = torch.zeros(3, 375, 500, dtype=torch.uint8), 2000
     scale, ratio = (0.35, 0.9), (0.5, 1.2)
     crop = v2.RandomResizedCrop(224, scale=scale, ratio=ratio)
-    theirs = [crop.make_params([picture]) for _ in range(count)]
-    ours = random_crops(375, 500, _draws(count), scale, ratio)
+    reference = [crop.make_params([picture]) for _ in range(count)]
+    actual = random_crops(375, 500, _draws(count), scale, ratio)
     for column, name in enumerate(("top", "left", "height", "width")):
-        assert _distance(ours[:, column], np.array([one[name] for one in theirs])) < 0.05, name
+        assert (
+            _distance(actual[:, column], np.array([params[name] for params in reference])) < 0.05
+        ), name
     field = wt.image(size=8, augment="rrc", scale=scale, ratio=ratio)
     boxes = [region(375, 500, (8, 8), field.augment, row) for row in _draws(50)]
-    assert boxes == [tuple(box) for box in ours[:50].tolist()]
-    made = wt.Augmentation("rrc", size=20, scale=scale)({"image": _pictures(9)}, _draws(9))["image"]
+    assert boxes == [tuple(box) for box in actual[:50].tolist()]
+    output = wt.Augmentation("rrc", size=20, scale=scale)({"image": _pictures(9)}, _draws(9))[
+        "image"
+    ]
     for row, (top, left, height, width) in enumerate(random_crops(40, 56, _draws(9), scale)):
         image = _pictures(9)[row].float() / 255
         cut = functional.resized_crop(image, top, left, height, width, [20, 20], antialias=True)
-        assert torch.allclose(made[row], cut, atol=1e-4)
+        assert torch.allclose(output[row], cut, atol=1e-4)
 
 
-def test_the_same_pixels_for_any_workers_and_after_a_resume(tmp_path: Path, pictures: Path) -> None:
+def test_pixels_are_equal_for_any_workers_and_after_a_resume(
+    tmp_path: Path, pictures: Path
+) -> None:
     varied = wt.Augmentation("rrc+flip", size=16, brightness=0.3, hue=0.1, mixup=0.4, classes=10)
 
     def epoch(workers: int, start: int = 0) -> list[torch.Tensor]:
         loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=workers, seed=3)
-        found = [
+        actual = [
             batch["image"] for batch in wt.to_device(loader.epoch(1, start=start), "cpu", varied)
         ]
         loader.close()
-        return found
+        return actual
 
     threads, workers, resumed = epoch(0), epoch(2), epoch(0, start=2)
     assert all(torch.equal(a, b) for a, b in zip(threads, workers, strict=True))
@@ -304,10 +316,10 @@ def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
         wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).draws(3)
 
 
-def test_an_empty_batch_is_of_the_kind_of_the_others() -> None:
+def test_an_empty_batch_has_the_types_of_full_batches() -> None:
     varied = wt.Augmentation("rrc", size=(24, 20), mixup=0.2, classes=5, dtype=torch.bfloat16)
-    made = varied(
+    output = varied(
         {"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}, _draws(4)[:0]
     )
-    assert (made["image"].shape, made["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
-    assert (made["label"].shape, made["label"].dtype) == ((0, 5), torch.float32)
+    assert (output["image"].shape, output["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
+    assert (output["label"].shape, output["label"].dtype) == ((0, 5), torch.float32)

@@ -1,4 +1,4 @@
-"""The loader delivers what the plan says, whoever decodes it, and its batches are the caller's."""
+"""The loader delivers the planned samples with any decoder, and batches stay valid while held."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_sample_is_delivered_once_and_unchanged(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4, tail="keep")
     assert len(loader) == 6
-    found = {}
+    delivered = {}
     for batch in loader:
         for key, number, text in zip(batch["__key__"], batch["cls"], batch["txt"], strict=True):
             assert text == b"sample " + number
-            found[key] = int(number)
-    assert found == {f"s{i:06d}": i for i in range(21)}
+            delivered[key] = int(number)
+    assert delivered == {f"s{i:06d}": i for i in range(21)}
     assert loader.report()["samples"] == 21
 
 
 @pytest.mark.parametrize(
     "counts", quick_and_slow([[7, 13, 1], [5, 0, 3], [1], [0, 0, 2], [40, 3, 17]], 2)
 )
-def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: list[int]) -> None:
+def test_every_sample_is_delivered_for_any_sizes(tmp_path: Path, counts: list[int]) -> None:
     folder = write_shards(tmp_path / "s", counts)
     index = wt.index(folder)
     tried = 0
@@ -114,7 +114,7 @@ def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: 
             continue
         tried += 1
         for epoch in range(2):
-            found = []
+            delivered = []
             for loader in loaders:
                 batches = list(loader.epoch(epoch))
                 assert len(batches) == len(loader) == len(loaders[0])
@@ -128,33 +128,35 @@ def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: 
                         batch["__key__"], batch["cls"], batch["txt"], valid, strict=True
                     ):
                         assert (f"s{int(number):06d}", b"sample " + number) == (key, text)
-                        found += [key] if ok else []
-            assert len(set(found)) == len(found)
-            assert len(found) == (sum(counts) if tail != "drop" else len(loaders[0]) * size * world)
+                        delivered += [key] if ok else []
+            assert len(set(delivered)) == len(delivered)
+            assert len(delivered) == (
+                sum(counts) if tail != "drop" else len(loaders[0]) * size * world
+            )
         for loader in loaders:
             loader.close()
     assert tried > 5
 
 
-def test_file_order_without_shuffle(shards: Path) -> None:
-    found = [
+def test_shuffle_false_delivers_file_order(shards: Path) -> None:
+    delivered = [
         key
         for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep"))
         for key in batch
     ]
-    assert found == [f"s{i:06d}" for i in range(21)]
+    assert delivered == [f"s{i:06d}" for i in range(21)]
 
 
-def test_every_for_is_the_next_epoch_and_a_new_loader_repeats_them(shards: Path) -> None:
+def test_each_loop_is_the_next_epoch_and_a_new_loader_repeats_the_epochs(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     epochs = [keys(loader) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert all(len(epoch) == len(loader) == 5 for epoch in epochs)
-    again = wt.Loader(shards, batch_size=4)
-    again.set_epoch(2)
-    assert keys(again) == epochs[2]
-    assert [batch["__key__"] for batch in again.epoch(1, start=2)] == epochs[1][2:]
-    assert keys(again) == epochs[2]  # the next after epoch 1
+    repeated = wt.Loader(shards, batch_size=4)
+    repeated.set_epoch(2)
+    assert keys(repeated) == epochs[2]
+    assert [batch["__key__"] for batch in repeated.epoch(1, start=2)] == epochs[1][2:]
+    assert keys(repeated) == epochs[2]  # the epoch after epoch 1
 
 
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
@@ -163,31 +165,31 @@ def test_any_number_of_workers_gives_the_same_batches_and_pixels(
 ) -> None:
     def epochs(workers: int) -> list[Any]:
         loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=workers, shuffle_buffer=11)
-        found = [
+        actual = [
             (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone())
             for _ in range(3)
             for b in loader
         ]
         loader.close()
-        return found
+        return actual
 
-    assert [one[:3] for one in epochs(0)] == [one[:3] for one in epochs(0)]
-    for ours, theirs in zip(epochs(0), epochs(num_workers), strict=True):
-        assert ours[:3] == theirs[:3]
-        assert torch.equal(ours[3], theirs[3])
+    assert [batch[:3] for batch in epochs(0)] == [batch[:3] for batch in epochs(0)]
+    for in_threads, in_processes in zip(epochs(0), epochs(num_workers), strict=True):
+        assert in_threads[:3] == in_processes[:3]
+        assert torch.equal(in_threads[3], in_processes[3])
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
-def test_any_start_method_gives_the_same_batches(pictures: Path, context: Any) -> None:
-    wanted = keys(wt.Loader(pictures, FIELDS, batch_size=8))
+def test_every_start_method_delivers_the_same_batches(pictures: Path, context: Any) -> None:
+    expected = keys(wt.Loader(pictures, FIELDS, batch_size=8))
     loader = wt.Loader(
         pictures, FIELDS, batch_size=8, num_workers=1, multiprocessing_context=context
     )
-    assert keys(loader) == wanted
+    assert keys(loader) == expected
     loader.close()
 
 
-def test_a_batch_is_a_tensor_per_field_in_the_promised_shape(pictures: Path) -> None:
+def test_a_batch_holds_one_tensor_per_field_in_the_documented_shape(pictures: Path) -> None:
     batch = next(iter(wt.Loader(pictures, FIELDS, batch_size=8)))
     assert batch["image"].shape == (8, 3, 16, 20)
     assert batch["image"].dtype == torch.uint8
@@ -202,14 +204,14 @@ def test_kept_batches_do_not_change(pictures: Path, num_workers: int) -> None:
     first = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in loader.epoch(0)]
     kept = [
         batch for _ in range(3) for batch in loader.epoch(0)
-    ]  # 30 batches, far more than there are slots
+    ]  # 30 batches, many more than batch slots
     again = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in kept]
     assert again == first * 3
     assert loader.report()["copies"] > 0
     loader.close()
 
 
-def test_a_view_of_a_batch_keeps_its_memory_alone(pictures: Path) -> None:
+def test_a_view_of_a_batch_keeps_its_memory_alive(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4)
     views = []
     for batch in loader.epoch(0):
@@ -221,7 +223,7 @@ def test_a_view_of_a_batch_keeps_its_memory_alone(pictures: Path) -> None:
     assert all(torch.equal(view, copy) for view, copy in views)
 
 
-def test_memory_of_batches_that_were_let_go_is_used_again(pictures: Path) -> None:
+def test_memory_of_released_batches_is_reused(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4)
     places = {batch["image"].data_ptr() for _ in range(8) for batch in loader}
     assert len(places) <= 16
@@ -231,8 +233,8 @@ def test_memory_of_batches_that_were_let_go_is_used_again(pictures: Path) -> Non
 def test_ranks_share_the_epoch_without_overlap(shards: Path) -> None:
     loaders = [wt.Loader(shards, batch_size=2, rank=rank, world_size=4) for rank in range(4)]
     assert {len(loader) for loader in loaders} == {2}
-    found = [key for loader in loaders for batch in keys(loader) for key in batch]
-    assert len(found) == len(set(found)) == 16
+    delivered = [key for loader in loaders for batch in keys(loader) for key in batch]
+    assert len(delivered) == len(set(delivered)) == 16
     assert loaders[0].report()["left_out"] == 5
 
 
@@ -252,8 +254,8 @@ def test_lanes_give_the_same_global_batches_for_any_world_size(shards: Path) -> 
     assert steps(1) == steps(2) == steps(4)
 
 
-def test_padding_is_marked_and_every_sample_is_there_once(shards: Path) -> None:
-    found: list[str] = []
+def test_padding_is_marked_and_every_sample_is_delivered_once(shards: Path) -> None:
+    delivered: list[str] = []
     for rank in range(2):
         loader = wt.Loader(
             shards, {"label": wt.label()}, batch_size=4, tail="pad", rank=rank, world_size=2
@@ -261,29 +263,29 @@ def test_padding_is_marked_and_every_sample_is_there_once(shards: Path) -> None:
         for batch in loader:
             assert batch["__valid__"].dtype == torch.bool
             assert len(batch["label"]) == 4
-            found += [
+            delivered += [
                 key
                 for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
                 if valid
             ]
         assert loader.report()["padded"] == (1 if rank == 0 else 2)
-    assert sorted(found) == [f"s{i:06d}" for i in range(21)]
+    assert sorted(delivered) == [f"s{i:06d}" for i in range(21)]
 
 
 def test_more_ranks_than_samples_can_pad(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "few", [2])
-    found = []
+    delivered = []
     for rank in range(4):
         for batch in wt.Loader(folder, batch_size=3, tail="pad", rank=rank, world_size=4):
-            found += [
+            delivered += [
                 key
                 for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
                 if valid
             ]
-    assert sorted(found) == ["s000000", "s000001"]
+    assert sorted(delivered) == ["s000000", "s000001"]
 
 
-def test_the_rank_is_found_in_the_environment(
+def test_the_rank_is_read_from_the_environment(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -292,7 +294,9 @@ def test_the_rank_is_found_in_the_environment(
     assert (loader.rank, loader.world_size) == (1, 3)
 
 
-def test_the_rank_is_that_of_a_task_of_srun(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_read_from_the_environment_of_srun(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("JOB_ID", "7"), ("STEP_ID", "0"), ("NTASKS", "3"), ("PROCID", "1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURM_NODELIST", "node[3-5]")
@@ -302,12 +306,14 @@ def test_the_rank_is_that_of_a_task_of_srun(shards: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 4, 9, 10])
-def test_a_state_goes_on_where_it_was_taken(pictures: Path, num_workers: int, step: int) -> None:
+def test_a_state_resumes_at_the_step_where_it_was_taken(
+    pictures: Path, num_workers: int, step: int
+) -> None:
     def batches(loader: wt.Loader) -> list[Any]:
         return [(batch["__key__"], batch["image"].clone()) for batch in loader]
 
-    whole = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
-    undisturbed = batches(whole) + batches(whole)
+    uninterrupted = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
+    undisturbed = batches(uninterrupted) + batches(uninterrupted)
     first = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9, num_workers=num_workers)
     for taken, _ in enumerate(first, start=1):
         if taken == step:
@@ -322,22 +328,24 @@ def test_a_state_goes_on_where_it_was_taken(pictures: Path, num_workers: int, st
     first.close()
     second = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
     second.load_state_dict(state)
-    rest = batches(second)
-    rest += batches(second) if step < 10 else []
-    assert [key for key, _ in rest] == [key for key, _ in undisturbed[step:]]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(rest, undisturbed[step:], strict=True))
+    resumed = batches(second)
+    resumed += batches(second) if step < 10 else []
+    assert [key for key, _ in resumed] == [key for key, _ in undisturbed[step:]]
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(resumed, undisturbed[step:], strict=True)
+    )
 
 
-def test_a_state_of_another_order_is_refused_with_the_values(shards: Path) -> None:
+def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
     state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
     with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):
         wt.Loader(shards, batch_size=5, seed=2).load_state_dict(state)
 
 
-def test_after_a_break_the_next_for_is_the_next_epoch(shards: Path) -> None:
-    wanted = wt.Loader(shards, batch_size=4)
-    wanted.set_epoch(1)
-    expected = keys(wanted)
+def test_a_loop_after_a_break_is_the_next_epoch(shards: Path) -> None:
+    expected_values = wt.Loader(shards, batch_size=4)
+    expected_values.set_epoch(1)
+    expected = keys(expected_values)
     loader = wt.Loader(shards, batch_size=4)
     for _ in loader:
         break
@@ -387,7 +395,7 @@ def test_a_missing_field_and_a_bad_label_are_named(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
-    """A shard of pictures, some of them cut short."""
+    """Write a shard of images, some of them truncated."""
     samples: list[Sample] = []
     for i in range(count):
         data = picture(i, kind="JPEG")
@@ -401,35 +409,37 @@ def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
 PICTURE = {"image": wt.image(size=8), "label": wt.label()}
 
 
-def test_bad_samples_are_replaced_alike_by_any_worker_and_counted(tmp_path: Path) -> None:
+def test_bad_samples_are_replaced_equally_by_any_worker_and_counted(tmp_path: Path) -> None:
     folder = damaged(tmp_path, {3, 4, 17})
 
     def epoch(workers: int) -> tuple[list[Any], dict[str, Any]]:
         loader = wt.Loader(
             folder, PICTURE, batch_size=8, num_workers=workers, on_error="replace", max_errors=0.1
         )
-        found = [
+        actual = [
             (batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader
         ]
         loader.close()
-        return found, loader.report()
+        return actual, loader.report()
 
-    ours, report = epoch(0)
-    theirs, _ = epoch(2)
-    for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(ours, theirs, strict=True):
+    in_threads, report = epoch(0)
+    in_processes, _ = epoch(2)
+    for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(
+        in_threads, in_processes, strict=True
+    ):
         assert keys_a == keys_b
         assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
         assert len(keys_a) == 8
         assert torch.equal(image_a, image_b)
-    delivered = {key for keys, _, _ in ours for key in keys}
+    delivered = {key for keys, _, _ in in_threads for key in keys}
     assert delivered == {f"k{i:03d}" for i in range(40)} - {"k003", "k004", "k017"}
     assert report["bad"] == 3
     assert sum(report["bad_reasons"].values()) == 3
-    assert {one["key"] for one in report["bad_samples"]} == {"k003", "k004", "k017"}
+    assert {bad["key"] for bad in report["bad_samples"]} == {"k003", "k004", "k017"}
     assert json.loads(json.dumps(report)) == report
 
 
-def test_a_replaced_example_of_a_transform_is_a_whole_example(shards: Path) -> None:
+def test_a_bad_sample_of_a_transform_is_replaced_by_a_complete_example(shards: Path) -> None:
     loader = wt.Loader(shards, transform=picky, batch_size=7, on_error="replace", max_errors=0.5)
     for batch in loader:
         assert batch["n"].tolist() == [int(key[1:]) for key in batch["__key__"]]
@@ -443,7 +453,7 @@ def picky(sample: dict[str, Any]) -> dict[str, Any]:
     return {"n": int(sample["cls"])}
 
 
-def test_too_many_bad_samples_are_an_error_with_their_reasons(tmp_path: Path) -> None:
+def test_too_many_bad_samples_raise_an_error_with_reasons(tmp_path: Path) -> None:
     loader = wt.Loader(
         damaged(tmp_path, set(range(0, 40, 4))),
         PICTURE,
@@ -458,7 +468,7 @@ def test_too_many_bad_samples_are_an_error_with_their_reasons(tmp_path: Path) ->
         keys(loader)
 
 
-def test_when_all_is_bad_the_wanted_and_the_found_fields_are_named(tmp_path: Path) -> None:
+def test_the_error_for_all_bad_samples_names_requested_and_existing_fields(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar",
         [
@@ -481,7 +491,7 @@ def test_when_all_is_bad_the_wanted_and_the_found_fields_are_named(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(
+def test_a_batch_of_only_bad_samples_is_replaced_by_the_next_good_sample(
     tmp_path: Path, size: int
 ) -> None:
     bad = {
@@ -491,7 +501,7 @@ def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(
         7,
         38,
         39,
-    }  # runs longer than a batch, at the start, and at the end, where the first good one follows
+    }  # runs longer than a batch, at the start and at the end, before the first good sample
     good = damaged(tmp_path, bad)
 
     def epoch(workers: int, start: int = 0) -> tuple[list[Any], dict[str, Any]]:
@@ -502,32 +512,32 @@ def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(
             "max_errors": 0.2,
         }
         loader = wt.Loader(good, PICTURE, shuffle=False, **options)
-        found = [
+        actual = [
             (batch["__key__"], batch["label"].tolist(), batch["image"].clone())
             for batch in loader.epoch(0, start=start)
         ]
         loader.close()
-        return found, loader.report()
+        return actual, loader.report()
 
-    ours, report = epoch(0)
+    in_threads, report = epoch(0)
     assert (
-        [key for keys, _, _ in ours for key in keys][:4] == ["k003"] * 4
+        [key for keys, _, _ in in_threads for key in keys][:4] == ["k003"] * 4
         if size == 1
         else ["k003"] * 2 + ["k003"] * 2
     )
-    assert ours[-1][0] == ["k003"] * size
+    assert in_threads[-1][0] == ["k003"] * size
     assert report["bad"] == 6
     for start, workers in ((0, 2), (1, 0)):
-        again = epoch(workers, start)[0]
+        resumed = epoch(workers, start)[0]
         for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(
-            ours[start:], again, strict=True
+            in_threads[start:], resumed, strict=True
         ):
             assert keys_a == keys_b
             assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
             assert torch.equal(image_a, image_b)
 
 
-def test_a_substitute_is_transformed_as_in_a_worker_process(shards: Path) -> None:
+def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Path) -> None:
     torch.manual_seed(1)
     numbers = []
     for workers in (1, 2):
@@ -542,13 +552,13 @@ def test_a_substitute_is_transformed_as_in_a_worker_process(shards: Path) -> Non
         numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
         loader.close()
     assert numbers[0] == numbers[1]
-    drawn = {}  # a sample that stands in for others is itself each time
+    drawn = {}  # a substitute is transformed with its own random numbers each time
     for n, values in numbers[0]:
         assert drawn.setdefault(n, values) == values
     assert len(numbers[0]) == 21 > len(drawn) == 14
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(1)
-    assert torch.equal(wanted, torch.rand(1))
+    assert torch.equal(expected, torch.rand(1))
 
 
 def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
@@ -558,8 +568,8 @@ def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_an_empty_last_batch_is_of_the_kind_of_the_others(pictures: Path) -> None:
-    def made(sample: dict[str, Any]) -> dict[str, Any]:
+def test_an_empty_last_batch_has_the_types_of_full_batches(pictures: Path) -> None:
+    def complete_example(sample: dict[str, Any]) -> dict[str, Any]:
         return {
             "n": int(sample["cls"]),
             "pair": (np.ones(3), "word"),
@@ -568,26 +578,26 @@ def test_an_empty_last_batch_is_of_the_kind_of_the_others(pictures: Path) -> Non
         }
 
     fields = {"image": wt.image(size=8), "text": wt.text(), "array": Squared()}
-    for options in ({"fields": fields}, {"transform": made}, {}):
+    for options in ({"fields": fields}, {"transform": complete_example}, {}):
         loaders = [
             wt.Loader(pictures, batch_size=1, rank=i, world_size=3, tail="keep", **options)
             for i in range(3)
         ]  # type: ignore[arg-type]
         assert [len(loader) for loader in loaders] == [14, 14, 14]  # 41 samples
-        found = [list(loader) for loader in loaders]
+        actual = [list(loader) for loader in loaders]
         assert sorted(
-            key for batches in found for batch in batches for key in batch["__key__"]
+            key for batches in actual for batch in batches for key in batch["__key__"]
         ) == [f"s{i:06d}" for i in range(41)]
-        last = found[2][-1]
+        last = actual[2][-1]
         assert last["__key__"] == []
         assert loaders[2].report()["samples"] == 13
         assert loaders[2].report()["padded"] == 0
-        for name, value in found[0][-1].items():
+        for name, value in actual[0][-1].items():
             assert same_kind(last[name], value), name
 
 
 def same_kind(empty: Any, full: Any) -> bool:
-    """Whether a value is another one without its rows."""
+    """Return whether `empty` has the types of `full`, without its rows."""
     if isinstance(full, torch.Tensor):
         return bool(empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:]))
     if isinstance(full, dict):
@@ -598,7 +608,7 @@ def same_kind(empty: Any, full: Any) -> bool:
 
 
 class Squared:
-    """A field of the user, of no fixed size."""
+    """A field type of the user, without a fixed size."""
 
     names, example = ("cls",), None
 
@@ -614,13 +624,13 @@ def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "while it is used"])
-def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(
+def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
     tmp_path: Path, when: str
 ) -> None:
-    """The others of that shard are delivered; none is delivered in part."""
+    """The other samples of that shard are delivered; no partial sample is delivered."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), max_shard_samples=30, shuffle=False)
-    cut = int(index.offsets.start[25] + 700)  # in the data of the sample 25
+    cut = int(index.offsets.start[25] + 700)  # in the data of sample 25
     if when == "before":
         os.truncate(tmp_path / "s" / "train-000000.tar", cut)
     options: dict[str, Any] = {
@@ -632,17 +642,17 @@ def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(
     loader = wt.Loader(tmp_path / "s", **options)
     if when != "before":
         os.truncate(tmp_path / "s" / "train-000000.tar", cut)
-    found = [
+    actual = [
         (key, data)
         for batch in loader
         for key, data in zip(batch["__key__"], batch["bin"], strict=True)
     ]
     report = loader.report()
     loader.close()
-    assert all(data == bytes([int(key[1:])]) * 3000 for key, data in found)
-    assert {key for key, _ in found} == {f"k{n:03d}" for n in range(90) if not 25 <= n < 30}
-    assert len(found) == 90
-    assert [one["key"] for one in report["bad_samples"]] == [f"k{n:03d}" for n in range(25, 30)]
+    assert all(data == bytes([int(key[1:])]) * 3000 for key, data in actual)
+    assert {key for key, _ in actual} == {f"k{n:03d}" for n in range(90) if not 25 <= n < 30}
+    assert len(actual) == 90
+    assert [bad["key"] for bad in report["bad_samples"]] == [f"k{n:03d}" for n in range(25, 30)]
     assert "cannot be read" in report["bad_samples"][0]["reason"]
     strict = {**options, "on_error": "raise"}
     with pytest.raises(ShardError, match=r"train-000000.tar has \d+ bytes, its index says"):
@@ -651,7 +661,7 @@ def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(
         list(wt.Loader(tmp_path / "s", **{**options, "max_errors": 0.01}))
 
 
-def test_a_shard_cut_while_it_is_used_is_an_error_and_not_a_short_epoch(shards: Path) -> None:
+def test_a_shard_truncated_during_an_epoch_raises(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=1, shuffle=False)
     os.truncate(shards / "part-001.tar", 2048)
     with pytest.raises(ShardError, match="part-001.tar was written to or replaced"):
@@ -684,12 +694,12 @@ def test_a_transform_makes_the_examples(shards: Path) -> None:
         loader.close()
 
 
-def test_a_transform_sees_its_own_random_numbers_in_any_worker(shards: Path) -> None:
+def test_a_transform_gets_equal_random_numbers_in_any_worker(shards: Path) -> None:
     def draws(workers: int) -> list[Any]:
         loader = wt.Loader(shards, transform=drawn, batch_size=4, num_workers=workers)
-        found = [batch["x"].tolist() for _ in range(2) for batch in loader]
+        actual = [batch["x"].tolist() for _ in range(2) for batch in loader]
         loader.close()
-        return found
+        return actual
 
     assert draws(0) == draws(2)
     assert draws(0)[0] != draws(0)[5]
@@ -698,17 +708,17 @@ def test_a_transform_sees_its_own_random_numbers_in_any_worker(shards: Path) -> 
 def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
     def noise(workers: int) -> list[list[Any]]:
         loader = wt.Loader(shards, transform=varied, batch_size=4, num_workers=workers)
-        found = [
+        actual = [
             [batch[name].tolist() for name in ("crop", "numpy", "python")]
             for _ in range(2)
             for batch in loader
         ]
         loader.close()
-        return found
+        return actual
 
     assert noise(1) == noise(3)
     drawn = [number for batch in noise(1) for number in batch[2]]
-    assert len(set(drawn)) == len(drawn) == 40  # another for every sample and epoch
+    assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
 
 
 def seeded(sample: dict[str, Any]) -> dict[str, Any]:
@@ -726,12 +736,12 @@ def test_torch_randomness_of_a_sample_follows_from_seed_epoch_and_id(
     loader.close()
 
 
-def test_what_a_transform_raises_is_named(shards: Path) -> None:
+def test_an_exception_of_a_transform_names_the_sample(shards: Path) -> None:
     with pytest.raises(SampleError, match="transform raised KeyError: 'no such thing'"):
         keys(wt.Loader(shards, transform=failing, batch_size=4))
 
 
-def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
+def test_a_lambda_that_cannot_be_pickled_is_a_usage_error(shards: Path) -> None:
     with pytest.raises(
         UsageError, match="transform cannot be sent to worker processes.*num_workers=0"
     ):
@@ -764,7 +774,7 @@ def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
         ({"collate_fn": 3, "transform": double}, "collate_fn=3: must be a function"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(
+def test_wrong_arguments_are_refused_at_construction(
     shards: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -787,7 +797,7 @@ def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
         loader.close()
 
 
-def test_a_loader_says_what_it_holds(shards: Path) -> None:
+def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
     assert (
         "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds about 0.0 MB"
         in repr(wt.Loader(shards, batch_size=4))
@@ -796,40 +806,40 @@ def test_a_loader_says_what_it_holds(shards: Path) -> None:
 
 def test_to_device_gives_the_same_batches(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
-    ours = [
+    copied = [
         (batch["__key__"], batch["label"].tolist())
         for batch in wt.to_device(loader.epoch(0), "cpu")
     ]
-    assert ours == [(batch["__key__"], batch["label"].tolist()) for batch in loader.epoch(0)]
+    assert copied == [(batch["__key__"], batch["label"].tolist()) for batch in loader.epoch(0)]
 
 
 @pytest.mark.skipif(
     kernels.library is not None,
     reason="Python does not see the system calls of compiled code; a test in tests/memory runs this",
 )
-def test_reading_is_forward_in_large_reads_with_one_shard_after_the_other(tmp_path: Path) -> None:
-    """Offsets only grow within a shard, no byte is read twice, and a call reads much."""
+def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> None:
+    """Offsets only grow within a shard, no byte is read twice, and reads are large."""
     for n in range(3):
         samples: list[Sample] = [(f"s{n}{i:05d}", {"bin": bytes(1400)}) for i in range(5000)]
         write_tar(tmp_path / f"b-{n}.tar", samples)
     index = wt.index(tmp_path)
     table = index.offsets
-    wanted = int(sum(table.stop - table.start))
+    expected = int(sum(table.stop - table.start))
     with recorded_reads(r"b-\d\.tar") as reads:
         loader = wt.Loader(index, batch_size=16, tail="keep", shuffle_buffer=200)
         assert sum(len(batch) for batch in keys(loader)) == 15_000
         loader.close()
     ends = list(itertools.accumulate(length for _, _, length in reads))
-    epoch = reads[: ends.index(wanted) + 1]  # the reader goes on into the next one
+    epoch = reads[: ends.index(expected) + 1]  # the reader continues into the next epoch
     shards = [path for path, _, _ in epoch]
     assert len(list(itertools.groupby(shards))) == 3
     for _, group in itertools.groupby(epoch, lambda read: read[0]):
-        mine = [(offset, length) for _, offset, length in group]
-        assert all(a + length == b for (a, length), (b, _) in itertools.pairwise(mine))
-        assert sum(length for _, length in mine) / len(mine) > 1 << 20
+        shard_reads = [(offset, length) for _, offset, length in group]
+        assert all(a + length == b for (a, length), (b, _) in itertools.pairwise(shard_reads))
+        assert sum(length for _, length in shard_reads) / len(shard_reads) > 1 << 20
 
 
-def test_mixed_and_upper_case_extensions_are_one_image_field(tmp_path: Path) -> None:
+def test_an_image_field_reads_mixed_and_upper_case_extensions(tmp_path: Path) -> None:
     kinds = [("jpg", "JPEG"), ("JPEG", "JPEG"), ("png", "PNG"), ("PNG", "PNG")]
     write_tar(
         tmp_path / "a.tar",
@@ -846,7 +856,7 @@ def test_mixed_and_upper_case_extensions_are_one_image_field(tmp_path: Path) -> 
     assert len({int(image.sum()) for image in batch["image"]}) == 4
 
 
-def test_a_new_process_gives_the_same_order(shards: Path) -> None:
+def test_a_new_process_delivers_the_same_order(shards: Path) -> None:
     code = "import json, sys, wdstrain as wt; print(json.dumps([b['__key__'] for b in wt.Loader(sys.argv[1], batch_size=4)]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
@@ -859,7 +869,7 @@ def test_a_new_process_gives_the_same_order(shards: Path) -> None:
     assert json.loads(done.stdout) == keys(wt.Loader(shards, batch_size=4))
 
 
-def test_a_state_can_be_taken_up_by_another_number_of_ranks(shards: Path) -> None:
+def test_a_state_resumes_on_another_number_of_ranks(shards: Path) -> None:
     def loaders(world: int) -> list[wt.Loader]:
         return [
             wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world)
@@ -872,18 +882,18 @@ def test_a_state_can_be_taken_up_by_another_number_of_ranks(shards: Path) -> Non
             for batches in zip(*map(keys, ranks), strict=True)
         ]
 
-    whole = steps(loaders(2))
+    uninterrupted = steps(loaders(2))
     (first,) = loaders(1)
     next(iter(first))
     for world in (1, 2, 4):
         ranks = loaders(world)
         for rank in ranks:
             rank.load_state_dict(first.state_dict())
-        assert steps(ranks) == whole[1:]
+        assert steps(ranks) == uninterrupted[1:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int) -> None:
+def test_interrupted_loops_leave_no_threads_or_processes(pictures: Path, num_workers: int) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
     for _ in loader:
         break
@@ -900,22 +910,22 @@ def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int)
     ]
 
 
-def test_a_forked_child_does_not_end_what_its_parent_started(shards: Path) -> None:
-    wanted = keys(wt.Loader(shards, {"label": wt.label()}, batch_size=4))
+def test_a_forked_child_does_not_stop_the_threads_of_its_parent(shards: Path) -> None:
+    expected = keys(wt.Loader(shards, {"label": wt.label()}, batch_size=4))
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=1)
     batches = iter(loader)
-    found = [next(batches)["__key__"]]
+    actual = [next(batches)["__key__"]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside threads
         child = multiprocessing.get_context("fork").Process(target=loader.close)
         child.start()
     child.join(30)
     assert child.exitcode == 0
-    assert found + [batch["__key__"] for batch in batches] == wanted
+    assert actual + [batch["__key__"] for batch in batches] == expected
     loader.close()
 
 
-def test_a_flipped_byte_is_a_bad_sample_where_the_index_knows_the_checksums(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_a_bad_sample_when_the_index_has_checksums(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 9}, "jpg")
     index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
     offset = dict((name, at) for name, at, _ in index.members(4))["jpg"]
@@ -953,13 +963,13 @@ class Opaque:
         return lambda: 1
 
 
-def test_a_value_that_cannot_travel_is_a_sentence_and_not_a_hang(shards: Path) -> None:
+def test_a_value_that_cannot_be_pickled_raises_and_does_not_hang(shards: Path) -> None:
     with pytest.raises(SampleError, match="cannot be sent from a worker process.*num_workers=0"):
         keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4, num_workers=1))
     assert len(keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4))) == 5
 
 
-def test_an_example_that_is_no_dict_is_refused(shards: Path) -> None:
+def test_an_example_must_be_a_dict(shards: Path) -> None:
     with pytest.raises(
         SampleError, match="transform returned tuple; an example must be a dict.*collate_fn"
     ):
@@ -967,16 +977,16 @@ def test_an_example_that_is_no_dict_is_refused(shards: Path) -> None:
 
 
 def ragged(sample: dict[str, Any]) -> dict[str, Any] | None:
-    """An example for all samples but those whose class is 5, 12 and 19: ones, as many as its class."""
+    """Return as many ones as the class of the sample, and None for the classes 5, 12 and 19."""
     number = int(sample["cls"])
     return None if number % 7 == 5 else {"x": torch.ones(number + 1)}
 
 
 def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
-    made = ragged(sample)
-    if made is None:
+    output = ragged(sample)
+    if output is None:
         raise ValueError("left out")
-    return made["x"], int(sample["cls"])
+    return output["x"], int(sample["cls"])
 
 
 def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
@@ -988,7 +998,7 @@ def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
     }
 
 
-def test_errors_of_none_and_ragged_values_say_what_to_do(shards: Path) -> None:
+def test_errors_for_none_and_ragged_values_name_the_next_step(shards: Path) -> None:
     with pytest.raises(
         SampleError, match=r'returned None.*--select\)\. on_error="replace" goes on without it'
     ):
@@ -1038,11 +1048,11 @@ def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
     assert state is not None
     resumed, copied = make(), pickle.loads(pickle.dumps(loader))
     resumed.load_state_dict(state)
-    whole = [batch["n"].tolist() for batch in loader.epoch(1, until=2)]
-    assert [batch["n"].tolist() for batch in resumed] == whole[2:]
-    assert [batch["n"].tolist() for batch in copied.epoch(1, until=2)] == whole
-    for one in (loader, resumed, copied):
-        one.close()
+    uninterrupted = [batch["n"].tolist() for batch in loader.epoch(1, until=2)]
+    assert [batch["n"].tolist() for batch in resumed] == uninterrupted[2:]
+    assert [batch["n"].tolist() for batch in copied.epoch(1, until=2)] == uninterrupted
+    for each in (loader, resumed, copied):
+        each.close()
 
 
 def broken(examples: list[Any]) -> Any:
@@ -1060,7 +1070,9 @@ def a_tuple(examples: list[Any]) -> Any:
         (a_tuple, "it returned tuple; a batch must be a dict of values by name"),
     ],
 )
-def test_an_error_of_collate_fn_is_named(shards: Path, collate_fn: Any, words: str) -> None:
+def test_an_error_in_collate_fn_names_the_function(
+    shards: Path, collate_fn: Any, words: str
+) -> None:
     for num_workers in (0, 1):
         loader = wt.Loader(
             shards, transform=double, collate_fn=collate_fn, batch_size=4, num_workers=num_workers
@@ -1072,14 +1084,14 @@ def test_an_error_of_collate_fn_is_named(shards: Path, collate_fn: Any, words: s
         wt.Loader(
             shards,
             transform=double,
-            collate_fn=lambda found: found[0],
+            collate_fn=lambda examples: examples[0],
             num_workers=1,
             multiprocessing_context="spawn",
         )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_images_without_a_size_are_a_list_also_where_their_sizes_agree(
+def test_images_without_a_size_are_a_list_even_if_their_sizes_agree(
     tmp_path: Path, num_workers: int
 ) -> None:
     folder = tmp_path / "shards"
@@ -1117,26 +1129,26 @@ class OwnField:
     "field",
     [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), OwnField()],
 )
-def test_fields_are_recognised(field: Any) -> None:
+def test_a_class_with_the_field_protocol_is_a_field(field: Any) -> None:
     assert isinstance(field, wt.Field)
 
 
 @pytest.mark.parametrize("value", ["jpg", None, 3, {"names": ("jpg",)}])
-def test_other_values_are_no_fields(value: Any) -> None:
+def test_values_without_the_field_protocol_are_refused(value: Any) -> None:
     assert not isinstance(value, wt.Field)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(
+def test_a_loader_does_not_change_threads_and_random_state_of_torch(
     shards: Path, num_workers: int
 ) -> None:
     threads = torch.get_num_threads()
     torch.manual_seed(3)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(3)
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=num_workers)
     keys(loader)
-    assert torch.equal(torch.rand(1), wanted)
+    assert torch.equal(torch.rand(1), expected)
     assert torch.get_num_threads() == threads
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -1147,7 +1159,7 @@ def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(
 
 
 class CountsThreads:
-    """A field that computes with torch, and tells with how many threads."""
+    """A field that computes with torch and returns the number of threads of torch."""
 
     names, example = ("txt",), None
 
@@ -1158,7 +1170,7 @@ class CountsThreads:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
-    """There is a decoder for each core: with a thread for each core in each of them they would wait for each other."""
+    """Each core has a decoder, so torch threads in a decoder would contend for the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -1195,13 +1207,13 @@ COLLECTING = """
 """
 
 
-def test_a_loader_collected_in_one_of_its_own_threads_does_not_wait_for_itself(
+def test_a_loader_collected_in_its_own_thread_does_not_deadlock(
     ended: dict[str, tuple[int, str, str]],
 ) -> None:
     assert ended["COLLECTING"][:2] == (0, "done\n"), ended["COLLECTING"]
 
 
-def test_a_state_that_was_loaded_is_the_state_until_the_loop_begins(shards: Path) -> None:
+def test_state_dict_returns_the_loaded_state_until_the_loop_begins(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     state = {**loader.state_dict(), "epoch": 4, "step": 3}
     loader.load_state_dict(state)
@@ -1265,8 +1277,8 @@ HARDLY_BEGUN = """
     import os, pathlib, signal, sys, time
     import wdstrain as wt
 
-    signal.signal(signal.SIGTERM, lambda *_: None)  # as a training run answers it, which writes a checkpoint first
-    os.register_at_fork(after_in_child=lambda: time.sleep(1))  # workers that are slow to begin have the same answer
+    signal.signal(signal.SIGTERM, lambda *_: None)  # training also handles it, to write a checkpoint
+    os.register_at_fork(after_in_child=lambda: time.sleep(1))  # delay the start of workers
     loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
     for path in pathlib.Path(sys.argv[1]).glob("*.tar"):
         path.unlink()
@@ -1277,7 +1289,7 @@ HARDLY_BEGUN = """
 """
 
 
-def test_workers_that_have_hardly_begun_end_where_the_first_read_fails(
+def test_starting_workers_end_when_the_first_read_fails(
     ended: dict[str, tuple[int, str, str]],
 ) -> None:
     assert "cannot be opened: No such file" in ended["HARDLY_BEGUN"][1], ended["HARDLY_BEGUN"]
@@ -1289,7 +1301,7 @@ OTHERS_CHILD = """
 
     others = []
 
-    def start_another():  # as a thread of the program might, while the loader starts its workers; then Ctrl-C comes
+    def start_another():  # another thread starts a process while the loader starts workers
         if not others:
             others.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
             others[0].start()
@@ -1306,7 +1318,7 @@ OTHERS_CHILD = """
 """
 
 
-def test_a_start_that_is_interrupted_ends_the_loaders_workers_and_no_other_child(
+def test_an_interrupted_start_ends_only_the_workers_of_the_loader(
     ended: dict[str, tuple[int, str, str]],
 ) -> None:
     assert ended["OTHERS_CHILD"][1].splitlines() == ["interrupted", "alive 1"]
@@ -1330,10 +1342,10 @@ DYING = """
 """
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang(
+def test_a_killed_worker_raises_and_does_not_hang(
     ended: dict[str, tuple[int, str, str]],
 ) -> None:
-    """It dies at its work, while the loop waits for it; torch tells of it by an exception wherever the loop is."""
+    """The worker dies while the loop waits for it; torch raises an exception in the main thread."""
     status, _, err = ended["DYING"]
     assert status == 1
     assert "a worker process of the loader died" in err
@@ -1360,9 +1372,9 @@ FORKING = """
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """(exit status, stdout, stderr) of each program, which had its own three shards.
+    """(exit status, stdout, stderr) of each program, each with its own three shards.
 
-    They are forked from one process, so that torch is imported once.
+    The programs are forked from one process, so that torch is imported once.
     """
     folder = tmp_path_factory.mktemp("programs")
     programs = {
@@ -1397,14 +1409,14 @@ KILLED_LOOKING = """
         end.send("begun")
         while not event.is_set():
             pass
-        end.send("told")
+        end.send("notified")
 
     def begun():
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=look, args=(theirs,))
+        parent_end, child_end = context.Pipe()
+        worker = context.Process(target=look, args=(child_end,))
         worker.start()
-        assert ours.recv() == "begun"
-        return worker, ours
+        assert parent_end.recv() == "begun"
+        return worker, parent_end
 
     for _ in range(20):
         worker, _ = begun()
@@ -1416,11 +1428,11 @@ KILLED_LOOKING = """
 """
 
 
-def test_workers_end_on_request_after_one_was_killed_while_it_polled() -> None:
-    """An event of multiprocessing's has a lock, which the killed keep: whoever tells the others waits for ever."""
+def test_workers_end_on_request_after_a_worker_was_killed_while_polling() -> None:
+    """A killed process keeps the lock of a multiprocessing event, so `set` would wait forever."""
     words = [sys.executable, "-c", textwrap.dedent(KILLED_LOOKING)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "told\n", done.stderr
+    assert done.stdout == "notified\n", done.stderr
 
 
 def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
@@ -1432,10 +1444,10 @@ def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads(
+def test_worker_processes_deliver_the_same_tensors_as_threads(
     tmp_path: Path,
 ) -> None:
-    """Small ones are sent as they are, others as files in memory."""
+    """Small tensors are sent in the message, large ones as shared memory."""
     shards = write_shards(tmp_path / "s", [8])
 
     def transform(sample: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -1463,10 +1475,12 @@ def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads
         "batch_size": 4,
         "multiprocessing_context": "fork",
     }
-    here, there = (list(wt.Loader(shards, num_workers=workers, **options)) for workers in (0, 2))
-    for one, other in zip(here, there, strict=True):
-        assert one.keys() == other.keys()
-        for name in one.keys() - {"__key__"}:
-            assert one[name].dtype == other[name].dtype
-            assert torch.equal(one[name], other[name])
-            other[name][0] = 0  # it is the caller's
+    in_threads, in_processes = (
+        list(wt.Loader(shards, num_workers=workers, **options)) for workers in (0, 2)
+    )
+    for batch, process_batch in zip(in_threads, in_processes, strict=True):
+        assert batch.keys() == process_batch.keys()
+        for name in batch.keys() - {"__key__"}:
+            assert batch[name].dtype == process_batch[name].dtype
+            assert torch.equal(batch[name], process_batch[name])
+            process_batch[name][0] = 0  # the caller owns the tensor and may write to it

@@ -1,4 +1,4 @@
-"""The example notebook in a real kernel, and notebook use: interrupts, cells that run again, lambdas."""
+"""The example notebook in a real kernel; interrupts, cells that run twice, lambdas in notebooks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.kernels import Kernel, Shown, kernel
 EXAMPLES = ROOT / "scripts" / "examples"
 SOURCE, NOTEBOOK = EXAMPLES / "notebook.py", EXAMPLES / "notebook.ipynb"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the kernel's own client
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the kernel's own client
 
 
 def cells() -> list[tuple[str, bool]]:
-    """Return (text, whether it is code) of each cell of the notebook's source."""
+    """Return (text, is code) of each cell of the notebook's source."""
     make = runpy.run_path(str(EXAMPLES / "make_notebook.py"))
     return [(text, kind == "code") for kind, text in make["cells"](SOURCE.read_text())]
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A notebook beside three shards in `s`; `make(...)` is a loader of them, `alive()` what runs for loaders."""
+    """A notebook beside three shards; `make(...)` makes a loader, `alive()` lists its threads."""
     home = tmp_path_factory.mktemp("notebook")
     write_shards(home / "s", [70, 130, 10])
     with kernel(home) as running:
@@ -46,21 +46,21 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
             "    return wt.Loader('s', multiprocessing_context='fork', **given)\n"
             "def alive():\n"
             "    gc.collect()\n"
-            "    return sorted(one.name for one in threading.enumerate() if one.name.startswith('wdstrain')) + [\n"
+            "    return sorted(t.name for t in threading.enumerate() if t.name.startswith('wdstrain')) + [\n"
             "        child.pid for child in multiprocessing.active_children()]\n"
         )
         yield running
 
 
-# --- the notebook itself ---------------------------------------------------------------------------------------------
+# --- the notebook itself ---
 
 
 def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> None:
-    """After a change of notebook.py: python scripts/examples/make_notebook.py"""
+    """After a change of notebook.py run: python scripts/examples/make_notebook.py"""
     text = NOTEBOOK.read_text()
     written = json.loads(text)["cells"]
-    found = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in written]
-    assert found == cells()
+    actual = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in written]
+    assert actual == cells()
     assert text.count("data:image/png;base64,") > 20
     assert len(text) < 500_000
     assert not re.search(r"/(tmp|root|home|work|usr)/", text)
@@ -68,19 +68,19 @@ def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> N
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
 
 
-def test_the_notebook_begins_with_its_installation_and_explains_its_cells() -> None:
-    found = cells()
-    assert found[0][0].startswith("# ")
-    code = [text for text, is_code in found if is_code]
+def test_the_notebook_begins_with_installation_and_explains_its_cells() -> None:
+    actual = cells()
+    assert actual[0][0].startswith("# ")
+    code = [text for text, is_code in actual if is_code]
     assert code[0] == '%pip install --quiet "wdstrain[demo]"'
     assert 15 <= len(code) <= 26
-    assert len(found) - len(code) >= 15
+    assert len(actual) - len(code) >= 15
     assert max(len(line) for text in code for line in text.splitlines()) <= 100
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
+def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> None:
     shown: dict[str, Shown] = {}
     with kernel(tmp_path) as running:
         for text, is_code in cells():
@@ -89,7 +89,7 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
                 assert not shown[text].err, f"{text}\n{shown[text].err}"
 
     def of(part: str) -> Shown:
-        return next(one for text, one in shown.items() if part in text)
+        return next(output for text, output in shown.items() if part in text)
 
     for part, drawn in {
         "display(index)": "<table",
@@ -109,10 +109,11 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
         assert bundle["text/plain"].strip(), part
     for part in ('plot("Loss"', 'plot("Accuracy"'):
         assert all(
-            "<svg" in one.get("text/html", "") or "image/png" in one for one in of(part).displays
+            "<svg" in output.get("text/html", "") or "image/png" in output
+            for output in of(part).displays
         )
-    for one in shown.values():
-        for bundle in one.displays:
+    for output in shown.values():
+        for bundle in output.displays:
             check_part(bundle.get("text/html", ""))
     assert of("other.close()").out.endswith("the same samples: True\nthe same pixels: True\n")
     assert of("processes.close()").out == "the same samples: True\nthe same pixels: True\n"
@@ -121,27 +122,27 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
 
 
 def check_part(html: str) -> None:
-    """A part of a notebook is our own, needs no network, runs nothing, and its looks are for itself."""
+    """Check that a part of the notebook needs no network, runs no scripts, styles only itself."""
     assert "<script" not in html
     assert "http" not in html
     assert "<iframe" not in html
     for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL):
         for selectors in re.findall(r"([^{}]+)\{[^{}]*\}", style):
-            assert all(one.strip().startswith(".wdstrain") for one in selectors.split(",")), (
-                selectors
-            )
+            assert all(
+                selector.strip().startswith(".wdstrain") for selector in selectors.split(",")
+            ), selectors
 
 
 def check_progress(shown: Shown, steps: int) -> None:
-    """One output of plain text that is replaced, far fewer times than there are steps, and is empty in the end."""
+    """Check that the progress is one output of plain text: few updates, and empty at the end."""
     (first,) = shown.displays
-    said = [first, *shown.updates]
-    assert all(set(bundle) == {"text/plain"} for bundle in said)
+    texts = [first, *shown.updates]
+    assert all(set(bundle) == {"text/plain"} for bundle in texts)
     assert all(
-        "\x1b" not in bundle["text/plain"] and "\n" not in bundle["text/plain"] for bundle in said
+        "\x1b" not in bundle["text/plain"] and "\n" not in bundle["text/plain"] for bundle in texts
     )
-    assert len(said) < steps
-    assert said[-1] == {"text/plain": ""}
+    assert len(texts) < steps
+    assert texts[-1] == {"text/plain": ""}
     assert "\x1b" not in shown.out
     assert not shown.err
 
@@ -159,12 +160,12 @@ def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
-# --- cells that are interrupted, fail, and run again -----------------------------------------------------------------
+# --- cells that are interrupted, fail, and run again ---
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> None:
-    """In the loop, and where it waits for the first batch; what is left is the loader's own, and ends with it."""
+    """The interrupt comes in the loop or before the first batch."""
     opened.run(f"loader = make(num_workers={workers})")
     for code in (
         # One print: an interrupt within a print can leave the lock of the kernel's stream locked.
@@ -178,36 +179,37 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
                 opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out
                 == "210\n"
             )
-    ours = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
-    assert len([one for one in ours if isinstance(one, int)]) == workers
-    # none where the last interrupt came before the loop began: then the same epoch was asked for twice, and nothing is read ahead
-    assert ours.count("wdstrain-reader") <= 1
-    # The notebook keeps the last traceback. If the interrupt came in `iter(loader)` or `len(loader)`,
-    # a frame in it refers to the loader itself.
+    live = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
+    assert len([entry for entry in live if isinstance(entry, int)]) == workers
+    # No entry if the last interrupt came before the loop began: the same epoch was requested twice,
+    # and nothing is read ahead.
+    assert live.count("wdstrain-reader") <= 1
+    # The notebook keeps the last traceback. If the interrupt came in `iter(loader)` or
+    # `len(loader)`, one of its frames refers to the loader itself.
     opened.run("1 / 0", fails=True)
     opened.run("del loader, batch")
     assert opened.run("print(alive())").out == "[]\n"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_cell_that_failed_goes_on_with_the_next_epoch(opened: Kernel, workers: int) -> None:
+def test_a_failed_cell_continues_with_the_next_epoch(opened: Kernel, workers: int) -> None:
     opened.run(f"loader = make(num_workers={workers})")
     again = "for batch in loader:\n    pass\nprint(loader.report()['epoch'], alive())"
     first, second = opened.run(again).out.split(" ", 1), opened.run(again).out.split(" ", 1)
     assert (first[0], second[0]) == ("0", "1")
-    assert first[1] == second[1]  # a whole epoch says nothing, and starts nothing anew
+    assert first[1] == second[1]  # a complete epoch starts no new threads
     failed = opened.run("for batch in loader:\n    raise ValueError('mine')", fails=True)
     assert failed.error == "ValueError: mine"
     assert opened.run(again).out.split(" ", 1) == ["3", second[1]]
     opened.run("loader = make()")
     assert (
         opened.run("print(alive())").out == "[]\n"
-    )  # the earlier one has ended, this one has not begun
+    )  # the earlier epoch has ended, the next one has not begun
     opened.run("del loader")
 
 
-def test_a_loader_whose_bad_sample_was_an_error_ends_when_it_is_let_go(opened: Kernel) -> None:
-    """The notebook keeps the traceback of an error, which goes through the pass over the loader."""
+def test_a_loader_ends_when_released_after_an_error(opened: Kernel) -> None:
+    """The notebook keeps the traceback of an error, which refers to the pass over the loader."""
     opened.run(
         "bad = True\ndef made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}"
     )
@@ -220,7 +222,7 @@ def test_a_loader_whose_bad_sample_was_an_error_ends_when_it_is_let_go(opened: K
     assert opened.run("print(alive())").out == "[]\n"
 
 
-def test_a_pass_that_ended_with_an_error_says_so(shards: Path) -> None:
+def test_a_pass_that_ended_with_an_error_cannot_continue(shards: Path) -> None:
     loader = wt.Loader(shards, {"n": wt.number("txt")}, batch_size=2)
     batches = iter(loader)
     with pytest.raises(wt.SampleError, match="sample"):
@@ -229,7 +231,7 @@ def test_a_pass_that_ended_with_an_error_says_so(shards: Path) -> None:
         next(batches)
 
 
-# --- progress --------------------------------------------------------------------------------------------------------
+# --- progress ---
 
 TELLING = """
 from wdstrain.report.terminal import ProgressReporter
@@ -251,8 +253,8 @@ def test_progress_is_one_line_of_text_that_is_replaced(opened: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_notebook_starts_and_reads_has_no_cursor_movements_in_it(opened: Kernel) -> None:
-    """A kernel sets FORCE_COLOR for whatever it starts."""
+def test_output_of_notebook_subprocesses_has_no_cursor_movements(opened: Kernel) -> None:
+    """A kernel sets FORCE_COLOR for its child processes."""
     code = f"import time\n{TELLING}"
     shown = opened.run(
         f"print(os.environ['FORCE_COLOR'])\n"
@@ -268,7 +270,7 @@ def test_tables_of_commands_are_text_in_a_notebook(opened: Kernel) -> None:
     assert "samples" in shown.out
 
 
-# --- functions and classes of a notebook -----------------------------------------------------------------------------
+# --- functions and classes of a notebook ---
 
 CLASSES = """
 class Half:
@@ -304,17 +306,19 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_notebook_objects_work_in_workers_or_are_refused_at_once(opened: Kernel, part: str) -> None:
-    """In threads and where workers are forked they work; elsewhere construction says which, why, and what to do."""
+def test_notebook_objects_work_in_workers_or_are_refused_at_construction(
+    opened: Kernel, part: str
+) -> None:
+    """Threads and forked workers can use them; otherwise the error names object and next step."""
     opened.run(CLASSES)
     assert (
         opened.run(f"print(tried(None, 0, {part}), tried('fork', 2, {part}))").out == "True True\n"
     )
     for method in ("spawn", "forkserver"):
         shown = opened.run(f"print(tried({method!r}, 2, {part}))")
-        name, what = PARTS[part]
+        name, source = PARTS[part]
         assert shown.out.startswith(
-            f"{name} cannot be sent to worker processes, which {method} starts: {what} is "
+            f"{name} cannot be sent to worker processes, which {method} starts: {source} is "
         )
         assert shown.out.endswith(
             "Use num_workers=0, a function or class at the top of a .py file that you import, or multiprocessing_context='fork'. True\n"
@@ -322,7 +326,7 @@ def test_notebook_objects_work_in_workers_or_are_refused_at_once(opened: Kernel,
         assert not shown.err
 
 
-def test_bench_measures_threads_where_a_transform_cannot_be_sent(opened: Kernel) -> None:
+def test_bench_measures_threads_if_a_transform_cannot_be_pickled(opened: Kernel) -> None:
     call = "wt.bench('s', transform=lambda sample: {'n': 1}, batch_size=2, seconds=0.1, "
     call += "multiprocessing_context='spawn', "
     assert not opened.run(f"{call} tune=True)").error
@@ -352,7 +356,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_program_with_a_file_sends_its_own_classes(
+def test_a_script_can_send_its_own_classes_to_workers(
     tmp_path: Path, shards: Path, method: str
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -361,10 +365,10 @@ def test_a_program_with_a_file_sends_its_own_classes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-c", "stdin", "package", "module"])
-def test_a_program_without_a_file_gets_an_error_about_its_classes(
+def test_classes_of_a_program_without_a_file_are_an_error(
     tmp_path: Path, shards: Path, how: str
 ) -> None:
-    """python -c, python < program, and the __main__ of a package, which workers do not run again; but they do a module's."""
+    """Workers cannot import a `__main__` of `python -c`, of stdin or of a package."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(PROGRAM)
     (tmp_path / "module.py").write_text(PROGRAM)
@@ -374,23 +378,23 @@ def test_a_program_without_a_file_gets_an_error_about_its_classes(
         "package": ["-m", "package"],
         "module": ["-m", "module"],
     }[how]
-    said = ran(tmp_path, words, shards, "spawn")
+    output = ran(tmp_path, words, shards, "spawn")
     if how == "module":
-        assert said == f"{sum(range(21)) / 2}\n"
+        assert output == f"{sum(range(21)) / 2}\n"
     else:
-        assert said.startswith(
+        assert output.startswith(
             "fields['half'] cannot be sent to worker processes, which spawn starts: the class 'Half' is of "
         )
 
 
 def ran(folder: Path, words: list[str], shards: Path, method: str) -> str:
-    """What a program printed; it must not have printed anything on stderr but how it indexed the shards."""
+    """Return what a program printed; stderr may only contain the notes about indexing."""
     wt.index(shards)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, *words, str(shards), method]
-    given = PROGRAM if words == ["-"] else None
+    stdin = PROGRAM if words == ["-"] else None
     done = subprocess.run(
-        line, input=given, cwd=folder, env=environment, capture_output=True, text=True
+        line, input=stdin, cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -398,7 +402,7 @@ def ran(folder: Path, words: list[str], shards: Path, method: str) -> str:
 
 
 class Counting:
-    """A transform with a counter that its processes share, and a tensor."""
+    """A transform with a shared counter and a tensor."""
 
     def __init__(self) -> None:
         self.count: Any = multiprocessing.get_context("spawn").Value("i", 0)
@@ -411,7 +415,7 @@ class Counting:
 
 
 @pytest.mark.slow
-def test_counters_and_tensors_are_sent_to_processes_that_are_spawned(shards: Path) -> None:
+def test_spawned_processes_get_shared_counters_and_tensors(shards: Path) -> None:
     counting = Counting()
     loader = wt.Loader(
         shards, transform=counting, batch_size=7, num_workers=1, multiprocessing_context="spawn"

@@ -1,4 +1,4 @@
-"""Where a loop is: what a state says, what a copy of a loader does, and what is refused as a number."""
+"""The position of a loop: states, copies of a loader, and refused numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keys(loader: wt.Loader) -> list[list[str]]:
 
 
 def numbers(folder: Path, count: int, bad: set[int]) -> Path:
-    """A shard with a number in each sample, but for the bad ones."""
+    """Write a shard with a number in each sample except the bad ones."""
     write_tar(
         folder / "a.tar",
         [(f"k{i:04d}", {"val": b"x" if i in bad else b"%d" % i}) for i in range(count)],
@@ -34,11 +34,11 @@ def numbers(folder: Path, count: int, bad: set[int]) -> Path:
     return folder
 
 
-# --- bad samples and the position ------------------------------------------------------------------------------------
+# --- bad samples and the position ---
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(
+def test_a_batch_refused_for_bad_samples_is_not_counted_as_delivered(
     tmp_path: Path, num_workers: int
 ) -> None:
     folder = numbers(tmp_path / "s", 100, {57})
@@ -74,10 +74,8 @@ def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(
 
 
 @pytest.mark.parametrize("at", [1, 10, 95, 99])
-def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
-    tmp_path: Path, at: int
-) -> None:
-    """What the undisturbed run does not survive, the resumed one does not either, at the same batch."""
+def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(tmp_path: Path, at: int) -> None:
+    """A resumed pass fails at the same batch as an undisturbed pass."""
     bad = {103, 255, 961, 964, 985}
 
     def loader(max_errors: float) -> wt.Loader:
@@ -91,10 +89,10 @@ def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
             max_errors=max_errors,
         )
 
-    def given(one: wt.Loader, steps: int | None = None) -> tuple[int, str]:
+    def deliver(passed: wt.Loader, steps: int | None = None) -> tuple[int, str]:
         count = 0
         try:
-            for _ in islice(one, steps):
+            for _ in islice(passed, steps):
                 count += 1
         except wt.SampleError as error:
             return count, str(error)
@@ -102,18 +100,16 @@ def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
 
     numbers(tmp_path, 1000, bad)
     for max_errors in (0.0, 0.001, 0.004, 0.005, 1.0):
-        whole, why = given(loader(max_errors))
+        uninterrupted, why = deliver(loader(max_errors))
         first = loader(max_errors)
-        before, _ = given(first, at)
+        before, _ = deliver(first, at)
         second = loader(max_errors)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        after, again = given(second)
-        assert before + after == whole, max_errors
-        assert again.split(" are bad")[0] == why.split(" are bad")[0]
+        after, error = deliver(second)
+        assert before + after == uninterrupted, max_errors
+        assert error.split(" are bad")[0] == why.split(" are bad")[0]
         following = keys(second) if not why else []
-        assert len(following) == (
-            100 if not why else 0
-        )  # the count begins anew with the next epoch
+        assert len(following) == (100 if not why else 0)  # the count restarts with the next epoch
 
 
 def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
@@ -138,24 +134,24 @@ def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
     assert len(keys(second)) == 3
 
 
-# --- set_epoch, break and states -------------------------------------------------------------------------------------
+# --- set_epoch, break and states ---
 
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(
+def test_set_epoch_in_a_loop_applies_to_the_next_loop(
     shards: Path, step: int, device: bool
 ) -> None:
     plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
     epochs = [[batch["__key__"] for batch in plain.epoch(number)] for number in range(8)]
-    given = list[list[str]]()
+    delivered = list[list[str]]()
     for taken, batch in enumerate(wt.to_device(loader, "cpu") if device else loader, start=1):
-        given.append(batch["__key__"])
+        delivered.append(batch["__key__"])
         if taken == step:
             loader.set_epoch(7)
             state = loader.state_dict()
     begun = loader.state_dict()
-    assert given == epochs[0]
+    assert delivered == epochs[0]
     assert (begun["epoch"], begun["step"]) == (7, 0)
     assert keys(loader) == epochs[7]
     resumed = wt.Loader(shards, batch_size=4)
@@ -164,9 +160,7 @@ def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(
-    shards: Path, step: int
-) -> None:
+def test_set_epoch_after_a_break_sets_the_next_epoch_and_the_state(shards: Path, step: int) -> None:
     loader = wt.Loader(shards, batch_size=4)
     for _ in islice(loader, step):
         pass
@@ -178,7 +172,7 @@ def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(
     assert (state["epoch"], state["step"]) == loader.next_position == (3, 0)
 
 
-def test_a_state_that_is_loaded_within_a_loop_is_the_state(shards: Path) -> None:
+def test_state_dict_returns_a_state_loaded_within_a_loop(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     other = {**loader.state_dict(), "epoch": 3, "step": 2}
     batches = iter(loader)
@@ -193,13 +187,13 @@ def test_a_state_that_is_loaded_within_a_loop_is_the_state(shards: Path) -> None
     assert len(keys(loader)) == 3
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
+# --- numbers ---
 
 INTEGERS = {"int": int, "np.int64": np.int64, "np.uint8": np.uint8, "torch": torch.tensor}
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_integers_of_any_type_mean_the_same_and_states_stay_json(shards: Path, kind: str) -> None:
+def test_integers_of_any_type_are_accepted_and_states_are_json(shards: Path, kind: str) -> None:
     of = INTEGERS[kind]
     plain = wt.Loader(shards, batch_size=4, seed=3, shuffle_buffer=9, lanes=2)
     options: dict[str, Any] = {
@@ -229,7 +223,7 @@ def test_values_that_are_not_integers_are_refused(
     shards: Path, tmp_path: Path, name: str, value: Any
 ) -> None:
     if name == "cache_limit" and value == "1":
-        return  # sizes may be written
+        return  # sizes may be strings
     options = (
         {name: value}
         | ({"world_size": 1} if name == "rank" else {})
@@ -262,7 +256,7 @@ def test_values_that_are_not_numbers_are_refused(
         wt.Loader(shards, **{"batch_size": 4, **options})
 
 
-def test_a_wrong_epoch_is_refused_where_it_is_said(shards: Path) -> None:
+def test_set_epoch_refuses_a_wrong_epoch(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     with pytest.raises(wt.UsageError, match="epoch=-1: must be an integer >= 0"):
         loader.set_epoch(-1)
@@ -273,7 +267,7 @@ def test_a_wrong_epoch_is_refused_where_it_is_said(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_seeds_are_integers_wherever_something_is_drawn(
+def test_every_function_with_a_seed_requires_an_integer(
     shards: Path, tmp_path: Path, seed: Any
 ) -> None:
     samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
@@ -301,7 +295,7 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weights_that_are_no_weights_are_refused(shards: Path, weights: Any) -> None:
+def test_invalid_weights_are_refused(shards: Path, weights: Any) -> None:
     with pytest.raises(
         wt.UsageError,
         match=r"weights=.*: must have a finite number above 0 for each of the sources a, b",
@@ -310,14 +304,14 @@ def test_weights_that_are_no_weights_are_refused(shards: Path, weights: Any) -> 
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, np.uint8, Fraction])
-def test_weights_of_any_type_of_number_mean_the_same(shards: Path, kind: Any) -> None:
+def test_weights_of_any_number_type_give_the_same_mixture(shards: Path, kind: Any) -> None:
     plain = wt.mix({"a": shards, "b": shards}, weights={"a": 3, "b": 1}, batch_size=4)
     other = wt.mix({"a": shards, "b": shards}, weights={"a": kind(3), "b": kind(1)}, batch_size=4)
     assert keys(other) == keys(plain)
     assert json.loads(json.dumps(other.state_dict())) == plain.state_dict()
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
+# --- copies ---
 
 COPIES: dict[str, Callable[[wt.Loader], wt.Loader]] = {
     "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
@@ -334,7 +328,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     }
 
     def made(**options: Any) -> wt.Loader:
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "fields": {"label": wt.label()},
             "batch_size": 4,
             "seed": 5,
@@ -342,9 +336,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
             **options,
         }
         return (
-            wt.Loader(sets["a"], **given)
+            wt.Loader(sets["a"], **arguments)
             if request.param == "one set"
-            else wt.mix(sets, weights={"a": 2, "b": 1}, **given)
+            else wt.mix(sets, weights={"a": 2, "b": 1}, **arguments)
         )
 
     return made
@@ -352,25 +346,25 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_copy_of_a_loader_is_a_fresh_one_at_its_position(
+def test_a_copy_of_a_loader_starts_at_the_position_of_the_loader(
     make: Make, how: str, num_workers: int
 ) -> None:
-    whole = keys(make())
+    uninterrupted = keys(make())
     loader = make(num_workers=num_workers)
     untouched = COPIES[how](loader)
-    given = list[list[str]]()
+    delivered = list[list[str]]()
     for batch in loader:
-        given.append(batch["__key__"])
-        if len(given) == 2:
+        delivered.append(batch["__key__"])
+        if len(delivered) == 2:
             taken = COPIES[how](loader)
     loader.close()
-    assert given == keys(untouched) == whole
-    assert keys(taken) == whole[2:]
-    for one in (untouched, taken):
-        one.close()
+    assert delivered == keys(untouched) == uninterrupted
+    assert keys(taken) == uninterrupted[2:]
+    for copied in (untouched, taken):
+        copied.close()
 
 
-def test_a_copy_has_the_rank_and_the_settings_of_its_loader(
+def test_a_copy_has_the_rank_and_the_options_of_its_loader(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = wt.Loader(
@@ -384,7 +378,7 @@ def test_a_copy_has_the_rank_and_the_settings_of_its_loader(
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_pass_cannot_be_copied_and_says_that_its_loader_can(
+def test_copying_a_pass_raises_and_suggests_copying_the_loader(
     shards: Path, how: Callable[[Any], Any], begun: bool
 ) -> None:
     loader = wt.Loader(shards, batch_size=4)

@@ -1,4 +1,4 @@
-"""Memory is bounded and stays flat, reads of a resume do not grow with the step, and mixing is what the buffer allows."""
+"""Bounded memory, bounded reads after a resume, and mixing as the shuffle buffer allows."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from wdstrain.storage.local import LocalFile
 
 
 def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
-    """Shards of samples of about `size` bytes; every shard is a class of its own."""
+    """Write shards of samples of about `size` bytes; every shard is a class of its own."""
     rng = np.random.default_rng(0)
     for shard in range(shards):
-        made: list[Sample] = []
+        output: list[Sample] = []
         for i in range(samples):
             data = bytes(int(rng.integers(size // 2, size * 3 // 2)))
-            made.append((f"s{shard:03d}{i:05d}", {"bin": data, "cls": b"%d" % shard}))
-        write_tar(folder / f"b-{shard:03d}.tar", made)
+            output.append((f"s{shard:03d}{i:05d}", {"bin": data, "cls": b"%d" % shard}))
+        write_tar(folder / f"b-{shard:03d}.tar", output)
     return folder
 
 
-def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
+def test_buffered_bytes_are_about_half_of_the_window(tmp_path: Path) -> None:
     folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
     loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
     mean = sum(shard.bytes for shard in loader.index.shards) / 8000
     ahead = 64 << 20
     batches = collected_batches(loader.index, loader.plan, ahead=ahead)
     held = [reader.held_bytes for reader, _, _ in batches]
-    read = 16 << 20  # begun as long as there is room at all
+    read = 16 << 20  # a read starts while any room is left
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
     assert max(held) < 0.55 * 4000 * mean + ahead + read + slabs
 
 
-def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path: Path) -> None:
-    made: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
-    write_tar(tmp_path / "a.tar", made)
+def test_readahead_is_bounded_in_bytes_for_large_samples(tmp_path: Path) -> None:
+    output: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
+    write_tar(tmp_path / "a.tar", output)
     loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
     reader, run, _ = next(batches := collected_batches(loader.index, loader.plan, ahead=64 << 20))
     wait_until_paused(run)
-    # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch
+    # 64 MB ahead, one read of 16 MB that starts while any room is left, and the batch
     assert 40_000_000 < reader.stats.bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
     batches.close()
 
@@ -65,7 +65,7 @@ def bytes_read():
     return int(open("/proc/self/io").read().split()[1])
 
 def tree():
-    # proportional set size: what is shared is counted once over the processes of the tree; without the pages of files
+    # proportional set size: shared memory counts once over the process tree; without file pages
     # (libraries), whose share changes when anything else on this machine ends
     pids, total = [os.getpid()], 0
     for pid in pids:
@@ -80,7 +80,7 @@ loader = wt.Loader(sys.argv[1], fields, batch_size=32, num_workers=int(sys.argv[
 sizes = []
 for epoch in range(10):
     for step, batch in enumerate(loader):
-        # in the first epoch all that may be read ahead is read: how far a reader comes by itself is chance
+        # read ahead as far as possible in the first epoch, so that the peak does not vary by run
         before = -4096
         while epoch == 0 and step % 8 == 0 and (now := bytes_read()) - before >= 4096:
             before = now
@@ -107,17 +107,17 @@ def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
 
 
 def mapped() -> int:
-    """Pieces of shared memory that this process has open."""
-    found = 0
+    """Number of shared memory files that this process has open."""
+    mapped_files = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder itself
-            found += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
-    return found
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself is already closed
+            mapped_files += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
+    return mapped_files
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("way", ["plain", "break", "server", "failing server"])
-def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector(
+def test_close_releases_memory_without_the_garbage_collector(
     tmp_path: Path, workers: int, way: str
 ) -> None:
     folder = blobs(tmp_path, shards=2, samples=100, size=1000)
@@ -142,15 +142,15 @@ def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector
 
 
 def unshared(pid: int) -> int:
-    """Bytes of a process that are not shared with another."""
+    """Bytes of a process that are not shared with another process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here says what is shared"
+    not Path("/proc/self/smaps_rollup").exists(), reason="this /proc does not report shared memory"
 )
-def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(
+def test_a_worker_shares_the_memory_of_its_parent_after_a_garbage_collection(
     tmp_path: Path,
 ) -> None:
     folder = blobs(tmp_path, shards=1, samples=20, size=100)
@@ -165,7 +165,7 @@ def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(
     )
     grown = int(sum(batch["more"].sum() for batch in loader))
     loader.close()
-    assert grown < 4_000_000  # 30 MB and more otherwise: what torch and the others brought
+    assert grown < 4_000_000  # without gc.freeze 30 MB and more: the modules of torch
 
 
 def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
@@ -189,22 +189,23 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         loader.close()
         total.append(sum(reads))
     window = 200 * int((index.offsets.stop - index.offsets.start).max())
-    assert max(total) <= window + (9 << 20)  # and two reads; the whole set has 20 MB
+    assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
 
 
-def test_sorted_shards_give_mixed_batches_where_the_buffer_allows(tmp_path: Path) -> None:
+def test_sorted_shards_give_mixed_batches_if_the_buffer_is_large_enough(tmp_path: Path) -> None:
     folder = blobs(tmp_path, shards=10, samples=200, size=200)
     classes = [[int(label) for label in batch["cls"]] for batch in wt.Loader(folder, batch_size=64)]
-    # 64 draws from 10 equal classes: chi-squared with 9 degrees of freedom, 9 on average, above 28 in one of 1 000
-    squares = [sum((one.count(c) - 6.4) ** 2 / 6.4 for c in range(10)) for one in classes[4:]]
+    # 64 draws from 10 equal classes: chi-squared with 9 degrees of freedom; the mean is 9, and one
+    # value in 1000 is above 28
+    squares = [sum((labels.count(c) - 6.4) ** 2 / 6.4 for c in range(10)) for labels in classes[4:]]
     assert np.mean(squares) < 12
-    assert min(len(set(one)) for one in classes[4:]) >= 7
-    # and a loader that may hold little mixes little
+    assert min(len(set(labels)) for labels in classes[4:]) >= 7
+    # A loader with a small buffer mixes little.
     narrow = wt.Loader(folder, batch_size=64, shuffle_buffer=1)
     assert max(len({int(label) for label in batch["cls"]}) for batch in narrow) <= 2
 
 
-def test_nothing_is_named_in_shared_memory(shards: Path) -> None:
+def test_shared_memory_has_no_names(shards: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=2, num_workers=2)
     for _ in loader:
@@ -222,15 +223,15 @@ def test_a_container_with_64_mb_of_dev_shm_is_enough(
 ) -> None:
     folder = tmp_path / "pictures"
     rng = np.random.default_rng(0)
-    made: list[Sample] = []
+    output: list[Sample] = []
     for i in range(64):
-        made.append(
+        output.append(
             (
                 f"s{i:03d}",
                 {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))},
             )
         )
-    write_tar(folder / "a.tar", made)
+    write_tar(folder / "a.tar", output)
     code = """
 import sys, wdstrain as wt
 class Big:
@@ -248,7 +249,7 @@ loader.close()
 
 @pytest.fixture
 def in_small_shm() -> Callable[..., str]:
-    """Runs Python in a mount namespace whose /dev/shm has 64 MB."""
+    """Run Python code in a mount namespace whose /dev/shm has 64 MB."""
 
     def run(code: str, *words: str) -> str:
         inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'

@@ -1,4 +1,4 @@
-"""Loaders over chosen samples: exactly once, equal ranks, resume, one order, and forward reads."""
+"""Loaders over selected samples: exactly once, equal ranks, resume, one order, forward reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 240
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 samples in eight shards. One of 24 is of class rare; the last shard has no even year."""
+    """240 samples in eight shards. One in 24 is rare; the last shard has no even year."""
     out = tmp_path_factory.mktemp("selection") / "out"
     samples = [
         {
@@ -57,7 +57,9 @@ WHERE = "kind != 'rare' and year >= 2020"
 
 
 @pytest.mark.parametrize("tail", ["keep", "pad"])
-def test_chosen_samples_come_exactly_once_on_equal_ranks(packed: Path, tail: Any) -> None:
+def test_selected_samples_are_delivered_exactly_once_on_equal_ranks(
+    packed: Path, tail: Any
+) -> None:
     for world_size in (1, 3):
         ranks = []
         for rank in range(world_size):
@@ -80,28 +82,30 @@ def test_chosen_samples_come_exactly_once_on_equal_ranks(packed: Path, tail: Any
     [{"where": WHERE}, {"weights": "often"}, {"balance": "kind"}, {"where": WHERE, "weights": 1}],
     ids=["where", "weights", "balance", "both"],
 )
-def test_the_order_is_one_for_any_workers_and_resumes_at_any_step(
+def test_the_order_is_equal_for_any_workers_and_resumes_at_any_step(
     packed: Path, options: dict[str, Any]
 ) -> None:
     if options.get("weights") == 1:
         options = options | {"weights": np.linspace(0, 3, COUNT)}
     loader = wt.Loader(packed, batch_size=8, **options)
-    whole = [epoch(loader), epoch(loader, 1)]
-    assert whole[0] != whole[1]
-    assert len(whole[0]) == len(whole[1]) == len(loader)
+    uninterrupted = [epoch(loader), epoch(loader, 1)]
+    assert uninterrupted[0] != uninterrupted[1]
+    assert len(uninterrupted[0]) == len(uninterrupted[1]) == len(loader)
     state = None
     for step, batch in enumerate(loader.epoch(1, until=2)):
-        assert numbers(batch) == whole[1][step]
+        assert numbers(batch) == uninterrupted[1][step]
         if step == 3:
             state = loader.state_dict()
             break
     loader.close()
     other = wt.Loader(packed, batch_size=8, num_workers=2, **options)
-    assert epoch(other) == whole[0]
+    assert epoch(other) == uninterrupted[0]
     other.close()
     other = pickle.loads(pickle.dumps(wt.Loader(packed, batch_size=8, **options)))
     other.load_state_dict(state)
-    assert [numbers(batch) for batch, _ in zip(other, range(4), strict=False)] == whole[1][4:8]
+    assert [numbers(batch) for batch, _ in zip(other, range(4), strict=False)] == uninterrupted[1][
+        4:8
+    ]
     other.close()
 
 
@@ -113,10 +117,12 @@ def test_a_state_belongs_to_its_selection_and_weights(packed: Path) -> None:
         {"weights": "often"},
         {"balance": "kind"},
     ]
-    states = [wt.Loader(packed, batch_size=2, **given).state_dict() for given in options]
-    for i, given in enumerate(options):
+    states = [
+        wt.Loader(packed, batch_size=2, **loader_options).state_dict() for loader_options in options
+    ]
+    for i, loader_options in enumerate(options):
         for j, state in enumerate(states):
-            loader = wt.Loader(packed, batch_size=2, **given)
+            loader = wt.Loader(packed, batch_size=2, **loader_options)
             if i == j:
                 loader.load_state_dict(state)
             else:
@@ -124,7 +130,7 @@ def test_a_state_belongs_to_its_selection_and_weights(packed: Path) -> None:
                     loader.load_state_dict(state)
 
 
-def test_a_shard_without_chosen_samples_is_never_opened(packed: Path, tmp_path: Path) -> None:
+def test_a_shard_without_selected_samples_is_never_opened(packed: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -139,7 +145,7 @@ def test_a_shard_without_chosen_samples_is_never_opened(packed: Path, tmp_path: 
 
 
 def test_classes_are_balanced_exactly(packed: Path) -> None:
-    """10 samples of 240 are rare, and each class gives half of the epoch."""
+    """10 of 240 samples are rare, and each class gets half of the epoch."""
     loader = wt.Loader(packed, batch_size=8, balance="kind", shuffle_buffer=40)
     for number in range(3):
         batches = epoch(loader, number)
@@ -152,10 +158,10 @@ def test_classes_are_balanced_exactly(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"where": "often != 1"}, {"weights": "often"}])
-def test_a_changed_byte_of_a_chosen_sample_is_found(
+def test_a_changed_byte_of_a_selected_sample_is_detected(
     packed: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Also where a read passes over samples that are not chosen, up to the last one of the set."""
+    """Reads that pass over samples outside the selection detect it too, up to the last sample."""
     import shutil
 
     for number in (0, 2, 119, 239):
@@ -168,7 +174,7 @@ def test_a_changed_byte_of_a_chosen_sample_is_found(
             file.write(b"\xff")
         loader = wt.Loader(copy, batch_size=8, tail="keep", on_error="replace", **options)
         if number == 0 and "weights" in options:
-            assert len(flat(epoch(loader))) == COUNT  # its weight is 0
+            assert len(flat(epoch(loader))) == COUNT  # the changed sample has weight 0
             assert loader.report()["bad"] == 0
         else:
             assert f"k{number:03d}" not in {
@@ -178,7 +184,7 @@ def test_a_changed_byte_of_a_chosen_sample_is_found(
         loader.close()
 
 
-def test_weights_leave_out_and_repeat(packed: Path) -> None:
+def test_weights_skip_and_repeat_samples(packed: Path) -> None:
     loader = wt.Loader(packed, batch_size=8, weights="often", tail="keep")
     counts = Counter(flat(epoch(loader)))
     assert counts == {n: n % 3 for n in range(COUNT) if n % 3}
@@ -186,7 +192,9 @@ def test_weights_leave_out_and_repeat(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_occurrence_is_augmented_anew(packed: Path, num_workers: int) -> None:
+def test_each_occurrence_of_a_sample_gets_its_own_augmentation(
+    packed: Path, num_workers: int
+) -> None:
     loader = wt.Loader(
         packed,
         transform=_with_random_number,
@@ -203,11 +211,11 @@ def test_each_occurrence_is_augmented_anew(packed: Path, num_workers: int) -> No
     loader.close()
     assert len(drawn) == 40
     assert len(set(drawn)) == 40
-    again = wt.Loader(
+    repeated = wt.Loader(
         wt.open(packed).where("kind == 'rare'"), transform=_with_random_number, batch_size=5
     )
-    once = {(int(n), float(x)) for b in again.epoch(0, until=1) for n, x in zip(b["n"], b["x"])}  # noqa: B905
-    again.close()
+    once = {(int(n), float(x)) for b in repeated.epoch(0, until=1) for n, x in zip(b["n"], b["x"])}  # noqa: B905
+    repeated.close()
     assert {n for n, _ in once} == {n for n, _ in drawn}
 
 
@@ -235,12 +243,14 @@ def _with_random_number(sample: dict[str, Any], rng: np.random.Generator) -> dic
         ({"balance": 3}, "not the name of a column"),
     ],
 )
-def test_a_choice_that_cannot_be(packed: Path, options: dict[str, Any], message: str) -> None:
+def test_impossible_selections_are_refused(
+    packed: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(wt.WdstrainError, match=message):
         wt.Loader(packed, **({"batch_size": 8} | options))
 
 
-def test_what_where_leaves_out_needs_no_weight(packed: Path) -> None:
+def test_samples_outside_where_need_no_weight(packed: Path) -> None:
     loader = wt.Loader(packed, where="maybe is not None", weights="maybe", batch_size=8)
     assert len(loader) == sum(range(1, 240, 2)) // 8
 

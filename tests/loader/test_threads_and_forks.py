@@ -1,4 +1,4 @@
-"""One loader, stream or cache that several threads use, or a parent process and its forked children."""
+"""A loader, stream or cache that several threads, or a parent and forked children, use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wdstrain.loader.device import copy_ahead
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 COUNT = 240
-SIDE = 40  # of the arrays: large enough to be read straight into their batch
+SIDE = 40  # side of the arrays: large enough to be read directly into batch memory
 
 
 def packed(folder: Path) -> Path:
@@ -53,7 +53,7 @@ def packed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples whose every byte tells their number."""
+    """Samples whose bytes all encode their number."""
     return packed(tmp_path_factory.mktemp("numbered") / "s")
 
 
@@ -69,7 +69,7 @@ FIELDS: dict[str, dict[str, Any] | None] = {
 
 
 def check(batch: dict[str, Any]) -> list[str]:
-    """The keys of a batch, each sample of which has its own bytes."""
+    """Return the keys of a batch after a check of the bytes of each sample."""
     keys: list[str] = batch["__key__"]
     for row, number in enumerate(int(key[1:]) for key in keys):
         if isinstance(batch.get("bin"), list) and isinstance(batch["bin"][row], bytes):
@@ -80,18 +80,18 @@ def check(batch: dict[str, Any]) -> list[str]:
 
 
 class Child:
-    """A forked child that runs a function; `result` is what it returned or raised, as text."""
+    """A forked child that runs a function; `result` is the returned value or the error as text."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
-        self._answer, theirs = context.Pipe(False)
-        self._process = context.Process(target=self._run, args=(function, theirs))
+        self._answer, child_end = context.Pipe(False)
+        self._process = context.Process(target=self._run, args=(function, child_end))
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning
             )  # Python warns of a fork beside threads
             self._process.start()
-        theirs.close()
+        child_end.close()
 
     def _run(self, function: Callable[[], Any], answer: Any) -> None:
         try:
@@ -112,7 +112,7 @@ class Child:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", list(FIELDS))
-def test_a_forked_child_begins_its_own_pass_and_its_parent_goes_on(
+def test_a_forked_child_begins_its_own_pass_and_its_parent_continues(
     numbered: Path, kind: str, num_workers: int
 ) -> None:
     options: dict[str, Any] = {
@@ -122,27 +122,27 @@ def test_a_forked_child_begins_its_own_pass_and_its_parent_goes_on(
         "num_workers": num_workers,
     }
     plain = wt.Loader(numbered, FIELDS[kind], **options)
-    wanted = [[check(batch) for batch in plain.epoch(number)] for number in (0, 1)]
+    expected = [[check(batch) for batch in plain.epoch(number)] for number in (0, 1)]
     plain.close()
     loader = wt.Loader(numbered, FIELDS[kind], **options)
     batches = iter(loader)
     first = next(batches)
 
     def epochs() -> list[list[list[str]]]:
-        found = [[check(batch) for batch in loader.epoch(number)] for number in (1, 0)]
+        actual = [[check(batch) for batch in loader.epoch(number)] for number in (1, 0)]
         loader.close()
-        return found
+        return actual
 
     child = Child(epochs)
-    assert [check(first)] + [check(batch) for batch in batches] == wanted[0]
-    assert child.result() == [wanted[1], wanted[0]]
-    assert [check(batch) for batch in loader] == wanted[1]
+    assert [check(first)] + [check(batch) for batch in batches] == expected[0]
+    assert child.result() == [expected[1], expected[0]]
+    assert [check(batch) for batch in loader] == expected[1]
     check(first)
     loader.close()
 
 
 def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
-    """What a thread holds at that moment, the child inherits as held."""
+    """The child inherits locks in the state of that moment."""
     loader, stopping = wt.Loader(numbered, batch_size=20), threading.Event()
 
     def plan() -> None:
@@ -169,23 +169,23 @@ def test_a_pass_of_the_parent_is_refused_in_a_child(
     loader = wt.Loader(numbered, FIELDS["decoded"], batch_size=20, num_workers=num_workers)
     begun = loader.epoch(0)
     batches = begun if through == "plain" else copy_ahead(begun, _Copies())
-    found = [check(next(batches))]
+    actual = [check(next(batches))]
 
     def take() -> list[Any]:
-        mine = loader.epoch(0)
-        keys = [check(next(mine))]
+        child_pass = loader.epoch(0)
+        keys = [check(next(child_pass))]
         with pytest.raises(wt.WdstrainError) as refused:
             next(batches)
-        keys += [check(batch) for batch in mine]
+        keys += [check(batch) for batch in child_pass]
         loader.close()
         return [str(refused.value), keys]
 
-    said, keys = Child(take).result()
-    assert said == (
+    error, keys = Child(take).result()
+    assert error == (
         f"this pass over the loader began in process {os.getpid()}, which alone can go on with it. "
         f"Begin a pass in this process: for batch in loader."
     )
-    assert found + [check(batch) for batch in batches] == keys
+    assert actual + [check(batch) for batch in batches] == keys
     loader.close()
 
 
@@ -230,16 +230,16 @@ def test_threads_that_share_a_pass_have_each_batch_once(
     folder = write_shards(tmp_path / "s", [70, 30, 100])
     loader = wt.Loader(folder, fields, batch_size=2, num_workers=num_workers)
     for number in range(3):
-        batches, found = loader.epoch(number), list[str]()
+        batches, delivered = loader.epoch(number), list[str]()
         if begun:
-            found += next(batches)["__key__"]
+            delivered += next(batches)["__key__"]
         ended = list[bool]()
 
         def take(
-            batches: Any = batches, found: list[str] = found, ended: list[bool] = ended
+            batches: Any = batches, delivered: list[str] = delivered, ended: list[bool] = ended
         ) -> None:
             for batch in batches:
-                found.extend(batch["__key__"])
+                delivered.extend(batch["__key__"])
             ended.append(True)
 
         threads = [threading.Thread(target=take) for _ in range(4)]
@@ -248,14 +248,14 @@ def test_threads_that_share_a_pass_have_each_batch_once(
         for thread in threads:
             thread.join(60)
         assert len(ended) == 4
-        assert sorted(found) == [f"s{i:06d}" for i in range(200)]
+        assert sorted(delivered) == [f"s{i:06d}" for i in range(200)]
         assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (number + 1, 0)
         assert loader.report()["samples"] == 200
     loader.close()
 
 
 class Dying:
-    """A field whose worker process is killed at a sample of the middle."""
+    """A field that kills its worker process at a sample in the middle."""
 
     names, example = ("cls",), None
 
@@ -268,7 +268,7 @@ class Dying:
 @pytest.mark.parametrize(
     "through", ["plain", "cpu", pytest.param("device", marks=pytest.mark.slow)]
 )
-def test_a_worker_that_dies_is_an_error_in_words_however_batches_are_taken(
+def test_a_killed_worker_raises_a_clear_error_in_every_way_to_iterate(
     shards: Path, through: str
 ) -> None:
     loader = wt.Loader(shards, {"label": Dying()}, batch_size=1, num_workers=1)
@@ -298,19 +298,19 @@ def workers_of(dataset: Any, count: int, context: str = "fork", **options: Any) 
 
 
 def epoch_of(samples: Any) -> int:
-    """The epoch of these samples, which are all of the set with their own bytes, each once."""
-    found = [(sample["__key__"], sample["__epoch__"], sample["bin"]) for sample in samples]
-    assert sorted(key for key, _, _ in found) == [f"k{number:06d}" for number in range(COUNT)]
-    assert all(data == bytes([int(key[1:])]) * 3000 for key, _, data in found)
-    (epoch,) = {epoch for _, epoch, _ in found}
+    """Return the epoch of samples after a check that each sample of the set occurs once, intact."""
+    actual = [(sample["__key__"], sample["__epoch__"], sample["bin"]) for sample in samples]
+    assert sorted(key for key, _, _ in actual) == [f"k{number:06d}" for number in range(COUNT)]
+    assert all(data == bytes([int(key[1:])]) * 3000 for key, _, data in actual)
+    (epoch,) = {epoch for _, epoch, _ in actual}
     return int(epoch)
 
 
 @pytest.mark.parametrize(("alike", "piped"), quick_and_slow([(True, True), (False, False)], 1))
-def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(
+def test_a_pass_over_all_workers_is_an_epoch_after_partial_passes(
     numbered: Path, alike: bool, piped: bool
 ) -> None:
-    """alike: the program seeds torch with the same number before each pass. piped: the stream begins when its first sample is due."""
+    """alike: every pass has the same torch seed. piped: the stream begins with its first sample."""
     stream = wt.stream(numbered, shuffle_buffer=60)
     data = wds.DataPipeline(stream) if piped else stream
     lasting = workers_of(data, 2, persistent_workers=True)
@@ -342,16 +342,16 @@ def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(
 
 def test_two_data_loaders_over_one_stream_take_epochs_in_turn(numbered: Path) -> None:
     stream = wt.stream(numbered)
-    found: list[list[Any]] = [[], []]
+    actual: list[list[Any]] = [[], []]
     for pair in zip(workers_of(stream, 2), workers_of(stream, 2), strict=True):
-        for samples, sample in zip(found, pair, strict=True):
+        for samples, sample in zip(actual, pair, strict=True):
             samples.append(sample)
-    assert sorted(map(epoch_of, found)) == [0, 1]
+    assert sorted(map(epoch_of, actual)) == [0, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_workers_that_inherit_no_memory_count_epochs_too(numbered: Path, context: str) -> None:
+def test_spawned_workers_count_epochs(numbered: Path, context: str) -> None:
     stream = wt.stream(numbered)
     next(iter(stream))
     assert [epoch_of(workers_of(stream, count, context)) for count in (2, 1, 2)] == [1, 2, 3]
@@ -368,7 +368,7 @@ def test_a_child_and_its_parent_share_a_stream(numbered: Path) -> None:
 
 
 def shards_of(folder: Path, name: str, size: int) -> Path:
-    """Shards of four samples each."""
+    """Write shards of four samples each."""
     rows = (
         {"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size}
         for number in range(COUNT // 2)
@@ -381,8 +381,8 @@ def waits() -> None:
     threading.Event().wait()
 
 
-def test_a_forked_child_keeps_no_shard_in_a_cache_from_going(tmp_path: Path) -> None:
-    """While it lives, its parent is done with the shards that it read when it forked, and others take their place."""
+def test_a_forked_child_does_not_keep_shards_in_a_cache(tmp_path: Path) -> None:
+    """The child lives while its parent releases the shards of the fork and caches others."""
     for name in ("old", "new"):
         shards_of(tmp_path / "far", name, 5000)
     sizes = [path.stat().st_size for path in (tmp_path / "far" / "old").glob("*.tar")]
@@ -408,16 +408,16 @@ def test_a_forked_child_keeps_no_shard_in_a_cache_from_going(tmp_path: Path) -> 
         child.end()
 
 
-def test_children_that_are_forked_while_a_cache_is_filled_stop_nobody(tmp_path: Path) -> None:
+def test_children_forked_while_a_cache_is_filled_block_no_process(tmp_path: Path) -> None:
     folder = shards_of(tmp_path / "far", "s", 3000)
-    children, found = list[Child](), list[int]()
+    children, actual = list[Child](), list[int]()
     with serving(folder) as server:
         loader = wt.Loader(
             server.url, batch_size=4, shuffle_buffer=20, cache_dir=tmp_path / "cache"
         )
 
         def take() -> None:
-            found.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))
+            actual.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))
 
         thread = threading.Thread(target=take)
         thread.start()
@@ -429,32 +429,32 @@ def test_children_that_are_forked_while_a_cache_is_filled_stop_nobody(tmp_path: 
             child.end()
         thread.join()
         loader.close()
-    assert (done, found) == (True, [COUNT // 2] * 3)
+    assert (done, actual) == (True, [COUNT // 2] * 3)
 
 
-def test_a_file_on_a_server_is_read_on_by_a_child_and_by_its_parent(tmp_path: Path) -> None:
+def test_a_child_and_its_parent_continue_reading_a_remote_file(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(12 << 20)
     (tmp_path / "file.tar").write_bytes(data)
     with serving(tmp_path) as server:
         file = wt.gopen(f"{server.url}/file.tar")
         begin = file.read(100)
         child = Child(lambda: sha256(begin + file.read()).hexdigest())
-        mine = sha256(begin + file.read()).hexdigest()
-        assert (mine, child.result()) == (sha256(data).hexdigest(),) * 2
+        digest = sha256(begin + file.read()).hexdigest()
+        assert (digest, child.result()) == (sha256(data).hexdigest(),) * 2
         file.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped anew by calls of Linux")
 @pytest.mark.parametrize("kind", ["landing", "decoded"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_parent_and_child_hold_is_each_ones_own(
+def test_parent_and_child_hold_independent_copies_of_a_batch(
     numbered: Path, kind: str, num_workers: int
 ) -> None:
     fields = {name: field for name, field in (FIELDS[kind] or {}).items() if name != "text"}
     loader = wt.Loader(numbered, fields, batch_size=12, shuffle_buffer=60, num_workers=num_workers)
     batches = iter(loader)
     held = [next(batches), next(batches)]
-    gone, written = (
+    closed, written = (
         multiprocessing.get_context("fork").Event(),
         multiprocessing.get_context("fork").Event(),
     )
@@ -462,7 +462,7 @@ def test_a_batch_that_parent_and_child_hold_is_each_ones_own(
     def use() -> list[Any]:
         held[1]["x"].numpy()[:] = -1
         written.set()
-        assert gone.wait(30)
+        assert closed.wait(30)
         return [check(held[0]), bool((held[1]["x"].numpy() == -1).all())]
 
     child = Child(use)
@@ -473,6 +473,6 @@ def test_a_batch_that_parent_and_child_hold_is_each_ones_own(
         for other in batches:
             check(other)
         batches = iter(loader)
-    gone.set()
+    closed.set()
     assert child.result() == [keys, True]
     loader.close()

@@ -1,4 +1,4 @@
-"""A loader is used where people use a DataLoader: Lightning's Trainer, accelerate's scripts."""
+"""Loaders with other trainers: Lightning's Trainer and the example scripts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_lightning_trains_on_a_loader_and_validates_every_epoch(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning", "keras"])
 def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> None:
-    if find_spec(name) is None:  # Keras itself is only imported with its backend named
+    if find_spec(name) is None:  # importing Keras needs the name of its backend
         pytest.skip(f"{name} is not installed: pip install {name}")
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
     wt.convert_folder(

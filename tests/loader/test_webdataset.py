@@ -1,4 +1,4 @@
-"""With webdataset, both ways, and under a plain DataLoader."""
+"""Loaders and streams with webdataset, in both directions, and under a plain DataLoader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_webdataset_stages_follow_a_stream(shards: Path) -> None:
     assert batches[0][1][3] == "SAMPLE 3"
 
 
-def test_a_stream_is_the_loaders_order_epoch_after_epoch(shards: Path) -> None:
+def test_a_stream_has_the_order_of_the_loader_in_every_epoch(shards: Path) -> None:
     stream = wt.stream(shards, seed=5)
     epochs = [[sample["__key__"] for sample in stream] for _ in range(2)]
     loader = wt.Loader(shards, batch_size=64, tail="keep", seed=5)
@@ -88,7 +88,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "p"
 
 
-def test_webdataset_samples_go_through_our_fields(pictures: Path) -> None:
+def test_fields_decode_samples_of_webdataset(pictures: Path) -> None:
     fields = {"image": wt.image(size=8, augment="flip"), "label": wt.label()}
     pipeline = wds.DataPipeline(
         wds.SimpleShardList(str(pictures / "a.tar")),
@@ -98,14 +98,14 @@ def test_webdataset_samples_go_through_our_fields(pictures: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", ResourceWarning
-        )  # webdataset leaves its files to the collector
-        found = list(pipeline)
+        )  # webdataset leaves its files to the garbage collector
+        actual = list(pipeline)
         gc.collect()
-    assert [int(example["label"]) for example in found] == list(range(6))
-    assert found[0]["image"].shape == (3, 8, 8)
+    assert [int(example["label"]) for example in actual] == list(range(6))
+    assert actual[0]["image"].shape == (3, 8, 8)
 
 
-def test_decoding_a_stream_repeats_by_epoch(pictures: Path) -> None:
+def test_decoding_a_stream_depends_only_on_the_epoch(pictures: Path) -> None:
     decode = wt.to_example({"image": wt.image(size=8, augment="rrc")})
 
     def pixels(epoch: int) -> list[int]:
@@ -125,6 +125,6 @@ def test_an_undecodable_sample_is_named(pictures: Path) -> None:
         wt.to_example({"image": wt.image("cls", size=8)})(sample)
 
 
-def test_a_stream_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_empty_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         wt.stream(tmp_path)

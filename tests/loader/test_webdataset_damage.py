@@ -1,4 +1,4 @@
-"""Damage under `wt.WebDataset`: an error by default, and never silent where a handler goes on."""
+"""Damage under `wt.WebDataset`: an error by default, and a log line if a handler continues."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
-# --- handlers -------------------------------------------------------------------------------------
+# --- handlers ---
 
 
 @pytest.mark.parametrize("size", quick_and_slow([512, 5000, 6144, 0, 1024, 4096, 7168], 3))
-def test_a_cut_shard_is_an_error_and_with_a_handler_its_intact_samples_come(
+def test_a_truncated_shard_raises_and_with_a_handler_delivers_its_intact_samples(
     tmp_path: Path, size: int, errors: Callable[[], list[str]]
 ) -> None:
     urls = write_set(tmp_path, [4, 4, 4])
-    whole = read_wds(urls)
+    intact = read_wds(urls)
     cut(tmp_path / "part-001.tar", size)
     with pytest.raises(ShardError, match=r"part-001\.tar"):
         wt.WebDataset(urls)
     dataset = wt.WebDataset(urls, handler=wds.ignore_and_continue)
     samples = list(dataset)
-    assert samples == whole[: len(samples) - 4] + whole[8:]
+    assert samples == intact[: len(samples) - 4] + intact[8:]
     assert len(errors()) == 1
     assert "part-001.tar" in errors()[0]
     assert "The handler skips this error. Errors so far: 1." in errors()[0]
@@ -53,7 +53,7 @@ def test_a_cut_shard_is_an_error_and_with_a_handler_its_intact_samples_come(
     assert len(errors()) == 2
 
 
-def test_a_missing_shard_is_an_error_and_with_a_handler_it_is_skipped(
+def test_a_missing_shard_raises_and_with_a_handler_is_skipped(
     tmp_path: Path, errors: Callable[[], list[str]]
 ) -> None:
     urls = write_set(tmp_path, [4, 4, 4])
@@ -100,7 +100,7 @@ def indexed(tmp_path: Path) -> tuple[str, Path]:
     return f"{tmp_path}/set/*.tar", sorted((tmp_path / "set").glob("*.tar"))[1]
 
 
-def test_changed_bytes_cost_their_sample_alone(
+def test_changed_bytes_affect_only_their_sample(
     tmp_path: Path, errors: Callable[[], list[str]]
 ) -> None:
     urls, shard = indexed(tmp_path)
@@ -108,14 +108,14 @@ def test_changed_bytes_cost_their_sample_alone(
     with pytest.raises(SampleError, match="'k150'"):
         list(wt.WebDataset(urls))
     dataset = wt.WebDataset(urls, handler=wds.ignore_and_continue)
-    wanted = [f"k{i:03d}" for i in range(200) if i != 150]
-    assert [keys(dataset) for _ in range(2)] == [wanted] * 2
+    expected = [f"k{i:03d}" for i in range(200) if i != 150]
+    assert [keys(dataset) for _ in range(2)] == [expected] * 2
     assert all("'k150'" in text for text in errors())
     assert len(errors()) == 2
     assert 100 <= len(list(wt.WebDataset(urls, handler=wds.ignore_and_stop))) <= 150
 
 
-def test_a_shard_that_is_cut_after_it_was_opened(
+def test_a_shard_truncated_after_it_was_opened_goes_to_the_handler(
     tmp_path: Path, errors: Callable[[], list[str]]
 ) -> None:
     urls, shard = indexed(tmp_path)
@@ -163,7 +163,7 @@ def test_torn_samples_are_refused(tmp_path: Path, errors: Callable[[], list[str]
             assert len(errors()) == before + errors_in_it
 
 
-# --- compressed shards ----------------------------------------------------------------------------
+# --- compressed shards ---
 
 
 @pytest.mark.parametrize("ending", COMPRESSED)
@@ -182,9 +182,9 @@ def test_compressed_shards_are_streamed_and_logged_once(
 
 def test_a_compressed_shard_is_recognized_by_its_bytes(tmp_path: Path) -> None:
     urls = write_set(tmp_path, [3], ".tgz")
-    wanted = keys(read_wds(urls))
+    expected = keys(read_wds(urls))
     (tmp_path / "part-000.tgz").rename(tmp_path / "x.tar")
-    assert keys(wt.WebDataset(f"{tmp_path}/x.tar")) == wanted
+    assert keys(wt.WebDataset(f"{tmp_path}/x.tar")) == expected
 
 
 def test_a_tar_whose_first_name_looks_compressed_is_a_tar(tmp_path: Path) -> None:
@@ -194,11 +194,11 @@ def test_a_tar_whose_first_name_looks_compressed_is_a_tar(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ending", quick_and_slow(COMPRESSED, 2))
-def test_a_cut_compressed_shard_is_an_error_wherever_it_was_cut(
+def test_a_truncated_compressed_shard_raises_at_any_length(
     tmp_path: Path, ending: str, errors: Callable[[], list[str]]
 ) -> None:
     urls = write_set(tmp_path, [30, 30], ending)
-    whole = read_wds(urls)
+    intact = read_wds(urls)
     second = tmp_path / f"part-001{ending}"
     data = second.read_bytes()
     for share in range(8):
@@ -207,12 +207,12 @@ def test_a_cut_compressed_shard_is_an_error_wherever_it_was_cut(
             list(wt.WebDataset(urls))
         before = len(errors())
         samples = list(wt.WebDataset(urls, handler=wds.ignore_and_continue))
-        assert samples == whole[: len(samples)]
+        assert samples == intact[: len(samples)]
         assert 30 <= len(samples) < 60
         assert len(errors()) == before + 1
 
 
-def test_a_compressed_tar_that_was_cut_before_it_was_compressed(tmp_path: Path) -> None:
+def test_a_tar_truncated_before_compression_is_an_error(tmp_path: Path) -> None:
     write_set(tmp_path, [8])
     plain = (tmp_path / "part-000.tar").read_bytes()
     shard = tmp_path / "x.tgz"
@@ -225,7 +225,7 @@ def test_a_compressed_tar_that_was_cut_before_it_was_compressed(tmp_path: Path) 
         list(wt.WebDataset(str(shard)))
 
 
-def test_a_header_cannot_claim_more_than_there_is(tmp_path: Path) -> None:
+def test_a_header_with_a_size_beyond_the_end_is_an_error(tmp_path: Path) -> None:
     shard = tmp_path / "x.tgz"
     for size, message in ((1 << 33, "ends at byte"), (1 << 60, "more than this machine has")):
         shard.write_bytes(gzip.compress(header("a.bin", size)))

@@ -1,4 +1,4 @@
-"""`wt.WebDataset` gives the samples of `wds.WebDataset`, and takes its arguments."""
+"""`wt.WebDataset` delivers the samples of `wds.WebDataset` and takes its arguments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def urls(tmp_path: Path) -> str:
     return write_set(tmp_path / "set", [7, 13, 1])
 
 
-# --- the same samples -----------------------------------------------------------------------------
+# --- the same samples ---
 
 
-def test_samples_and_order_are_those_of_webdataset(urls: str) -> None:
+def test_samples_and_order_equal_webdataset(urls: str) -> None:
     assert list(wt.WebDataset(urls, shardshuffle=False)) == read_wds(urls)
 
 
@@ -56,8 +56,8 @@ def test_it_is_a_pipeline_of_webdataset_with_its_own_fluid_methods(urls: str) ->
 
 
 def test_it_takes_every_argument_of_webdataset_in_the_same_order() -> None:
-    theirs = inspect.signature(wds.WebDataset.__init__).parameters
-    assert list(inspect.signature(wt.WebDataset.__init__).parameters) == list(theirs)
+    reference = inspect.signature(wds.WebDataset.__init__).parameters
+    assert list(inspect.signature(wt.WebDataset.__init__).parameters) == list(reference)
 
 
 FIELDS = ["jpg", "JPG2", "cls", "a.json", "seg.png", "", "TXT", "x.y.z", "npy"]
@@ -72,7 +72,7 @@ def random_shard(path: Path, random: random.Random) -> str:
     for number in range(random.choice([0, 1, 2, 7, 30])):
         base = f"{random.choice(BASES)}{number}"
         if random.random() < 0.1:
-            base = f"same{number}"  # in several shards
+            base = f"same{number}"  # the same key in several shards
         if random.random() < 0.1:
             members.append((f"dir{number}/", b""))
         if random.random() < 0.1:
@@ -83,7 +83,7 @@ def random_shard(path: Path, random: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", quick_and_slow(range(30), 10))
-def test_drawn_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> None:
+def test_random_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     endings = [".tar"] if draw.random() < 0.7 else [".tar", ".tgz", ".tar.xz"]
     shards = [
@@ -95,11 +95,11 @@ def test_drawn_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> No
         options["select_files"] = lambda name: not name.endswith(".cls")
     if draw.random() < 0.2:
         options["rename_files"] = lambda name: name.replace("seg.png", "png")
-    wanted = read_wds(shards, **options)
+    expected = read_wds(shards, **options)
     dataset = wt.WebDataset(shards, **options)
-    assert list(dataset) == wanted
+    assert list(dataset) == expected
     shuffled = list(wt.WebDataset(shards, shardshuffle=10, seed=seed, **options).shuffle(5))
-    order = [(s["__key__"], s["__url__"]) for s in wanted]
+    order = [(s["__key__"], s["__url__"]) for s in expected]
     assert sorted((s["__key__"], s["__url__"]) for s in shuffled) == sorted(order)
 
 
@@ -127,7 +127,7 @@ def test_fields_with_reserved_names_are_refused(tmp_path: Path, name: str) -> No
         list(wt.WebDataset(shard))
 
 
-# --- arguments ------------------------------------------------------------------------------------
+# --- arguments ---
 
 
 def test_addresses_are_split_and_get_variables_of_the_environment(
@@ -136,25 +136,25 @@ def test_addresses_are_split_and_get_variables_of_the_environment(
     monkeypatch.setenv("WDS_HERE", str(tmp_path / "set"))
     address = "${HERE}/part-000.tar::${HERE}/part-{001..002}.tar"
     assert list(wt.WebDataset(address)) == read_wds(address) == read_wds(urls)
-    wanted = keys(read_wds(urls))
-    assert keys(wt.WebDataset(f"file:{urls}")) == keys(wt.WebDataset(f"file://{urls}")) == wanted
+    expected = keys(read_wds(urls))
+    assert keys(wt.WebDataset(f"file:{urls}")) == keys(wt.WebDataset(f"file://{urls}")) == expected
     with pytest.raises(UsageError, match="WDS_NOWHERE is not in the environment"):
         wt.WebDataset("${NOWHERE}/x.tar")
 
 
 def test_folders_globs_and_indexes_are_addresses_too(urls: str, tmp_path: Path) -> None:
-    wanted = keys(read_wds(urls))
-    assert keys(wt.WebDataset(str(tmp_path / "set"))) == wanted
-    assert keys(wt.WebDataset(tmp_path / "set" / "*.tar")) == wanted
+    expected = keys(read_wds(urls))
+    assert keys(wt.WebDataset(str(tmp_path / "set"))) == expected
+    assert keys(wt.WebDataset(tmp_path / "set" / "*.tar")) == expected
     wt.index(str(tmp_path / "set"))
-    assert keys(wt.WebDataset(f"{tmp_path}/set/index.json")) == wanted
+    assert keys(wt.WebDataset(f"{tmp_path}/set/index.json")) == expected
 
 
 @pytest.mark.parametrize(
     "command",
     ["cat {}", "cat '{}' || true", "gsutil cat {}", "aws s3 cp {} -", "curl -s -L {}"],
 )
-def test_a_command_that_prints_a_file_means_the_file(urls: str, command: str) -> None:
+def test_a_pipe_command_that_prints_a_file_reads_the_file(urls: str, command: str) -> None:
     address = "pipe:" + command.format(urls)
     assert keys(wt.WebDataset(address)) == keys(read_wds(urls))
 
@@ -187,12 +187,12 @@ def test_other_commands_are_refused_and_never_run(command: str) -> None:
         ("x.tar", {"mode": "unlink"}, "mode='unlink': must be None or \"resampled\""),
     ],
 )
-def test_wrong_arguments_are_named_at_once(urls: Any, options: Any, message: str) -> None:
+def test_wrong_arguments_raise_at_construction(urls: Any, options: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         wt.WebDataset(urls, **options)
 
 
-def test_shardshuffle_permutes_all_shards_anew_in_each_epoch(tmp_path: Path) -> None:
+def test_shardshuffle_permutes_all_shards_in_each_epoch(tmp_path: Path) -> None:
     urls = write_set(tmp_path, [3] * 12)
     dataset = wt.WebDataset(urls, shardshuffle=2, seed=1)
     epochs = [keys(dataset) for _ in range(3)]
@@ -262,24 +262,24 @@ def test_a_list_of_sets_in_yaml_is_read_where_webdataset_reads_it(
     assert sorted(keys(wt.WebDataset(spec))) == keys(read_wds(urls))
 
 
-# --- servers --------------------------------------------------------------------------------------
+# --- servers ---
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_shards_of_a_server(
+def test_shards_on_a_server_are_read_as_local_ones(
     tmp_path: Path, ending: str, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
-    wanted = [{k: v for k, v in s.items() if k != "__local_path__"} for s in read_wds(urls)]
+    expected = [{k: v for k, v in s.items() if k != "__local_path__"} for s in read_wds(urls)]
     cache = {"cache_dir": str(tmp_path / "cache"), "cache_size": 1 << 30} if cached else {}
     with serving(tmp_path) as server:
         address = f"{server.url}/set/part-{{000..002}}{ending}"
-        for sample in wanted:
+        for sample in expected:
             sample["__url__"] = sample["__url__"].replace(str(tmp_path), server.url)
         dataset = wt.WebDataset(address, **cache)
-        assert [list(dataset) for _ in range(2)] == [wanted] * 2
+        assert [list(dataset) for _ in range(2)] == [expected] * 2
         dataset.close()
     if cached:
         assert len(list((tmp_path / "cache").rglob("*"))) >= 3

@@ -45,7 +45,7 @@ def urls(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """A function that makes this process a rank, as torchrun does."""
+    """Return a function that sets the environment of a rank, as torchrun does."""
 
     def become(rank: int, world_size: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
@@ -65,7 +65,7 @@ def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
     return passes
 
 
-# --- worker processes -----------------------------------------------------------------------------
+# --- worker processes ---
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,16 @@ def test_without_a_splitter_each_worker_reads_all(urls: str) -> None:
     assert sorted(first) == sorted(keys(read_wds(urls)) * 2)
 
 
-def test_workers_named_by_the_environment(urls: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
+def test_workers_are_read_from_the_environment(urls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivered: list[str] = []
     monkeypatch.setenv("NUM_WORKERS", "4")
     for worker in range(4):
         monkeypatch.setenv("WORKER", str(worker))
-        found += keys(wt.WebDataset(urls))
-    assert sorted(found) == keys(read_wds(urls, workersplitter=None))
+        delivered += keys(wt.WebDataset(urls))
+    assert sorted(delivered) == keys(read_wds(urls, workersplitter=None))
 
 
-def test_a_pass_in_the_parent_does_not_disturb_its_workers(urls: str) -> None:
+def test_a_pass_in_the_parent_does_not_affect_its_workers(urls: str) -> None:
     dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
     begun = iter(dataset)
     next(begun)
@@ -143,11 +143,11 @@ def test_a_pass_in_the_parent_does_not_disturb_its_workers(urls: str) -> None:
     assert len(list(begun)) == 20
 
 
-# --- copies ---------------------------------------------------------------------------------------
+# --- copies ---
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
-def test_copies_count_epochs_by_themselves(tmp_path: Path, ending: str) -> None:
+def test_copies_count_epochs_independently(tmp_path: Path, ending: str) -> None:
     urls = write_set(tmp_path / "set", [2] * 10, ending)
     dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
     first = list(dataset)
@@ -159,7 +159,7 @@ def test_copies_count_epochs_by_themselves(tmp_path: Path, ending: str) -> None:
     assert [key for batch in shared for key in batch] not in (first, second)
 
 
-# --- ranks ----------------------------------------------------------------------------------------
+# --- ranks ---
 
 
 @pytest.mark.parametrize("splitter", ["default", "split_by_node"])
@@ -183,15 +183,17 @@ def test_ranks_divide_each_epoch(
         assert set(counts) == {7}
 
 
-def test_ranks_and_workers_together(urls: str, rank: Callable[[int, int], None]) -> None:
-    found: list[list[str]] = [[], [], []]
+def test_ranks_and_workers_together_deliver_every_sample_once(
+    urls: str, rank: Callable[[int, int], None]
+) -> None:
+    delivered: list[list[str]] = [[], [], []]
     for number in range(2):
         rank(number, 2)
         epochs = read(wt.WebDataset(urls, shardshuffle=True).map(key_of), 3)
         assert all(10 <= len(epoch) <= 11 for epoch in epochs)
-        for epoch, part in zip(found, epochs, strict=True):
+        for epoch, part in zip(delivered, epochs, strict=True):
             epoch += part
-    assert [sorted(epoch) for epoch in found] == [keys(read_wds(urls, nodesplitter=None))] * 3
+    assert [sorted(epoch) for epoch in delivered] == [keys(read_wds(urls, nodesplitter=None))] * 3
 
 
 def test_without_a_splitter_each_rank_reads_all(
@@ -215,7 +217,7 @@ def test_user_defined_splitters_get_the_shards(
         assert f"because {name} splits shards" in caplog.text
 
 
-def test_resampled_ranks_draw_by_themselves(urls: str, rank: Callable[[int, int], None]) -> None:
+def test_resampled_ranks_draw_independently(urls: str, rank: Callable[[int, int], None]) -> None:
     drawn = []
     for number in range(2):
         rank(number, 2)
@@ -224,7 +226,7 @@ def test_resampled_ranks_draw_by_themselves(urls: str, rank: Callable[[int, int]
     assert all(set(part) == set(keys(read_wds(urls, nodesplitter=None))) for part in drawn)
 
 
-def test_fewer_samples_than_workers(tmp_path: Path) -> None:
+def test_more_workers_than_samples_deliver_every_sample_once(tmp_path: Path) -> None:
     shard = write_members(tmp_path / "x.tar", [("a.cls", b"0"), ("b.cls", b"1")])
     assert [sorted(epoch) for epoch in read(wt.WebDataset(shard).map(key_of), 4)] == [
         ["a", "b"]

@@ -1,6 +1,7 @@
-"""The examples of webdataset's README and FAQ run with `wt.WebDataset` in place of `wds.WebDataset`.
+"""The examples of webdataset's README and FAQ run with `wt.WebDataset` in place of
+`wds.WebDataset`.
 
-The text of each example is webdataset's, except for addresses. The test replaces one name in it.
+The text of each example is webdataset's except for addresses; the test replaces the class name.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ with wds.WebDataset(urls) as src:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Ten shards of two samples each, and ten with another field of the same samples."""
+    """Ten shards of two samples each, and ten shards with another field of the same samples."""
     for shard in range(10):
         samples: list[tuple[str, bytes]] = []
         columns = []

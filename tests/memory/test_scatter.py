@@ -1,4 +1,4 @@
-"""Many runs of memory at once: the same bytes and checksums with the compiled library and without it."""
+"""Scatter lists: equal bytes and checksums with the compiled library and without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from wdstrain.native import kernels
 
 
 class File(NamedTuple):
-    """A file that is open. Shown without its bytes, of which hypothesis would print megabytes."""
+    """An open file. Its repr has no bytes, because hypothesis would print megabytes."""
 
     fd: int
     data: bytes
@@ -54,7 +54,7 @@ def ints(*values: int) -> Any:
 
 
 def filled(places: ScatterList, fd: int, offset: int) -> int:
-    """How many bytes came until there was no more to fill or to read."""
+    """Fill until the list is full or the file ends, and return the number of bytes."""
     before = places.left
     while places.left and (count := places.read(fd, offset + before - places.left)):
         assert count > 0
@@ -77,7 +77,7 @@ thorough = settings(
 
 
 class Laid(NamedTuple):
-    """Runs all over two memories, in the order in which they are filled; and those of them whose sums are taken."""
+    """Runs over two memories in the order of filling, and the runs that have checksums."""
 
     memories: list[Memory]
     places: ScatterList
@@ -110,37 +110,41 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
     return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
 
 
-def cut(sizes: list[int], there: bytes) -> list[bytes]:
-    """What came of each run."""
+def received_runs(sizes: list[int], there: bytes) -> list[bytes]:
+    """Return the received bytes of each run."""
     ends = np.cumsum([0, *sizes]).tolist()
     return [there[begin:end] for begin, end in pairwise(ends)]
 
 
-def check_places(made: Laid, sizes: list[int], there: bytes) -> None:
-    """What came is where it should be, and nothing beside it was written to."""
-    came = cut(sizes, there)
-    assert [bytes(made.places.run(i))[: len(data)] for i, data in enumerate(came)] == came
-    written = sum(len(bytes(one.view)) - bytes(one.view).count(0) for one in made.memories)
-    assert written == len(there) - there.count(0)
+def check_places(laid_out: Laid, sizes: list[int], data: bytes) -> None:
+    """Check that received bytes are in place and that no other byte was written."""
+    received = received_runs(sizes, data)
+    assert [
+        bytes(laid_out.places.run(i))[: len(data)] for i, data in enumerate(received)
+    ] == received
+    written = sum(
+        len(bytes(memory.view)) - bytes(memory.view).count(0) for memory in laid_out.memories
+    )
+    assert written == len(data) - data.count(0)
 
 
 @thorough
 @given(sizes=run_sizes, offset=st.integers(0, 3_000_100), order=randoms)
-def test_runs_are_filled_in_order_and_compared(
+def test_runs_are_filled_in_order_and_verified(
     file: File, sizes: list[int], offset: int, order: Random
 ) -> None:
-    """Wherever they lie, however large, up to the end of the file."""
-    fd, whole = file
-    made, there = laid(sizes, order, joins=True), whole[offset : offset + sum(sizes)]
-    assert filled(made.places, fd, offset) == len(there)
-    check_places(made, sizes, there)
-    came, before = cut(sizes, there), 0
-    for k, i in enumerate(made.summed):
-        if len(came[i]) < sizes[i]:
-            assert not made.sums.checksums[k:].any()
+    """Runs of any place and size, up to the end of the file."""
+    fd, content = file
+    laid_out, data = laid(sizes, order, joins=True), content[offset : offset + sum(sizes)]
+    assert filled(laid_out.places, fd, offset) == len(data)
+    check_places(laid_out, sizes, data)
+    received, before = received_runs(sizes, data), 0
+    for k, i in enumerate(laid_out.summed):
+        if len(received[i]) < sizes[i]:
+            assert not laid_out.sums.checksums[k:].any()
             break
-        before = zlib.crc32(came[i], before if made.joined[k] else 0)
-        assert made.sums.checksums[k] == before
+        before = zlib.crc32(received[i], before if laid_out.joined[k] else 0)
+        assert laid_out.sums.checksums[k] == before
 
 
 @thorough
@@ -148,9 +152,12 @@ def test_runs_are_filled_in_order_and_compared(
 def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
     file: File, sizes: list[int], bounds: list[float], order: Random
 ) -> None:
-    fd, whole = file
-    made, total = laid(sizes, order, joins=False), sum(sizes)
-    places, ends = made.places, sorted({0, total, *(int(one * total) for one in bounds)})
+    fd, content = file
+    laid_out, total = laid(sizes, order, joins=False), sum(sizes)
+    places, ends = (
+        laid_out.places,
+        sorted({0, total, *(int(fraction * total) for fraction in bounds)}),
+    )
     parts = [(begin, places.split_off(end - begin)) for begin, end in pairwise(ends)]
     assert places.left == 0
     for begin, part in order.sample(parts, len(parts)):
@@ -158,16 +165,18 @@ def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
         if order.randrange(3):
             assert filled(part, fd, begin) == size
         else:
-            part.write(whole[begin : begin + size])
+            part.write(content[begin : begin + size])
             assert part.left == 0
-    check_places(made, sizes, whole[:total])
-    for k, i in enumerate(made.summed):
+    check_places(laid_out, sizes, content[:total])
+    for k, i in enumerate(laid_out.summed):
         begin, end = sum(sizes[:i]), sum(sizes[: i + 1])
         together = any(low <= begin and end <= high for low, high in pairwise(ends))
-        assert made.sums.checksums[k] == (zlib.crc32(whole[begin:end]) if together else 0)
-    made.sums.update()
-    assert made.sums.checksums.tolist() == [
-        zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed
+        assert laid_out.sums.checksums[k] == (zlib.crc32(content[begin:end]) if together else 0)
+    laid_out.sums.update()
+    assert laid_out.sums.checksums.tolist() == [
+        zlib.crc32(data)
+        for i, data in enumerate(received_runs(sizes, content))
+        if i in laid_out.summed
     ]
 
 
@@ -178,102 +187,104 @@ def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
     head=st.one_of(st.integers(0, 5000), st.integers(0, 900_000)),
     order=randoms,
 )
-def test_an_answer_is_received_as_it_comes(
+def test_a_response_is_received_in_parts(
     file: File, sizes: list[int], missing: int, head: int, order: Random
 ) -> None:
-    """Some bytes come by and by through another's hands, the others in two halves, and it may end too soon; what is sent after it is left alone."""
-    made = laid(sizes, order, joins=False)
-    there = file.data[: max(0, sum(sizes) - missing)]
-    rest = there[head:]
-    for at in range(0, min(head, len(there)), 16_000):
-        made.places.write(there[at : min(at + 16_000, head)])
-    here, other = socket.socketpair()
+    """The body comes in two halves and may end early; bytes after it stay in the socket."""
+    laid_out = laid(sizes, order, joins=False)
+    sent = file.data[: max(0, sum(sizes) - missing)]
+    rest = sent[head:]
+    for at in range(0, min(head, len(sent)), 16_000):
+        laid_out.places.write(sent[at : min(at + 16_000, head)])
+    receiver, sender = socket.socketpair()
     more = threading.Event()
 
     def send() -> None:
-        with other:
-            other.sendall(rest[: len(rest) // 2])
+        with sender:
+            sender.sendall(rest[: len(rest) // 2])
             more.wait(30)
-            other.sendall(rest[len(rest) // 2 :] + b"of another answer")
+            sender.sendall(rest[len(rest) // 2 :] + b"of another answer")
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    with here:
+    thread = threading.Thread(target=send)
+    thread.start()
+    with receiver:
         left = len(rest)
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         while left:
             with suppress(BlockingIOError):
-                count = made.places.receive(here, left)
+                count = laid_out.places.receive(receiver, left)
                 assert 0 < count <= left
                 left -= count
             more.set()
         more.set()
-        assert made.places.left == sum(sizes) - len(there)
-        here.setsockopt(
+        assert laid_out.places.left == sum(sizes) - len(sent)
+        receiver.setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 30, 0)
-        )  # who sends may not have had the processor
-        # All of it: the sender may still be sending, and would find the connection closed.
+        )  # the sending thread may not have run yet
+        # Read the rest: the sender may still be sending, and would fail on a closed connection.
         after = b"of another answer"
-        assert here.recv(len(after), socket.MSG_WAITALL) == after
-    sender.join()
-    check_places(made, sizes, there)
-    came = cut(sizes, there)
-    made.places.advance(0)  # whatever came is taken into the sums
-    whole = [i for i in made.summed if len(came[i]) == sizes[i]]
-    assert made.sums.checksums.tolist() == [
-        zlib.crc32(came[i]) if i in whole else 0 for i in made.summed
+        assert receiver.recv(len(after), socket.MSG_WAITALL) == after
+    thread.join()
+    check_places(laid_out, sizes, sent)
+    received = received_runs(sizes, sent)
+    laid_out.places.advance(0)  # checksum all received bytes
+    complete = [i for i in laid_out.summed if len(received[i]) == sizes[i]]
+    assert laid_out.sums.checksums.tolist() == [
+        zlib.crc32(received[i]) if i in complete else 0 for i in laid_out.summed
     ]
 
 
-def test_what_came_before_a_pause_is_given_at_once() -> None:
-    """And not after a second pause of the same length: a stall is told when it is one."""
-    here, other = socket.socketpair()
+def test_bytes_before_a_pause_are_returned_at_once() -> None:
+    """A second timeout of the same length would delay the report of a stall."""
+    receiver, sender = socket.socketpair()
     places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
-    with here, other:
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
-        other.sendall(b"four")
-        assert places.receive(here, 10) == 4
+    with receiver, sender:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+        sender.sendall(b"four")
+        assert places.receive(receiver, 10) == 4
         with pytest.raises(BlockingIOError):
-            places.receive(here, 6)
+            places.receive(receiver, 6)
         assert places.left == 6
 
 
-def test_an_answer_that_ends_gives_no_more() -> None:
-    here, other = socket.socketpair()
+def test_a_closed_connection_returns_no_bytes() -> None:
+    receiver, sender = socket.socketpair()
     places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
-    with here:
-        with other:
-            other.sendall(b"four")
-        assert places.receive(here, 10) == 4
-        assert places.receive(here, 6) == 0
+    with receiver:
+        with sender:
+            sender.sendall(b"four")
+        assert places.receive(receiver, 10) == 4
+        assert places.receive(receiver, 6) == 0
         assert places.left == 6
 
 
-def test_more_runs_than_one_call_of_the_system_takes(file: File) -> None:
-    fd, whole = file
+def test_more_runs_than_one_system_call_takes_are_filled(file: File) -> None:
+    fd, content = file
     memory, count = Memory(100_000), 20_000
     size, start, of = np.full(count, 5), np.arange(count)[::-1] * 5, np.zeros(count, np.int64)
     sums = ChecksumJob([memory], of, start, size, size.cumsum())
     assert filled(ScatterList([memory], of, start, size, sums), fd, 17) == 100_000
-    assert bytes(memory.view) == b"".join(whole[17 + at : 22 + at] for at in range(99_995, -1, -5))
+    assert bytes(memory.view) == b"".join(
+        content[17 + at : 22 + at] for at in range(99_995, -1, -5)
+    )
     assert sums.checksums.tolist() == [
-        zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)
+        zlib.crc32(content[17 + at : 22 + at]) for at in range(0, 100_000, 5)
     ]
 
 
 def test_writable_buffers_are_filled_in_order(file: File) -> None:
     """More buffers than one system call takes, some of them empty, read in two parts."""
-    fd, whole = file
+    fd, content = file
     buffers = [bytearray(size) for size in [0, 3, 0, 70_000, *[1, 2] * 1500, 0]]
     scatter_list = ScatterList.from_buffers(map(memoryview, buffers))
     assert scatter_list.left == 74_503
     part = scatter_list.split_off(40_000)
     assert filled(part, fd, 5) == 40_000
     assert filled(scatter_list, fd, 40_005) == 34_503
-    assert b"".join(buffers) == whole[5:74_508]
+    assert b"".join(buffers) == content[5:74_508]
 
 
-def test_no_buffers_are_an_empty_scatter_list() -> None:
+def test_no_buffers_make_an_empty_scatter_list() -> None:
     assert (
         ScatterList.from_buffers([]).left == ScatterList.from_buffers([memoryview(b"")]).left == 0
     )
@@ -286,7 +297,7 @@ def test_a_read_only_buffer_is_refused() -> None:
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
 def test_bytes_between_samples_are_skipped(file: File, gaps: list[int]) -> None:
-    fd, whole = file
+    fd, content = file
     arena, rows, nobody = Memory(1000), Memory(1000), Memory(1000)
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
     start = np.stack((np.arange(3) * 20, np.arange(3)[::-1] * 30), axis=1)
@@ -297,13 +308,13 @@ def test_bytes_between_samples_are_skipped(file: File, gaps: list[int]) -> None:
     of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
     places = scatter_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
     assert filled(places, fd, 7) == 150 + sum(gaps)
-    samples = [whole[at : at + 50] for at in lie.tolist()]
-    assert bytes(arena.view[:60]) == b"".join(one[:20] for one in samples)
-    assert bytes(rows.view[:90]) == b"".join(one[20:] for one in reversed(samples))
+    samples = [content[at : at + 50] for at in lie.tolist()]
+    assert bytes(arena.view[:60]) == b"".join(sample[:20] for sample in samples)
+    assert bytes(rows.view[:90]) == b"".join(sample[20:] for sample in reversed(samples))
     assert not any(arena.view[60:])
     assert not any(rows.view[90:])
     assert sums.checksums.tolist() == [
-        zlib.crc32(part) for one in samples for part in (one[:20], one[20:])
+        zlib.crc32(part) for sample in samples for part in (sample[:20], sample[20:])
     ]
 
 
@@ -311,8 +322,8 @@ def test_bytes_between_samples_are_skipped(file: File, gaps: list[int]) -> None:
     ("start", "size"),
     [(-1, 5), (0, -1), (96, 5), (101, 0), (1 << 62, 1 << 62), ((1 << 63) - 1,) * 2, (1, -1 << 63)],
 )
-def test_no_run_leads_out_of_its_memory(start: int, size: int) -> None:
-    """What an index claims is an address to the system: it is refused before it is believed."""
+def test_runs_outside_their_memory_are_refused(start: int, size: int) -> None:
+    """Offsets come from an index and become addresses, so they are validated."""
     memory = Memory(100)
     run = ints(start), ints(size)
     with pytest.raises(ValueError, match="beyond its memory"):
@@ -331,13 +342,13 @@ def test_a_failed_read_is_an_os_error(tmp_path: Path) -> None:
 
 
 def epochs(folder: Path) -> list[Any]:
-    """Return the batches and bad samples of an epoch of each set in the folder, read in three ways."""
+    """Return the batches and bad samples of each set, read in three ways."""
     fields = {
         "x": wt.array("x.npy", shape=(40, 40), dtype="uint8"),
         "image": wt.image(size=16),
         "label": wt.label(),
     }
-    made = []
+    epochs_ = []
     for name in ("sound", "damaged", "short"):
         for chosen in (fields, {"x": fields["x"]}, None):
             loader = wt.Loader(
@@ -350,9 +361,9 @@ def epochs(folder: Path) -> list[Any]:
                 }
                 for batch in loader
             ]
-            made.append([batches, loader.report()["bad"], loader.report()["bad_reasons"]])
+            epochs_.append([batches, loader.report()["bad"], loader.report()["bad_reasons"]])
             loader.close()
-    return made
+    return epochs_
 
 
 EPOCHS = """
@@ -363,8 +374,8 @@ print(json.dumps(epochs(Path(sys.argv[1]))))
 """
 
 
-def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path) -> None:
-    """Arrays, pictures and bytes; sound, damaged, and where a shard ends too soon."""
+def test_a_loader_delivers_equal_batches_without_the_library(tmp_path: Path) -> None:
+    """Arrays, images and bytes; intact, damaged, and in a truncated shard."""
     values = np.random.default_rng(2).integers(0, 255, (60, 40, 40), np.uint8)
     for name in ("sound", "damaged", "short"):
         samples = (
@@ -382,16 +393,16 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path)
     done = subprocess.run(
         run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    made = epochs(tmp_path)
-    assert json.loads(done.stdout) == made
-    assert [bad > 0 for _, bad, _ in made] == [False] * 3 + [True] * 6
+    output = epochs(tmp_path)
+    assert json.loads(done.stdout) == output
+    assert [bad > 0 for _, bad, _ in output] == [False] * 3 + [True] * 6
 
 
 @pytest.mark.slow
-def test_the_generic_code_keeps_the_promises_of_the_compiled_code(tmp_path: Path) -> None:
+def test_the_generic_code_passes_the_tests_of_the_compiled_code(tmp_path: Path) -> None:
     """The tests of scatter lists, checksums and forward reads, in a process without the library."""
     files = ["memory/test_scatter.py", "reader/test_checksums.py"]
-    forward = "test_reading_is_forward_in_large_reads_with_one_shard_after_the_other"
+    forward = "test_shards_are_read_forward_in_turn_with_large_reads"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", f"--basetemp={tmp_path / 'tests'}"),
@@ -406,11 +417,11 @@ def test_the_generic_code_keeps_the_promises_of_the_compiled_code(tmp_path: Path
     assert done.returncode == 0, done.stdout
 
 
-# --- the library -----------------------------------------------------------------------------------------------------
+# --- the library ---
 
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
-    """A clone that was updated and not installed again has one whose functions may take other things."""
+    """An updated checkout may have a library built from older sources, with other signatures."""
     if kernels.library is None:
         pytest.skip("there was no C compiler")
     assert kernels.load_library() is not None
@@ -421,7 +432,7 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")]
 )
-def test_without_a_compiler_the_build_says_so_and_compiles_nothing(
+def test_without_a_compiler_the_build_logs_it_and_compiles_no_library(
     tmp_path: Path, compiler: str, why: str
 ) -> None:
     code = (

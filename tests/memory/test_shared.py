@@ -1,4 +1,4 @@
-"""Reused memory: samples keep their place until it is released, and released memory is reused."""
+"""Reused memory: samples stay in place until released, and released memory is reused."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_held_samples_do_not_overlap_and_memory_stays_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", quick_and_slow(range(6), 3))
-def test_samples_that_leave_late_share_wider_buckets_and_are_not_released_early(seed: int) -> None:
-    """Most samples leave soon, some much later. The memory that was sized for them is enough."""
+def test_late_samples_share_wider_buckets_and_are_not_released_early(seed: int) -> None:
+    """Most samples are released soon, some much later. The memory sized for them is enough."""
     rng = np.random.default_rng(seed)
     near, farthest = int(rng.integers(2, 40)), int(rng.integers(1, 5000))
     each, size = int(rng.integers(1, 4)), 1000
@@ -122,7 +122,7 @@ def test_a_slot_is_reused_when_its_last_tensor_is_freed() -> None:
     assert slots.take() == 0
 
 
-def test_beyond_the_spare_slots_batches_are_copies() -> None:
+def test_batches_beyond_the_spare_slots_are_copies() -> None:
     slots = Slots(LAYOUT, busy=1, spare=2)
     kept = []
     for number in range(5):
