@@ -87,7 +87,7 @@ def test_a_truncated_image_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
-def test_data_that_is_no_image_is_an_error(data: bytes) -> None:
+def test_data_that_is_not_an_image_is_an_error(data: bytes) -> None:
     with pytest.raises(SampleError, match="bytes, starting"):
         decode_image(data)
 
@@ -113,13 +113,13 @@ def test_difficult_images_are_decoded_or_refused_as_by_pillow(data: Callable[[st
     ("data", "expected"),
     [(b"7", 7), (b"7\n", 7), (b" 0 ", 0), (b"\xef\xbb\xbf12", 12), (b"dog", 1), (b"cat", 0)],
 )
-def test_labels_are_numbers_or_names_of_classes(data: bytes, expected: int) -> None:
+def test_labels_are_class_numbers_or_class_names(data: bytes, expected: int) -> None:
     classes = ("cat", "dog") if data.isalpha() else ()
     assert value(wt.label(classes=classes), data) == expected
 
 
 @pytest.mark.parametrize("data", [b"", b"1.5", b"-1", b"bird", b"\xff", b"99"])
-def test_text_that_is_no_class_is_an_error(data: bytes) -> None:
+def test_text_that_is_not_a_class_is_an_error(data: bytes) -> None:
     with pytest.raises((SampleError, UnicodeDecodeError)):
         value(wt.label(classes=("cat", "dog")), data)
 
@@ -226,14 +226,14 @@ def test_arrays_with_a_given_shape_equal_arrays_without(tmp_path: Path) -> None:
             wt.array(**options)
 
 
-def test_a_center_crop_has_the_aspect_ratio_asked_for() -> None:
+def test_a_center_crop_has_the_requested_aspect_ratio() -> None:
     assert center_crop(100, 200, 1.0) == (0, 50, 100, 100)
     assert center_crop(200, 100, 1.0) == (50, 0, 100, 100)
     assert center_crop(100, 100, 2.0) == (25, 0, 50, 100)
     assert center_crop(1, 1, 7.0) == (0, 0, 1, 1)
 
 
-def test_a_crop_percentage_is_that_of_resizing_and_cropping(tmp_path: Path) -> None:
+def test_a_crop_percentage_equals_resizing_and_cropping(tmp_path: Path) -> None:
     assert center_crop(512, 512, 1.0, 0.875) == (32, 32, 448, 448)
     assert center_crop(100, 200, 1.0, 0.5) == (25, 75, 50, 50)
     rng = np.random.default_rng(0)
@@ -244,10 +244,12 @@ def test_a_crop_percentage_is_that_of_resizing_and_cropping(tmp_path: Path) -> N
     write_tar(tmp_path / "s.tar", [("a", {"png": file.getvalue()})])
     fields = {"image": wt.image(size=112, crop_pct=0.875)}
     with closing(wt.Loader(tmp_path / "s.tar", fields, batch_size=1)) as loader:
-        made = next(iter(loader))["image"][0]
+        cropped = next(iter(loader))["image"][0]
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
-    theirs = v2.functional.center_crop(v2.functional.resize(image, [128], antialias=True), [112])
-    difference = (made.int() - theirs.int()).abs()[:, 1:-1, 1:-1]  # edges see no pixels outside
+    reference = v2.functional.center_crop(v2.functional.resize(image, [128], antialias=True), [112])
+    difference = (cropped.int() - reference.int()).abs()[
+        :, 1:-1, 1:-1
+    ]  # edge pixels have fewer neighbors
     assert int(difference.max()) <= 1
     for wrong in ({"crop_pct": 0.0}, {"crop_pct": 1.5}, {"scale": (0.5, 1.0)}, {"ratio": (2, 1)}):
         with pytest.raises(UsageError):
@@ -378,14 +380,14 @@ def test_threads_decode_at_the_same_time() -> None:
 def test_a_region_of_the_size_of_the_whole_image_is_resized_from_intact_pixels(
     trailing: bytes,
 ) -> None:
-    """With a byte behind its end, the JPEG is decoded whole."""
+    """With a byte after its end, the JPEG is decoded completely."""
     data, field = photo(64, 64) + trailing, wt.image(size=64, augment="rrc+flip")
-    whole = decode_image(data)
+    full = decode_image(data)
     for number in range(300):
         draws = np.random.default_rng(number).random(DRAWS)
         out, expected = np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64, 3), np.uint8)
         field.read("jpg", memoryview(data), out, draws)
         top, left, height, width = region(64, 64, (64, 64), Augment(rrc=True), draws)
-        resize(whole[top : top + height, left : left + width], expected)
+        resize(full[top : top + height, left : left + width], expected)
         is_mirrored = draws[FLIP_DRAW] < 0.5
         assert np.array_equal(out, expected[:, ::-1] if is_mirrored else expected), number

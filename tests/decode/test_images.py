@@ -1,4 +1,4 @@
-"""JPEGs that are decoded as a batch have the pixels of images decoded one by one."""
+"""JPEGs decoded as a batch have the pixels of JPEGs decoded one by one."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ class Batch:
         return out
 
     def expected(self, row: int) -> Pixels:
-        """Return the pixels of a row from the whole image, cropped and resized here."""
-        whole, draws = decode_image(self.images[row]), self.draws[row]
+        """Return the pixels of a row from the full image, cropped and resized by torchvision."""
+        full, draws = decode_image(self.images[row]), self.draws[row]
         assert self.field.size is not None
-        height, width = whole.shape[:2]
+        height, width = full.shape[:2]
         top, left, h, w = region(height, width, self.field.size, self.field.augment, draws)
         out = np.zeros(self.out.shape[1:], np.uint8)
-        resize(whole[top : top + h, left : left + w], out)
+        resize(full[top : top + h, left : left + w], out)
         if self.field.augment.flip and draws[FLIP_DRAW] < 0.5:
             out = out[:, ::-1].copy()
         self.field.augment.apply_policy(out, draws)
@@ -141,7 +141,7 @@ def test_a_batch_has_the_pixels_of_whole_images_cropped_and_resized(
 
 
 def test_a_region_with_the_final_size_only_with_its_border_is_resized() -> None:
-    """At the upper left corner, a region and one block more may be as large as the final image."""
+    """In the upper left corner, a region and one more block may be as large as the final image."""
     batch = Batch([jpeg(64, 64)] * 1000, wt.image(size=64, augment="rrc+flip"))
     assert batch.decode() == set(range(1000))
     for row in range(1000):
@@ -161,7 +161,7 @@ def without_segment(image: bytes, marker: int) -> bytes:
 
 @pytest.mark.parametrize("augment", ["none", "rrc"])
 def test_an_image_never_gets_the_tables_of_another(augment: str) -> None:
-    """Without quantization tables an image is bad. Without Huffman tables it gets the default ones."""
+    """An image without quantization tables is bad; without Huffman tables it gets the defaults."""
     without_huffman = [without_segment(saved(60 + n, 48, quality=30), 0xC4) for n in range(20)]
     complete = [saved(60 + n, 48, quality=95, optimize=True) for n in range(20)]
     without_quantization = without_segment(saved(64, 48, quality=30), 0xDB)
@@ -187,13 +187,13 @@ def test_a_subsampling_that_simplejpeg_does_not_know_is_decoded(augment: str) ->
     batch = Batch([image, jpeg(129, 77)], wt.image(size=(77, 129), augment=augment))
     assert batch.decode() == {0, 1}
     batch.check(0)
-    whole = np.asarray(Image.open(io.BytesIO(image)))
-    assert np.array_equal(decode_image(image), whole)
+    full = np.asarray(Image.open(io.BytesIO(image)))
+    assert np.array_equal(decode_image(image), full)
 
 
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_images_that_are_not_plain_jpegs_are_left_and_the_others_decoded(
+def test_other_images_than_plain_jpegs_are_skipped_by_the_batch_decoder(
     kind: str, augment: str
 ) -> None:
     images = [jpeg(90 + n, 64) for n in range(6)]
@@ -215,7 +215,7 @@ def test_only_the_given_rows_are_decoded() -> None:
 
 
 def test_a_batch_may_be_larger_than_the_scratch_memory() -> None:
-    """An image that does not fit into the scratch memory alone is left."""
+    """An image that does not fit into the scratch memory alone is skipped."""
     sides = ((400, 400), (900, 800), (400, 380), (390, 400), (80, 60))
     batch = Batch([jpeg(*side) for side in sides], wt.image(size=100))
     assert batch.decode() == {0, 2, 3, 4}

@@ -19,14 +19,14 @@ NAMES = ["cat", "dog", "emu"]
 
 
 def samples(values: list[Any], *, field: str) -> list[dict[str, Any]]:
-    """Samples whose cls, or entry `kind` of their json, holds these values."""
-    made = []
+    """Return samples whose cls, or entry `kind` of their json, holds these values."""
+    samples_ = []
     for n, value in enumerate(values):
         sample: dict[str, Any] = {"__key__": f"k{n:03d}", "bin": b"x" * (n % 7)}
         if value is not None:
             sample[field] = str(value).encode() if field == "cls" else {"kind": value}
-        made.append(sample)
-    return made
+        samples_.append(sample)
+    return samples_
 
 
 VALUES: dict[str, list[Any]] = {
@@ -61,11 +61,11 @@ COLUMN = {"cls": None, "json": "kind"}
 
 def fields(place: str) -> list[Any]:
     column = COLUMN[place]
-    made: list[Any] = [wt.number(place, column=column)]
-    made += [wt.label(place, column=column, classes=list(c)) for c in CLASSES]
+    samples_: list[Any] = [wt.number(place, column=column)]
+    samples_ += [wt.label(place, column=column, classes=list(c)) for c in CLASSES]
     if column:
-        made += [wt.label(place, column=column, classes=NAMES, multi=True)]
-    return made
+        samples_ += [wt.label(place, column=column, classes=NAMES, multi=True)]
+    return samples_
 
 
 CLASSES: list[tuple[str, ...]] = [
@@ -100,14 +100,16 @@ def outcome(index: wt.Index, field: Any) -> Any:
         sorted(VALUES, key=["numbers", "names", "mixed", "missing", "lists", *VALUES].index), 5
     ),
 )
-def test_label_columns_and_label_bytes_give_the_same_values(
+def test_label_columns_and_label_bytes_have_equal_values(
     tmp_path: Path, place: str, kind: str
 ) -> None:
     if place == "cls" and kind.startswith("lists"):
         pytest.skip("a list is no text of cls")
     valid = 0
-    for name, given in LABELS.items():
-        labels = [] if given is None else [wt.Label("l", given[0], place, COLUMN[place], given[1])]
+    for name, values in LABELS.items():
+        labels = (
+            [] if values is None else [wt.Label("l", values[0], place, COLUMN[place], values[1])]
+        )
         out = tmp_path / name
         try:
             wt.pack(samples(VALUES[kind], field=place), str(out), shuffle=False, labels=labels)
@@ -120,7 +122,8 @@ def test_label_columns_and_label_bytes_give_the_same_values(
                 outcome(replace(index, columns=()), field),
             )
             if kind == "names" and place == "cls" and with_bytes != with_column:
-                # bytes with names do not know the new names of all classes; the index knows which
+                # Bytes with names do not contain the other class names of the joined sets; the
+                # index does.
                 assert set(field.classes).isdisjoint(NAMES)
                 with_bytes = outcome(index, wt.label())
             assert with_column == with_bytes, (name, field, json.dumps(VALUES[kind]))
@@ -158,11 +161,11 @@ def test_labels_belong_to_their_samples(
 ) -> None:
     rng = np.random.default_rng(0)
     arrays = rng.random((98, 64, 32)).astype(np.float32)
-    made = [
+    samples_ = [
         {"__key__": f"k{n:03d}", "npy": arrays[n], "cls": n % 5, "json": {"price": n / 4}}
         for n in range(98)
     ]
-    wt.pack(made, str(tmp_path / "out"), max_shard_samples=25)
+    wt.pack(samples_, str(tmp_path / "out"), max_shard_samples=25)
     loader = wt.Loader(
         tmp_path / "out", with_labels(shape), batch_size=8, num_workers=num_workers, **extra
     )
@@ -180,14 +183,14 @@ def test_labels_belong_to_their_samples(
 
 @pytest.mark.parametrize("on_error", ["replace", "mark"])
 @pytest.mark.parametrize("shape", [True, False], ids=["direct", "decoded"])
-def test_a_substitute_brings_its_own_label(tmp_path: Path, on_error: Any, shape: bool) -> None:
-    made = [
+def test_a_substitute_has_its_own_label(tmp_path: Path, on_error: Any, shape: bool) -> None:
+    samples_ = [
         {"__key__": f"k{n:03d}", "npy": np.full((64, 32), n, np.float32), "cls": n % 5}
         | {"json": {"price": n / 4}}
         for n in range(40)
     ]
     out = tmp_path / "out"
-    wt.pack(made, str(out), shuffle=False)
+    wt.pack(samples_, str(out), shuffle=False)
     index = wt.open(out)
     shard = Path(index.shards[0].path)
     data = bytearray(shard.read_bytes())
@@ -208,10 +211,10 @@ def test_a_substitute_brings_its_own_label(tmp_path: Path, on_error: Any, shape:
 
 
 def test_no_bytes_of_labels_are_read(tmp_path: Path) -> None:
-    """Overwritten label bytes do not matter: the index has the labels, and `verify` finds them."""
-    made = [{"__key__": f"k{n:03d}", "bin": b"abc", "cls": n % 5} for n in range(20)]
+    """The loader takes labels from the index; `verify` detects the changed bytes."""
+    samples_ = [{"__key__": f"k{n:03d}", "bin": b"abc", "cls": n % 5} for n in range(20)]
     out = tmp_path / "out"
-    wt.pack(made, str(out), shuffle=False)
+    wt.pack(samples_, str(out), shuffle=False)
     index = wt.open(out)
     shard = Path(index.shards[0].path)
     data = bytearray(shard.read_bytes())
@@ -226,12 +229,12 @@ def test_no_bytes_of_labels_are_read(tmp_path: Path) -> None:
     assert not wt.verify(str(out)).ok
 
 
-def test_a_set_without_any_value_is_joined_with_a_set_of_classes(tmp_path: Path) -> None:
+def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path) -> None:
     """Its column has no kind of its own: each value is missing."""
     labels = [wt.Label("kind", "class", "json", "kind", tuple(NAMES))]
     wt.pack(samples(["dog", "cat"], field="json"), str(tmp_path / "a"), labels=labels)
-    made = [{"__key__": f"n{n}", "json": {"kind": None}} for n in range(3)]
-    wt.pack(made, str(tmp_path / "b"))
+    samples_ = [{"__key__": f"n{n}", "json": {"kind": None}} for n in range(3)]
+    wt.pack(samples_, str(tmp_path / "b"))
     for order in ("ab", "ba"):
         index = wt.open([str(tmp_path / name) for name in order])
         assert sorted(filter(None, index.table["kind"].to_pylist())) == ["cat", "dog"]

@@ -1,4 +1,4 @@
-"""Masks keep the class of each pixel, and follow the crop and flip of the image beside them."""
+"""Masks keep the class of each pixel, and get the crop and flip of their image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 import wdstrain as wt
 
-# classes 0 to 3, in colors whose mixtures are not among them
+# Classes 0 to 3, in colors of which no mixture is another class color.
 COLORS = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 255]], np.uint8)
 
 
@@ -65,20 +65,20 @@ def test_a_mask_stays_aligned_with_its_image(
                 assert mask.shape == (6, *size)
                 assert mask.dtype == np.int64
                 distance = np.abs(image[..., None, :] - COLORS.astype(int)).sum(-1)
-                # pixels at edges are mixtures of two classes
+                # Pixels at edges are mixtures of two classes.
                 assert (distance.argmin(-1) == mask).mean() > 0.97
                 seen.append({row.tobytes() for row in mask})
     assert (seen[0] | seen[1] == seen[2] | seen[3]) == (augment is None)
 
 
 @pytest.mark.parametrize("mode", ["L", "P"])
-def test_every_number_of_a_mask_arrives(mode: str) -> None:
+def test_every_class_number_of_a_mask_is_delivered(mode: str) -> None:
     numbers = np.arange(256, dtype=np.uint8).reshape(16, 16)
     out = wt.mask().read("mask.png", memoryview(png(numbers, mode)), None, np.zeros(27))
     assert np.array_equal(out, numbers)
 
 
-def test_masks_of_fewer_and_of_more_bits_arrive() -> None:
+def test_masks_of_1_to_16_bits_are_delivered() -> None:
     wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 3
     assert np.array_equal(_read(png(wide)), wide)
     bits = np.arange(256, dtype=np.uint8).reshape(16, 16) % 2
@@ -101,7 +101,7 @@ def _read(data: bytes, **options: Any) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_a_resized_mask_holds_the_nearest_pixels(case: int) -> None:
+def test_a_resized_mask_contains_the_nearest_pixels(case: int) -> None:
     rng = np.random.default_rng(case)
     numbers = rng.integers(0, 256, rng.integers(1, 40, 2)).astype(np.uint8)
     side = int(rng.integers(1, 50))
@@ -114,7 +114,7 @@ def test_a_resized_mask_holds_the_nearest_pixels(case: int) -> None:
     assert np.array_equal(out, numbers[top + places[:, None], left + places[None, :]])
 
 
-def test_what_is_no_mask_is_a_bad_sample() -> None:
+def test_data_that_is_not_a_mask_is_a_bad_sample() -> None:
     numbers = np.full((8, 8), 3, np.uint8)
     for data, reason in (
         (png(numbers, kind="JPEG"), "JPEG"),

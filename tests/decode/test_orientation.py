@@ -1,4 +1,4 @@
-"""Pictures come upright as Pillow's exif_transpose has them, wherever and however their orientation is written, on every way to pixels."""
+"""EXIF and XMP orientation is applied as by Pillow's exif_transpose, on every way to pixels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from wdstrain.native import kernels
 Pixels = npt.NDArray[np.uint8]
 
 BYTE, ASCII, SHORT, LONG, RATIONAL, FLOAT = 1, 2, 3, 4, 5, 11
-SIDE = 24  # of pictures of which all of it is taken, so that nothing is resized
+SIDE = 24  # of full images, so that no pixel is resized
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Pillow warns of odd metadata."""
+    """Ignore Pillow's warnings about unusual metadata."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -57,7 +57,7 @@ def entry(tag: int, kind: int, count: int, value: bytes, order: str = "<") -> by
 
 
 def tiff(entries: list[bytes], order: str = "<", at: int = 8, tail: bytes = b"") -> bytes:
-    """A directory that begins at byte `at`."""
+    """Return a TIFF directory that begins at byte `at`."""
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", at) + bytes(at - 8)
     return head + struct.pack(order + "H", len(entries)) + b"".join(entries) + bytes(4) + tail
 
@@ -67,11 +67,11 @@ def value_of(kind: int, number: int, order: str) -> bytes:
 
 
 def exif(number: int, order: str = "<", kind: int = SHORT, **words: Any) -> bytes:
-    """An EXIF segment as cameras write it: the orientation stands between others, whose values stand behind the directory."""
+    """Return an EXIF segment as cameras write it: the orientation among other entries."""
     camera = entry(271, ASCII, 6, struct.pack(order + "I", 120), order)
     resolution = entry(282, RATIONAL, 1, struct.pack(order + "I", 130), order)
-    made = [camera, entry(274, kind, 1, value_of(kind, number, order), order), resolution]
-    return segment(0xE1, b"Exif\0\0" + tiff(made, order, tail=bytes(200), **words))
+    entries = [camera, entry(274, kind, 1, value_of(kind, number, order), order), resolution]
+    return segment(0xE1, b"Exif\0\0" + tiff(entries, order, tail=bytes(200), **words))
 
 
 def xmp(text: str) -> bytes:
@@ -79,17 +79,17 @@ def xmp(text: str) -> bytes:
 
 
 def places(picture: bytes) -> list[int]:
-    """Where the segments of a JPEG begin."""
-    at, found = 2, [2]
+    """Return the offsets of the segments of a JPEG."""
+    at, starts = 2, [2]
     while picture[at + 1] != 0xDA:
         at += 2 + int.from_bytes(picture[at + 2 : at + 4], "big")
-        found.append(at)
-    return found
+        starts.append(at)
+    return starts
 
 
-def inserted(picture: bytes, what: bytes, place: int = 0) -> bytes:
+def inserted(picture: bytes, segment_: bytes, place: int = 0) -> bytes:
     at = places(picture)[place]
-    return picture[:at] + what + picture[at:]
+    return picture[:at] + segment_ + picture[at:]
 
 
 def by_pillow(data: bytes) -> Pixels:
@@ -104,7 +104,7 @@ def png(pixels: Pixels) -> bytes:
 
 def packed(pictures: list[bytes], folder: Path, field: str = "jpg") -> Path:
     wt.pack(
-        ({"__key__": f"k{n:05d}", field: one} for n, one in enumerate(pictures)),
+        ({"__key__": f"k{n:05d}", field: image} for n, image in enumerate(pictures)),
         str(folder),
         shuffle=False,
     )
@@ -112,30 +112,30 @@ def packed(pictures: list[bytes], folder: Path, field: str = "jpg") -> Path:
 
 
 def delivered(folder: Path, num_workers: int = 0, **options: Any) -> list[Pixels]:
-    """uint8[height, width, 3] each, in the order of the shard."""
+    """Return the delivered images, uint8[height, width, 3] each, in the order of the shard."""
     fields = {"x": wt.image(**options)}
     loader = wt.Loader(
         folder, fields, batch_size=16, shuffle=False, tail="keep", num_workers=num_workers
     )
     with closing(loader):
-        return [one.permute(1, 2, 0).numpy() for batch in loader for one in batch["x"]]
+        return [image.permute(1, 2, 0).numpy() for batch in loader for image in batch["x"]]
 
 
 def check(pictures: list[bytes], folder: Path, names: list[Any]) -> None:
-    """Square pictures: one by one, and as rows of a batch."""
-    wanted = list(map(by_pillow, pictures))
+    """Compare square images with Pillow, decoded one by one and as rows of a batch."""
+    expected = list(map(by_pillow, pictures))
     packed(pictures, folder)
     for options in ({}, {"size": SIDE}):
-        for name, one, other in zip(names, delivered(folder, **options), wanted, strict=True):
-            assert np.array_equal(one, other), (name, options)
+        for name, image, upright in zip(names, delivered(folder, **options), expected, strict=True):
+            assert np.array_equal(image, upright), (name, options)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("augment", ["none", "flip", "rrc+flip"])
-def test_parts_of_turned_pictures_are_those_of_upright_ones(
+def test_crops_of_rotated_images_equal_crops_of_upright_images(
     tmp_path: Path, augment: str, num_workers: int
 ) -> None:
-    """Every orientation, in both byte orders, of pictures in colour, in grey and in several scans; and numbers that are none."""
+    """Every orientation in both byte orders, for color, gray and progressive images."""
     plain = [
         jpeg(101, 60),
         jpeg(64, 80, "L"),
@@ -143,26 +143,26 @@ def test_parts_of_turned_pictures_are_those_of_upright_ones(
         jpeg(48, 48, subsampling=0),
     ]
     pictures = [
-        inserted(one, exif(number, order))
+        inserted(image, exif(number, order))
         for number in range(10)
         for order in "<>"
-        for one in plain
+        for image in plain
     ]
     packed(pictures, tmp_path / "jpg")
-    packed([png(by_pillow(one)) for one in pictures], tmp_path / "png", "png")
+    packed([png(by_pillow(image)) for image in pictures], tmp_path / "png", "png")
     for size in ((40, 40), (60, 101), (48, 48)):
         words: dict[str, Any] = {"size": size, "augment": augment, "num_workers": num_workers}
-        for n, (one, other) in enumerate(
+        for n, (image, expected) in enumerate(
             zip(
                 delivered(tmp_path / "jpg", **words),
                 delivered(tmp_path / "png", **words),
                 strict=True,
             )
         ):
-            assert np.array_equal(one, other), (n, size)
+            assert np.array_equal(image, expected), (n, size)
 
 
-def test_orientation_of_any_type_at_any_offset(tmp_path: Path) -> None:
+def test_orientation_is_read_from_any_type_at_any_offset(tmp_path: Path) -> None:
     names = [
         (number, order, kind, at)
         for number in (0, 1, 2, 5, 6, 8, 9, 300)
@@ -223,19 +223,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("place", [0, 1, 3, -1])
-def test_orientation_wherever_it_stands(tmp_path: Path, place: int) -> None:
-    """At the front, behind the first segment, behind tables and the frame, and right before the scan."""
+def test_orientation_is_read_at_any_place(tmp_path: Path, place: int) -> None:
+    """At the front, after the first segment, after tables and the frame, right before the scan."""
     check([inserted(jpeg(), case, place) for case in CASES.values()], tmp_path / "set", list(CASES))
 
 
 def drawn_tiff(bits: random.Random) -> bytes:
-    """A directory of entries that may be anything, and the orientation among them."""
+    """Return a random directory with the orientation among its entries."""
     order, at = bits.choice("<>"), 8 + bits.choice([0, 0, 1, 5, 20])
-    made = []
+    entries = []
     for n in range(count := bits.choice([1, 1, 2, 3, 8])):
         if n == count // 2 or bits.random() < 0.1:
             kind = bits.choice([SHORT] * 6 + [LONG, LONG, BYTE, FLOAT])
-            made.append(
+            entries.append(
                 entry(
                     274,
                     kind,
@@ -249,7 +249,7 @@ def drawn_tiff(bits: random.Random) -> bytes:
                 bits.choice([1, 2, 3, 4, 5, 7, 10, 12] * 5 + [0, 14, 99]),
                 bits.choice([0, 1, 4, 5, 20]),
             )
-            made.append(
+            entries.append(
                 entry(
                     bits.randrange(65536),
                     kind,
@@ -258,7 +258,7 @@ def drawn_tiff(bits: random.Random) -> bytes:
                     order,
                 )
             )
-    data = bytearray(tiff(made, order, at, bytes(bits.choice([0, 8, 200]))))
+    data = bytearray(tiff(entries, order, at, bytes(bits.choice([0, 8, 200]))))
     if bits.random() < 0.15:
         data[bits.randrange(len(data))] = bits.randrange(256)
     return bytes(data[: bits.randrange(len(data))] if bits.random() < 0.1 else data)
@@ -292,28 +292,26 @@ def compare_drawn(count: int, seed: int, folder: Path) -> None:
     pictures = []
     while len(pictures) < count:
         try:
-            one = drawn(bits, plain)
-            by_pillow(one)
-        except Exception:  # Pillow raises whatever its parsers meet
+            image = drawn(bits, plain)
+            by_pillow(image)
+        except Exception:  # Pillow raises any exception its parsers meet
             continue
-        pictures.append(one)
+        pictures.append(image)
     check(pictures, folder, [f"seed {seed}, number {n}" for n in range(count)])
 
 
-def test_drawn_segments_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
+def test_random_segments_are_read_as_by_pillow(tmp_path: Path) -> None:
     compare_drawn(200, random.randrange(1 << 32), tmp_path / "set")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_thousands_of_drawn_segments_are_read_as_pillow_reads_them(
-    tmp_path: Path, part: int
-) -> None:
+def test_thousands_of_random_segments_are_read_as_by_pillow(tmp_path: Path, part: int) -> None:
     compare_drawn(1000, random.randrange(1 << 32), tmp_path / "set")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-def test_other_formats_come_upright(tmp_path: Path, kind: str) -> None:
+def test_orientation_of_other_formats_is_applied(tmp_path: Path, kind: str) -> None:
     pictures = []
     for number in range(10):
         tags = Image.Exif()
@@ -322,8 +320,8 @@ def test_other_formats_come_upright(tmp_path: Path, kind: str) -> None:
         Image.fromarray(noise(31, 20)).save(into, kind, exif=tags)
         pictures.append(into.getvalue())
     packed(pictures, tmp_path / "set", kind.lower())
-    for one, other in zip(delivered(tmp_path / "set"), map(by_pillow, pictures), strict=True):
-        assert np.array_equal(one, other)
+    for image, expected in zip(delivered(tmp_path / "set"), map(by_pillow, pictures), strict=True):
+        assert np.array_equal(image, expected)
 
 
 DELIVERED = """
@@ -353,47 +351,47 @@ np.savez(sys.argv[2], **{name: np.concatenate(values) for name, values in found.
 def test_without_compiled_code_pixels_are_equal_and_one_line_is_logged(
     tmp_path: Path,
 ) -> None:
-    """Without the package's part in C, without libjpeg-turbo's package, and without both."""
+    """Without the package's C kernels, without libjpeg-turbo, and without both."""
     pictures = [
-        inserted(one, exif(number))
+        inserted(image, exif(number))
         for number in range(1, 9)
-        for one in (jpeg(), jpeg(101, 60), jpeg(61, 90), jpeg(70, 50, progressive=True))
+        for image in (jpeg(), jpeg(101, 60), jpeg(61, 90), jpeg(70, 50, progressive=True))
     ]
     pictures += [jpeg(190, 140, "L"), jpeg(190, 140, "CMYK"), jpeg(190, 140, progressive=True)]
     packed([*pictures, *(inserted(jpeg(), case) for case in CASES.values())], tmp_path / "set")
     bare = tmp_path / "bare" / "wdstrain"
     shutil.copytree(ROOT / "wdstrain", bare, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    found = []
-    for way, package in (
+    outputs = []
+    for variant, package in (
         ("all", ROOT),
         ("no jpeg", ROOT),
         ("no c", tmp_path / "bare"),
         ("no c, no jpeg", tmp_path / "bare"),
     ):
-        words = [str(tmp_path / "set"), str(tmp_path / f"{way}.npz"), way]
+        words = [str(tmp_path / "set"), str(tmp_path / f"{variant}.npz"), variant]
         ended = subprocess.run(
             [sys.executable, "-c", DELIVERED, *words],
-            cwd=tmp_path,  # python -c looks there before PYTHONPATH
+            cwd=tmp_path,  # python -c imports from there before PYTHONPATH
             env={**os.environ, "PYTHONPATH": str(package)},
             capture_output=True,
             text=True,
         )
         assert ended.returncode == 0, ended.stderr
-        found.append(dict(np.load(tmp_path / f"{way}.npz")))
+        outputs.append(dict(np.load(tmp_path / f"{variant}.npz")))
         lines = ended.stdout.splitlines()
         warnings = [line for line in lines if line.startswith("WARNING wdstrain ")]
         infos = [line for line in lines if "libjpeg-turbo 3 was not found" in line]
-        assert len(warnings) == ("no c" in way), ended.stdout
+        assert len(warnings) == ("no c" in variant), ended.stdout
         assert all("install a C compiler and reinstall" in line for line in warnings)
-        assert len(infos) == ("no jpeg" in way), ended.stdout
+        assert len(infos) == ("no jpeg" in variant), ended.stdout
         assert all(
             line.startswith("INFO wdstrain ") and "pip install turbojpeg" in line for line in infos
         )
-    for other in found[1:]:
-        assert all(np.array_equal(found[0][name], other[name]) for name in ("x", "whole"))
+    for other in outputs[1:]:
+        assert all(np.array_equal(outputs[0][name], other[name]) for name in ("x", "whole"))
 
 
-def test_pictures_made_smaller_when_they_are_packed_are_turned_likewise(tmp_path: Path) -> None:
+def test_images_downscaled_by_packing_are_rotated(tmp_path: Path) -> None:
     cases: list[Callable[[], bytes]] = [
         lambda: exif(6),
         lambda: exif(6, kind=BYTE),
@@ -401,7 +399,7 @@ def test_pictures_made_smaller_when_they_are_packed_are_turned_likewise(tmp_path
     ]
     packed([inserted(jpeg(100, 60), case()) for case in cases], tmp_path / "set")
     wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=30, shuffle=False)
-    assert [one.shape[:2] for one in delivered(tmp_path / "small")] == [
+    assert [image.shape[:2] for image in delivered(tmp_path / "small")] == [
         (50, 30),
         (30, 50),
         (50, 30),
@@ -415,7 +413,7 @@ int main(void) {
     long long sum = 0;
     while (fread(size, 1, 4, stdin) == 4) {
         int64_t count = size[0] | size[1] << 8 | size[2] << 16 | (int64_t)size[3] << 24;
-        unsigned char *data = malloc(count ? count : 1); /* of its own, so that what lies beyond is found out */
+        unsigned char *data = malloc(count ? count : 1); /* reads beyond its end are detected */
         if (!data || fread(data, 1, count, stdin) != (size_t)count)
             return 2;
         sum += orientation(data, count);
@@ -427,8 +425,8 @@ int main(void) {
 """
 
 
-def test_nothing_leads_the_parser_beyond_its_bytes(tmp_path: Path) -> None:
-    """Drawn pictures, and each of some cut at every byte, under the compiler's checks of memory and of undefined behaviour."""
+def test_the_parser_never_reads_beyond_its_bytes(tmp_path: Path) -> None:
+    """Random and truncated images, under the address and undefined behavior sanitizers."""
     (tmp_path / "it.c").write_text(
         f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "native" / "kernels.c"}"\n{DRIVER}'
     )
@@ -452,8 +450,8 @@ def test_nothing_leads_the_parser_beyond_its_bytes(tmp_path: Path) -> None:
     bits, plain = random.Random(seed), [jpeg(8, 8)]
     pictures = [drawn(bits, plain) for _ in range(1000)]
     for case in [*CASES.values(), exif(6, ">"), xmp("tiff:Orientation=")]:
-        whole = inserted(plain[0], case)[: len(case) + 40 if len(case) < 400 else 60]
-        pictures += [whole[:stop] for stop in range(len(whole))]
-    given = b"".join(struct.pack("<I", len(one)) + one for one in pictures)
-    ended = subprocess.run([str(tmp_path / "it")], input=given, capture_output=True)
+        image = inserted(plain[0], case)[: len(case) + 40 if len(case) < 400 else 60]
+        pictures += [image[:stop] for stop in range(len(image))]
+    stdin = b"".join(struct.pack("<I", len(image)) + image for image in pictures)
+    ended = subprocess.run([str(tmp_path / "it")], input=stdin, capture_output=True)
     assert ended.returncode == 0, f"seed {seed}: {ended.stderr.decode(errors='replace')[-2000:]}"

@@ -1,4 +1,4 @@
-"""Fields of the user's own: what they are given stays as it is, and what they give arrives as it was."""
+"""User-defined fields: input is not changed by others, and output is delivered unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
 
 
 def body(number: int) -> bytes:
-    """Bytes that tell the number of their sample; a few bytes more or less each."""
+    """Return bytes that encode the number of their sample; lengths differ by a few bytes."""
     return (b"%06d" % number) * (500 + number % 7)
 
 
@@ -32,7 +32,7 @@ def pack(folder: Path, count: int) -> Path:
 
 
 class Own:
-    """A field of no fixed size."""
+    """A field without a fixed size."""
 
     names: tuple[str, ...] = ("bin",)
     example: wt.Example | None = None
@@ -58,8 +58,8 @@ class Nested(Own):
 
 def held(value: Any, kind: type[Own]) -> bytes:
     value = value["x"] if isinstance(value, dict) else value
-    found = bytes(value.numpy() if isinstance(value, torch.Tensor) else value)
-    return found[::-1] if kind is Backwards else found
+    data = bytes(value.numpy() if isinstance(value, torch.Tensor) else value)
+    return data[::-1] if kind is Backwards else data
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_what_a_field_returns_does_not_change_after_delivery(
 
 
 class Halves(Own):
-    """Writes to the bytes that it is given."""
+    """A field that writes to the bytes it gets."""
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
         values = np.frombuffer(data, np.uint8)
@@ -101,7 +101,7 @@ class Redraws(Own):
 
 
 @pytest.mark.parametrize("kind", [Halves, HalvesInto, Redraws])
-def test_a_field_cannot_change_what_other_fields_are_given(tmp_path: Path, kind: type[Own]) -> None:
+def test_a_field_cannot_change_the_input_of_other_fields(tmp_path: Path, kind: type[Own]) -> None:
     folder = pack(tmp_path / "set", 20)
     with (
         closing(wt.Loader(folder, {"own": kind(), "x": Own()}, batch_size=5)) as loader,
@@ -111,7 +111,7 @@ def test_a_field_cannot_change_what_other_fields_are_given(tmp_path: Path, kind:
 
 
 class HalvesByTorch(Own):
-    """Writes to what it is given through torch, which ignores that memory is read-only."""
+    """A field that writes to its input through torch, which ignores that memory is read-only."""
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
         assert isinstance(data, memoryview)
@@ -151,14 +151,16 @@ def test_writes_of_a_field_through_torch_reach_no_other_field(
             ]
     else:
         apply = wt.to_example(fields)
-        made = [(f"k{n:06d}", apply({"__key__": f"k{n:06d}", "bin": body(n)})) for n in range(20)]
-        samples = [(key, one["x"], one["drawn"]) for key, one in made]
+        examples = [
+            (f"k{n:06d}", apply({"__key__": f"k{n:06d}", "bin": body(n)})) for n in range(20)
+        ]
+        samples = [(key, example["x"], example["drawn"]) for key, example in examples]
     assert len(samples) == 20
     assert all(x == body(int(key[1:])) and drawn > 0 for key, x, drawn in samples)
 
 
 class Tokens(Own):
-    """Fills a part of `out`."""
+    """A field that fills a part of `out`."""
 
     names, example = ("id",), wt.Example((8,), "int64")
 
@@ -167,19 +169,21 @@ class Tokens(Own):
 
 
 @WORKERS
-def test_where_a_field_writes_nothing_there_are_zeros(many: Path, num_workers: int) -> None:
+def test_unwritten_parts_of_out_are_zeros(many: Path, num_workers: int) -> None:
     with closing(
         wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers)
     ) as loader:
         for batch in (batch for _ in range(2) for batch in loader):
-            wanted = [list(str(int(key[1:])).encode().ljust(8, b"\0")) for key in batch["__key__"]]
-            assert batch["x"].tolist() == wanted
+            expected = [
+                list(str(int(key[1:])).encode().ljust(8, b"\0")) for key in batch["__key__"]
+            ]
+            assert batch["x"].tolist() == expected
     apply = wt.to_example({"x": Tokens()})
     assert apply({"__key__": "k", "id": b"12"})["x"].tolist() == [49, 50, 0, 0, 0, 0, 0, 0]
 
 
 class Returns(Tokens):
-    """Returns a value that `out` should hold."""
+    """A field that returns a value where `out` is expected."""
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
         return np.arange(8)
@@ -191,7 +195,7 @@ class ReturnsOut(Tokens):
         return out
 
 
-def test_a_value_that_is_returned_where_out_is_delivered_is_refused(tmp_path: Path) -> None:
+def test_a_returned_value_in_place_of_out_is_refused(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 20)
     with (
         closing(wt.Loader(folder, {"x": Returns()}, batch_size=5)) as loader,
@@ -213,8 +217,8 @@ class OwnArray(type(wt.array("x.npy"))):  # type: ignore[misc]
         out *= 2
 
 
-def test_an_array_that_a_user_changes_is_read_by_the_user(tmp_path: Path) -> None:
-    """Also where it is large enough to be read straight to its place."""
+def test_an_array_field_of_a_user_decodes_its_own_arrays(tmp_path: Path) -> None:
+    """Its arrays are large enough for direct reads into batch memory."""
     wt.pack(
         ({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8)),
         str(tmp_path / "set"),
@@ -224,13 +228,13 @@ def test_an_array_that_a_user_changes_is_read_by_the_user(tmp_path: Path) -> Non
         wt.Loader(tmp_path / "set", {"x": OwnArray(plain.names, plain.example)}, batch_size=4)
     ) as loader:
         for batch in loader:
-            assert [one.unique().tolist() for one in batch["x"]] == [
+            assert [item.unique().tolist() for item in batch["x"]] == [
                 [2.0 * int(key[1:])] for key in batch["__key__"]
             ]
 
 
 class Sometimes(Own):
-    """An array for some samples and something else for others."""
+    """An array for some samples and other types for others."""
 
     names = ("id",)
 
@@ -252,13 +256,15 @@ def test_values_of_several_kinds_are_a_list(
     ) as loader:
         for batch in loader:
             assert isinstance(batch["x"], list)
-            for key, found in zip(batch["__key__"], batch["x"], strict=True):
-                wanted = Sometimes().read("id", memoryview(str(int(key[1:])).encode()), None, None)
-                if isinstance(wanted, np.ndarray):
-                    assert isinstance(found, torch.Tensor)
-                    assert found.tolist() == wanted.tolist()
+            for key, actual in zip(batch["__key__"], batch["x"], strict=True):
+                expected = Sometimes().read(
+                    "id", memoryview(str(int(key[1:])).encode()), None, None
+                )
+                if isinstance(expected, np.ndarray):
+                    assert isinstance(actual, torch.Tensor)
+                    assert actual.tolist() == expected.tolist()
                 else:
-                    assert found == wanted
+                    assert actual == expected
 
 
 KINDS = {
@@ -283,7 +289,7 @@ def npy(value: Any) -> bytes:
 
 
 class Given(Own):
-    """Arrays of the kind that is under test, of this process alone: not as numpy has stored them."""
+    """Arrays of the tested kind, made in this process: not as numpy has stored them."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -295,10 +301,10 @@ class Given(Own):
 @WORKERS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("among", [1, 4])
-def test_arrays_arrive_as_tensors_of_their_values(
+def test_arrays_are_delivered_as_tensors_of_their_values(
     tmp_path: Path, kind: str, among: int, num_workers: int
 ) -> None:
-    """In a batch of their own, and one among others of another shape."""
+    """In a batch of their own, and among arrays of another shape."""
     value = KINDS[kind]
     rows = [
         {
@@ -317,11 +323,11 @@ def test_arrays_arrive_as_tensors_of_their_values(
     ) as loader:
         (batch,) = loader
     for name in fields:
-        for n, found in enumerate(batch[name]):
-            wanted = value if n % among == 0 else np.arange(4)
-            assert isinstance(found, torch.Tensor)
-            assert found.numpy().dtype == wanted.dtype.newbyteorder("=")
-            assert np.array_equal(found.numpy(), wanted)
+        for n, actual in enumerate(batch[name]):
+            expected = value if n % among == 0 else np.arange(4)
+            assert isinstance(actual, torch.Tensor)
+            assert actual.numpy().dtype == expected.dtype.newbyteorder("=")
+            assert np.array_equal(actual.numpy(), expected)
 
 
 @pytest.mark.skipif(
@@ -360,9 +366,7 @@ def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_wor
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "U3", "datetime64[s]", ">i4", "nonsense"])
-def test_an_example_of_a_dtype_that_torch_does_not_have_is_refused_at_once(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_an_example_with_a_dtype_unknown_to_torch_is_refused(tmp_path: Path, dtype: str) -> None:
     folder = pack(tmp_path / "set", 4)
 
     class Fixed(Own):

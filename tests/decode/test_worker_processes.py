@@ -22,13 +22,13 @@ from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-SIZE = 100  # samples of a batch, so that each is a message of its own
-# with two workers: a batch that takes long, and the last batch that may begin before it is decoded
+SIZE = 100  # bytes per sample, so large that each batch is a message of its own
+# With two workers: a slow batch, and the last batch that may begin before the slow one ends.
 SLOW, LAST = 2, 7
 
 
 class WaitsForLaterBatch:
-    """Transform that notes in files which batches have begun, and waits in SLOW until LAST has."""
+    """Transform that records started batches in files, and waits in SLOW until LAST has begun."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class WaitsForLaterBatch:
         number = int(sample["cls"])
         if number % SIZE == 0:
             (self.folder / str(number // SIZE)).touch()
-        # the next epoch begins too, in which nothing waits
+        # The next epoch begins too, without waiting.
         if number == SLOW * SIZE and not (self.folder / "begun").exists():
             end = time.monotonic() + 20
             while not (self.folder / str(LAST)).exists() and time.monotonic() < end:
@@ -49,7 +49,7 @@ class WaitsForLaterBatch:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="before 2.7 torch gives tasks by turns")
-def test_a_slow_batch_does_not_hold_up_the_other_worker_nor_change_the_order(
+def test_a_slow_batch_blocks_no_other_worker_and_keeps_the_order(
     tmp_path: Path,
 ) -> None:
     write_shards(tmp_path / "s", [12 * SIZE])
@@ -67,7 +67,7 @@ def test_a_slow_batch_does_not_hold_up_the_other_worker_nor_change_the_order(
     assert numbers == list(range(12 * SIZE))
     begun = {int(number) for number in (notes / "begun").read_text().split()}
     assert max(begun) == LAST
-    assert len(begun) == LAST  # all of them but the batch that waits behind the slow one
+    assert len(begun) == LAST  # all but the batch that waits behind the slow one
 
 
 MESSAGES = 7
@@ -84,7 +84,7 @@ def put_all(queue: Any, messages: list[bytes]) -> None:
 
 
 def put_all_and_wait(queue: Any, messages: list[bytes], end: Any) -> None:
-    """The exit of a process does not wait for its messages."""
+    """The exit of the process does not wait for its messages."""
     put_all(queue, messages)
     end.get(timeout=60)
 
@@ -149,7 +149,7 @@ def open_files() -> set[str]:
     """Return what the descriptors of this process refer to; pipes have numbers."""
     targets = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the folder itself
+        with suppress(OSError):  # the descriptor of the folder itself is already closed
             targets.add(os.readlink(f"/proc/self/fd/{name}"))
     return targets
 
@@ -166,7 +166,7 @@ def test_a_dropped_queue_closes_its_pipe_and_ends_its_thread(context: Any) -> No
     assert not pipe & open_files()
 
 
-# --- how many batches are in flight ----------------------------------------------------------------------------------
+# --- batches in flight ---
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 96])
@@ -188,7 +188,7 @@ def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_room(
 ) -> None:
     limits = flight.of_processes(count, processors, room, together)
     assert limits.decoders == count
-    assert limits.messages > count  # each worker needs one
+    assert limits.messages > count  # each worker needs a message
     assert limits.messages <= max(count + 1, count + processors + max(2, processors // 2))
     assert limits.messages * together <= max((count + 1) * together, room)
 
@@ -213,14 +213,14 @@ def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: in
     with closing(
         wt.Loader(shards, transform=CountsSamples(file), batch_size=size, num_workers=workers)
     ) as loader:
-        given = loader.epoch(0, until=1)
+        passed = loader.epoch(0, until=1)
         for taken in range(1, 4):
-            next(given)
+            next(passed)
             before = -1
             while before != (before := file.stat().st_size):
                 time.sleep(0.2)
             busy = min(workers, cores())
             most = workers + busy + max(2, busy // 2) + 1 if workers else 2 * cores()
             assert before <= (taken + most) * size
-        assert sum(1 for _ in given) == batches - 3
+        assert sum(1 for _ in passed) == batches - 3
     assert file.stat().st_size == size * batches

@@ -1,4 +1,4 @@
-"""Samples are compared with the checksums of the index while they are read."""
+"""Samples are verified against the checksums of the index while they are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS = {"image": wt.image(size=16), "label": wt.label()}
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def packed(tmp_path: Path) -> Path:
     """A folder of samples of one to three fields."""
     samples = (
         {"__key__": f"k{i:03d}", "png": picture(i), "cls": i % 7}
@@ -38,7 +38,7 @@ def made(tmp_path: Path) -> Path:
 
 
 def flip(folder: Path, number: int, field: str) -> None:
-    """Change a byte of a field."""
+    """Flip a byte of a field."""
     index = wt.index(folder)
     shard = index.shards[int(index.shard_of(np.array([number]))[0])]
     offset = next(
@@ -59,7 +59,7 @@ def keys(loader: wt.Loader) -> list[str]:
 
 
 def unverified_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any) -> list[int]:
-    """Return the ids of the samples of an epoch that the reader does not verify. options: its."""
+    """Return the ids of the samples of an epoch that the reader does not verify."""
     loader = wt.Loader(urls, batch_size=4, shuffle_buffer=8, weights=weights)
     unverified = list[int]()
     for _, _, batch in collected_batches(loader.index, loader.plan, step, **options):
@@ -69,28 +69,28 @@ def unverified_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any
 
 
 @pytest.mark.parametrize(
-    "fields", [None, {"png", "cls"}, {"cls"}], ids=["bytes", "pictures", "labels"]
+    "fields", [None, {"png", "cls"}, {"cls"}], ids=["bytes", "images", "labels"]
 )
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weights"])
 @pytest.mark.parametrize("step", [0, 7])
-def test_sound_samples_are_verified_while_they_are_read(
-    made: Path, fields: set[str] | None, weights: list[int] | None, step: int
+def test_intact_samples_are_verified_while_they_are_read(
+    packed: Path, fields: set[str] | None, weights: list[int] | None, step: int
 ) -> None:
-    """Also in reads that skip samples, because of weights or because they were delivered before."""
-    assert unverified_ids(made, step, weights, needed_fields=fields) == []
+    """Reads that skip samples, because of weights or a resume, verify too."""
+    assert unverified_ids(packed, step, weights, needed_fields=fields) == []
 
 
-def test_samples_of_damaged_bytes_are_not_verified(made: Path) -> None:
+def test_damaged_samples_are_not_verified(packed: Path) -> None:
     for number in (7, 8, 41):
-        flip(made, number, "cls")
-    flip(made, 20, "png")
-    assert unverified_ids(made) == [7, 8, 20, 41]
-    assert unverified_ids(made, needed_fields={"cls"}) == [7, 8, 41]
-    assert unverified_ids(made, weights=WEIGHTS) == [7, 8, 8, 20, 20, 41, 41]
+        flip(packed, number, "cls")
+    flip(packed, 20, "png")
+    assert unverified_ids(packed) == [7, 8, 20, 41]
+    assert unverified_ids(packed, needed_fields={"cls"}) == [7, 8, 41]
+    assert unverified_ids(packed, weights=WEIGHTS) == [7, 8, 8, 20, 20, 41, 41]
 
 
 def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None:
-    """Samples larger than a request, and those across a block of the cache."""
+    """Samples that are larger than a request or that span two cache blocks."""
     sizes = [1 << 20, 1 << 20, range_size() + 5000, *[1 << 20] * 9]
     samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
@@ -104,36 +104,36 @@ def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None
             if offset // range_size() != (offset + size - 1) // range_size()
         ]
         assert len(crossing) > 2
-        for _ in range(2):  # the second time from the cache
+        for _ in range(2):  # the second pass reads from the cache
             assert unverified_ids(server.url, cache=Cache(str(tmp_path / "cache"))) == crossing
 
 
 @pytest.mark.parametrize(
-    "fields", [None, {"image": wt.image(size=16), "cls": wt.text("cls")}], ids=["bytes", "pictures"]
+    "fields", [None, {"image": wt.image(size=16), "cls": wt.text("cls")}], ids=["bytes", "images"]
 )
 @pytest.mark.parametrize(
     ("far", "start"),
     [(False, 0), (False, 3), (True, 0), pytest.param(True, 3, marks=pytest.mark.slow)],
 )
-def test_a_changed_byte_is_an_error_at_any_step(
-    made: Path, fields: Any, start: int, far: bool
+def test_a_changed_byte_raises_at_any_step(
+    packed: Path, fields: Any, start: int, far: bool
 ) -> None:
-    """Also in the middle of an epoch, where some samples of a read were delivered before."""
+    """A resume in the middle of an epoch detects it too."""
     for number in range(COUNT):
-        flip(made, number, "cls")
-    with serving(made) as server:
-        loader = wt.Loader(server.url if far else made, fields, batch_size=8, shuffle_buffer=16)
+        flip(packed, number, "cls")
+    with serving(packed) as server:
+        loader = wt.Loader(server.url if far else packed, fields, batch_size=8, shuffle_buffer=16)
         for step in range(start, len(loader), 2):
             with pytest.raises(wt.SampleError, match=r"'cls' at offset \d+: .*crc32"):
                 next(loader.epoch(0, start=step))
         loader.close()
 
 
-def test_only_needed_fields_are_verified(made: Path) -> None:
+def test_only_needed_fields_are_verified(packed: Path) -> None:
     for number in range(COUNT):
-        flip(made, number, "png")
-    assert len(keys(wt.Loader(made, {"label": wt.label()}, batch_size=8, tail="keep"))) == COUNT
-    loader = wt.Loader(made, FIELDS, batch_size=8)
+        flip(packed, number, "png")
+    assert len(keys(wt.Loader(packed, {"label": wt.label()}, batch_size=8, tail="keep"))) == COUNT
+    loader = wt.Loader(packed, FIELDS, batch_size=8)
     with pytest.raises(wt.SampleError, match=r"'png' at offset \d+"):
         next(iter(loader))
     loader.close()
@@ -145,7 +145,7 @@ def test_an_index_without_checksums_verifies_nothing(tmp_path: Path) -> None:
     assert len(keys(wt.Loader(shards, batch_size=8, tail="keep"))) == COUNT
 
 
-# --- the checksums of one read --------------------------------------------------------------------
+# --- the checksums of one read ---
 
 
 def first_shard(index: Index) -> tuple[Memory, Ints]:
@@ -170,9 +170,9 @@ def checksums_of(
         ("member_offset", 1_000_000),
     ],
 )
-def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: int) -> None:
-    """An index may claim any offset; checksums read the memory by address."""
-    index = wt.index(made)
+def test_a_field_beyond_the_memory_is_refused(packed: Path, column: str, change: int) -> None:
+    """An index may claim any offset, and checksums read the memory by address."""
+    index = wt.index(packed)
     memory, offsets = first_shard(index)
     changed = getattr(index.offsets, column).copy()
     changed[3] += change
@@ -184,8 +184,8 @@ def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: i
         checksums_of(index, index.offsets, memory, np.arange(20), offsets)
 
 
-def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
-    index = wt.index(made)
+def test_a_field_outside_its_sample_is_not_verified(packed: Path) -> None:
+    index = wt.index(packed)
     memory, offsets = first_shard(index)
     changed = index.offsets.member_offset.copy()
     changed[3] += 700
@@ -198,17 +198,17 @@ def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
 
 @pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
 @pytest.mark.parametrize("ids", [range(5, 17), (5, 8, 9, 13)])
-def test_samples_are_verified_if_all_needed_fields_are_sound(
-    made: Path, ids: Any, names: list[str]
+def test_samples_are_verified_if_all_needed_fields_are_intact(
+    packed: Path, ids: Any, names: list[str]
 ) -> None:
     """Samples with different fields, in reverse order in the memory."""
-    index = wt.index(made)
-    whole, table = Path(index.shards[0].path).read_bytes(), index.offsets
+    index = wt.index(packed)
+    data, table = Path(index.shards[0].path).read_bytes(), index.offsets
     memory, numbers = Memory(100_000), np.array(ids)
     sizes = (table.stop - table.start)[numbers[::-1]]
     offsets = (sizes.cumsum() - sizes)[::-1]
     for i, offset in zip(ids, offsets.tolist(), strict=True):
-        memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[
+        memory.view[offset : offset + table.stop[i] - table.start[i]] = data[
             table.start[i] : table.stop[i]
         ]
     extent = int(table.stop[numbers[-1]] - table.start[numbers[0]])
@@ -227,9 +227,9 @@ def test_samples_are_verified_if_all_needed_fields_are_sound(
         memory.view[position] ^= 255
 
 
-def test_a_sample_is_verified_when_it_is_complete(made: Path) -> None:
-    """A field that comes in two parts is not verified."""
-    index = wt.index(made)
+def test_a_sample_is_verified_only_when_complete(packed: Path) -> None:
+    """A field that arrives in two parts is not verified."""
+    index = wt.index(packed)
     memory, offsets = first_shard(index)
     ends = (index.offsets.stop[:20] - index.offsets.start[0]).tolist()
     checksums = checksums_of(index, index.offsets, memory, np.arange(20), offsets)
@@ -237,7 +237,7 @@ def test_a_sample_is_verified_when_it_is_complete(made: Path) -> None:
     def unverified() -> list[int]:
         return sorted(set(checksums.unverified_rows().tolist()))
 
-    checksums.job.update(0, ends[3] - 1024)  # without the padding and a part of the last field
+    checksums.job.update(0, ends[3] - 1024)  # without the padding and the end of the last field
     assert unverified() == list(range(3, 20))
     checksums.job.update(ends[3] - 1024, ends[9] + 5)
     assert unverified() == list(range(10, 20))

@@ -1,4 +1,4 @@
-"""A read error ends a loop before the batch that needs what cannot be read, and after every batch that does not."""
+"""A read error ends a loop before the first batch that needs unreadable bytes, and not earlier."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cut:
-    """A shard that ends in the middle of a sample while this lasts."""
+    """Context in which a shard ends in the middle of a sample."""
 
     def __init__(self, index: wt.Index, number: int) -> None:
-        """number: of the first sample that is not there whole."""
+        """number: the first sample that is incomplete."""
         self._shard = index.shards[number // 60]
         self._at = int(index.offsets.start[number]) + 700
         self.keys = {f"k{i:04d}" for i in range(number, number - number % 60 + 60)}
@@ -68,8 +68,8 @@ def taken(batches: Iterator[dict[str, Any]], into: list[list[str]]) -> None:
 
 
 def cases(count: int, seed: int) -> list[Any]:
-    """Drawn settings; every kind and number of workers among them."""
-    bits, found = random.Random(seed), []
+    """Return random settings with every kind and number of workers."""
+    bits, settings = random.Random(seed), []
     for number in range(count):
         shuffle = bits.random() < 0.7
         lanes = bits.choice([1, 1, 2, 5])
@@ -87,44 +87,44 @@ def cases(count: int, seed: int) -> list[Any]:
             bits.randrange(COUNT),
             bits.choice([0, 0, 1, 3]),
         )
-        found.append(pytest.param(kind, options, cut, start, id=f"{number}-{kind}-{cut}"))
-    return found
+        settings.append(pytest.param(kind, options, cut, start, id=f"{number}-{kind}-{cut}"))
+    return settings
 
 
 def check(packed: Path, kind: str, options: dict[str, Any], cut: int, start: int) -> None:
-    whole = wt.Loader(packed, **options)
+    uninterrupted = wt.Loader(packed, **options)
     epochs = [
         batch["__key__"]
         for number, step in ((0, start), (1, 0))
-        for batch in whole.epoch(number, start=step)
+        for batch in uninterrupted.epoch(number, start=step)
     ]
-    whole.close()
-    loader, given, error = wt.Loader(packed, **options, **KINDS[kind]), list[list[str]](), ""
+    uninterrupted.close()
+    loader, delivered, error = wt.Loader(packed, **options, **KINDS[kind]), list[list[str]](), ""
     with Cut(loader.index, cut) as damage:
-        wanted = list(takewhile(lambda keys: not damage.keys & set(keys), epochs))
+        expected = list(takewhile(lambda keys: not damage.keys & set(keys), epochs))
         try:
-            taken(loader.epoch(0, start=start), given)
-            taken(loader.epoch(1), given)
+            taken(loader.epoch(0, start=start), delivered)
+            taken(loader.epoch(1), delivered)
         except wt.ShardError as problem:
             error = str(problem)
         state = loader.state_dict()
         loader.close()
-    assert given == wanted
-    assert ("ends at offset" in error) == (len(wanted) < len(epochs))
-    assert (state["epoch"], state["step"]) == divmod(start + len(given), len(whole))
-    rest = wt.Loader(packed, **options, **KINDS[kind])  # the shard is whole again
+    assert delivered == expected
+    assert ("ends at offset" in error) == (len(expected) < len(epochs))
+    assert (state["epoch"], state["step"]) == divmod(start + len(delivered), len(uninterrupted))
+    rest = wt.Loader(packed, **options, **KINDS[kind])  # the shard is complete again
     rest.load_state_dict(state)
     after = [batch["__key__"] for batch in rest]
     rest.close()
-    assert len(after) == len(whole) - state["step"]
-    assert not error or after == epochs[len(given) :][: len(after)]
+    assert len(after) == len(uninterrupted) - state["step"]
+    assert not error or after == epochs[len(delivered) :][: len(after)]
 
 
 @pytest.mark.parametrize(("kind", "options", "cut", "start"), cases(14, 1))
 def test_every_batch_before_a_read_error_is_delivered(
     packed: Path, kind: str, options: dict[str, Any], cut: int, start: int
 ) -> None:
-    """Delivery is the same for any workers, fields, lanes and window; the state counts delivered batches only."""
+    """Equal for any workers, fields, lanes and window; the state counts delivered batches."""
     check(packed, kind, options, cut, start)
 
 
@@ -150,12 +150,12 @@ def test_a_mixture_delivers_every_batch_before_a_read_error(
         {"batch_size": 7, "shuffle_buffer": 50, "weights": {"a": 2, "b": 1}},
     )
     epoch = [batch["__key__"] for batch in wt.mix(sets, **options)]
-    loader, given = (
+    loader, delivered = (
         wt.mix(sets, {"text": wt.text("id")}, num_workers=num_workers, **options),
         list[list[str]](),
     )
     with Cut(loader.index, 150) as damage:
         with pytest.raises(wt.ShardError, match="ends at offset"):
-            taken(iter(loader), given)
+            taken(iter(loader), delivered)
         loader.close()
-    assert given == list(takewhile(lambda keys: not damage.keys & set(keys), epoch))
+    assert delivered == list(takewhile(lambda keys: not damage.keys & set(keys), epoch))

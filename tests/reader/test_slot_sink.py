@@ -1,4 +1,4 @@
-"""Arrays that are read straight into their batch are those that a copy would give, in the same order, and nothing gets past unseen."""
+"""Arrays that are read directly into batches equal arrays that are copied, and are verified too."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SHAPE = (40, 40)
 FIELDS: dict[str, Any] = {"x": wt.array("x.npy", shape=SHAPE, dtype="float32"), "label": wt.label()}
-WITH_BYTES = {**FIELDS, "label": wt.text("cls")}  # the index gives labels without their bytes
+WITH_BYTES = {**FIELDS, "label": wt.text("cls")}  # the index delivers labels without their bytes
 COPIED: dict[str, Any] = {
     "x": wt.array("x.npy"),
     "label": wt.label(),
-}  # without a shape nothing lands
+}  # without a shape, arrays are copied
 
 
 def npy(array: Any) -> bytes:
@@ -61,7 +61,7 @@ def epoch(
 
 
 def reads_into_slots(loader: wt.Loader) -> bool:
-    """Return whether arrays of this loader are read straight into batches."""
+    """Return whether arrays of this loader are read directly into batches."""
     columns = label_columns(loader.fields or {}, loader.index)
     fields = {name: field for name, field in (loader.fields or {}).items() if name not in columns}
     examples = {name: field.example for name, field in fields.items() if field.example is not None}
@@ -69,14 +69,14 @@ def reads_into_slots(loader: wt.Loader) -> bool:
     return bool(find_direct_fields(loader.index, fields, layout, loader.plan(0)))
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    rows = zip(one, other, strict=True)
+def same(first: list[Any], second: list[Any]) -> bool:
+    rows = zip(first, second, strict=True)
     return all(a[0] == b[0] and a[2] == b[2] and np.array_equal(a[1], b[1]) for a, b in rows)
 
 
 @pytest.mark.parametrize("window", [1, 7, 40, None])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_lands_is_what_would_be_copied(
+def test_directly_read_arrays_equal_copied_arrays(
     arrays: Path, window: int | None, num_workers: int
 ) -> None:
     options: dict[str, Any] = {"batch_size": 8, "seed": 3, "shuffle": window != 1}
@@ -84,11 +84,11 @@ def test_what_lands_is_what_would_be_copied(
     direct = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
     copied = wt.Loader(arrays, COPIED, **options)
     for number in range(3):
-        found = epoch(direct, number)
-        assert same(found, epoch(copied, number))
+        actual = epoch(direct, number)
+        assert same(actual, epoch(copied, number))
         assert all(
             np.array_equal(x[i], values(int(key[1:])))
-            for keys, x, _ in found
+            for keys, x, _ in actual
             for i, key in enumerate(keys)
         )
     assert reads_into_slots(direct)
@@ -102,7 +102,7 @@ def test_what_lands_is_what_would_be_copied(
     ("world_size", "lanes", "batch_size"),
     [(1, 1, 8), (1, 4, 8), (2, 4, 14), (2, 2, 13), (3, 3, 29)],
 )
-def test_a_short_last_batch_lands_too(
+def test_a_short_last_batch_is_read_directly(
     arrays: Path, world_size: int, lanes: int, batch_size: int
 ) -> None:
     keys: list[str] = []
@@ -111,21 +111,21 @@ def test_a_short_last_batch_lands_too(
         options |= {"batch_size": batch_size, "tail": "keep", "shuffle_buffer": 20}
         direct = wt.Loader(arrays, FIELDS, **options)
         copied = wt.Loader(arrays, COPIED, **options)
-        found = epoch(direct)
-        assert same(found, epoch(copied))
+        actual = epoch(direct)
+        assert same(actual, epoch(copied))
         assert reads_into_slots(direct)
-        assert same(epoch(direct, start=len(direct) - 1), found[-1:])
-        keys += [key for batch in found for key in batch[0]]
+        assert same(epoch(direct, start=len(direct) - 1), actual[-1:])
+        keys += [key for batch in actual for key in batch[0]]
         direct.close()
         copied.close()
     assert sorted(keys) == sorted(set(keys))
     assert len(keys) == 90
 
 
-def test_of_many_small_shards_only_some_are_open_at_a_time(
+def test_the_number_of_open_shards_is_bounded(
     tmp_path: Path,
 ) -> None:
-    """With more, the reader's thread reads, in the same way: also damaged shards."""
+    """With more shards, the reader's thread reads, also damaged ones."""
     arrays = pack(tmp_path / "small", 200, max_shard_samples=1)
     direct, copied = (
         wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED)
@@ -136,16 +136,16 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
     for number in range(0, 200, 3):
         os.truncate(arrays / f"train-{number:06d}.tar", 5000)
     loader = wt.Loader(arrays, FIELDS, batch_size=8, on_error="replace", max_errors=0.9)
-    found = epoch(loader)
+    actual = epoch(loader)
     assert loader.report()["bad"] > 0
     assert all(
         np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
+        for keys, x, _ in actual
         for i, key in enumerate(keys)
     )
 
 
-def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
+def test_ranks_and_lanes_read_directly_as_by_copies(arrays: Path) -> None:
     for world_size, lanes in ((2, 2), (2, 4), (1, 4)):
         for rank in range(world_size):
             loaders = [
@@ -160,12 +160,12 @@ def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
                 )
                 for fields in (FIELDS, COPIED)
             ]
-            found = [[*epoch(loader, 0), *epoch(loader, 1)] for loader in loaders]
-            assert same(*found)
+            actual = [[*epoch(loader, 0), *epoch(loader, 1)] for loader in loaders]
+            assert same(*actual)
             assert reads_into_slots(loaders[0])
 
 
-def test_several_arrays_land_beside_fields_that_do_not(tmp_path: Path) -> None:
+def test_several_arrays_are_read_directly_beside_copied_fields(tmp_path: Path) -> None:
     samples = (
         {
             "__key__": f"n{n:02d}",
@@ -205,7 +205,7 @@ def test_kept_batches_do_not_change(arrays: Path) -> None:
             assert np.array_equal(batch["x"][row], values(int(key[1:])))
 
 
-def test_a_loop_that_was_left_can_be_begun_anywhere(arrays: Path) -> None:
+def test_after_a_break_a_loop_can_start_at_any_step(arrays: Path) -> None:
     loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=30)
     expected = epoch(loader, 0)
     for at in (1, 5, 9):
@@ -215,8 +215,8 @@ def test_a_loop_that_was_left_can_be_begun_anywhere(arrays: Path) -> None:
         assert same(epoch(loader, 0, start=at), expected[at:])
 
 
-def test_arrays_that_lie_otherwise_are_read_by_their_field(tmp_path: Path) -> None:
-    """The first axis fastest, and numbers of the other byte order: as many bytes, other places."""
+def test_arrays_of_other_memory_layout_are_decoded_by_their_field(tmp_path: Path) -> None:
+    """Fortran order and the other byte order: the same size, another layout."""
     samples: list[Sample] = []
     for n in range(30):
         array = values(n)
@@ -231,7 +231,7 @@ def test_arrays_that_lie_otherwise_are_read_by_their_field(tmp_path: Path) -> No
     assert loader.report()["reread"] > 0
 
 
-def test_where_the_first_array_lies_otherwise_none_lands(tmp_path: Path) -> None:
+def test_no_array_is_read_directly_if_the_first_has_another_layout(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"n{n:02d}", {"x.npy": npy(values(n).astype(">f4")), "cls": b"1"}) for n in range(20)
     ]
@@ -253,7 +253,7 @@ def test_where_the_first_array_lies_otherwise_none_lands(tmp_path: Path) -> None
     assert not reads_into_slots(loader)
 
 
-def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
+def test_an_array_of_another_shape_and_equal_size_is_a_bad_sample(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (
             f"n{n:02d}",
@@ -265,21 +265,21 @@ def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
     with pytest.raises(wt.SampleError, match=r"'n07'.*float32\[20, 80\]"):
         epoch(wt.Loader(tmp_path, FIELDS, batch_size=5))
     loader = wt.Loader(tmp_path, FIELDS, batch_size=5, on_error="replace", max_errors=0.2)
-    found = epoch(loader)
-    assert [one["key"] for one in loader.report()["bad_samples"]] == ["n07"]
+    actual = epoch(loader)
+    assert [bad["key"] for bad in loader.report()["bad_samples"]] == ["n07"]
     assert all(
         np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
+        for keys, x, _ in actual
         for i, key in enumerate(keys)
     )
-    assert "n07" not in [key for keys, _, _ in found for key in keys]
+    assert "n07" not in [key for keys, _, _ in actual for key in keys]
 
 
 def _flip(folder: Path, shard: str, key: str, field: str) -> None:
-    """Change a byte in the middle of a field."""
+    """Flip a byte in the middle of a field."""
     index = wt.index(str(folder))
     number = index.keys(np.arange(len(index))).index(key)
-    _, offset, size = next(one for one in index.members(number) if one[0] == field)
+    _, offset, size = next(member for member in index.members(number) if member[0] == field)
     with open(folder / shard, "r+b") as file:
         file.seek(offset + size // 2)
         byte = file.read(1)
@@ -298,50 +298,50 @@ def test_a_flipped_byte_is_a_bad_sample(tmp_path: Path, field: str) -> None:
     ):
         epoch(wt.Loader(folder, WITH_BYTES, batch_size=8))
     loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace", max_errors=0.2)
-    found = epoch(loader)
+    actual = epoch(loader)
     assert loader.report()["bad"] == 1
     assert loader.report()["reread"] >= 1
     assert all(
         np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
+        for keys, x, _ in actual
         for i, key in enumerate(keys)
     )
-    assert "n0020" not in [key for keys, _, _ in found for key in keys]
+    assert "n0020" not in [key for keys, _, _ in actual for key in keys]
 
 
-def test_a_batch_of_bad_samples_alone_is_replaced(tmp_path: Path) -> None:
+def test_a_batch_of_only_bad_samples_is_replaced(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 40)
     for key in ("n0018", "n0019"):
         _flip(folder, "train-000001.tar", key, "x.npy")
     loader = wt.Loader(
         folder, FIELDS, batch_size=2, shuffle=False, on_error="replace", max_errors=0.5
     )
-    found = epoch(loader)
-    assert found[9][0] == ["n0020", "n0020"]
-    assert np.array_equal(found[9][1][1], values(20))
+    actual = epoch(loader)
+    assert actual[9][0] == ["n0020", "n0020"]
+    assert np.array_equal(actual[9][1][1], values(20))
     assert loader.report()["bad"] == 2
 
 
-def test_what_a_cut_shard_has_not_is_lost_and_replaced(tmp_path: Path) -> None:
+def test_samples_missing_from_a_truncated_shard_are_replaced(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 40)
     index = wt.index(str(folder))
     os.truncate(
         folder / "train-000001.tar", int(index.offsets.start[26]) + 100
-    )  # n0026 and what follows in its shard
+    )  # n0026 and the samples after it in its shard
     with pytest.raises(wt.WdstrainError, match=r"train-000001\.tar"):
         epoch(wt.Loader(folder, FIELDS, batch_size=8))
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_error="replace", max_errors=0.5)
-    found = epoch(loader)
+    actual = epoch(loader)
     assert loader.report()["bad"] == 8
     assert all(
         np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
+        for keys, x, _ in actual
         for i, key in enumerate(keys)
     )
 
 
-def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
-    """Padding, samples of several kinds, small arrays: the same values, by the arena."""
+def test_arrays_that_cannot_be_read_directly_are_copied(tmp_path: Path, arrays: Path) -> None:
+    """Padding, samples of several kinds and small arrays: equal values through the arena."""
     padded = wt.Loader(arrays, FIELDS, batch_size=8, tail="pad")
     assert sum(int(batch["__valid__"].sum()) for batch in padded) == 90
     assert not reads_into_slots(padded)
@@ -363,7 +363,7 @@ def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
     mixed.close()
 
 
-# --- what a review found ---------------------------------------------------------------------------------------------
+# --- edge cases ---
 
 
 def test_two_fields_may_read_the_same_array(arrays: Path) -> None:
@@ -383,7 +383,9 @@ def test_two_fields_may_read_the_same_array(arrays: Path) -> None:
 
 @pytest.mark.parametrize("start", [0, 2, 3])
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, packed: bool) -> None:
+def test_a_truncated_shard_with_gaps_delivers_its_intact_samples(
+    tmp_path: Path, start: int, packed: bool
+) -> None:
     """Gaps: members that are no samples, and samples that a resume does not need."""
     if packed:
         folder = pack(tmp_path / "set", 60)
@@ -398,22 +400,22 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
         write_tar(folder / "a.tar", samples)
         index = wt.index(str(folder))
         os.truncate(folder / "a.tar", int(index.offsets.start[48]) + 100)
-    found = {}
+    delivered = {}
     for name, fields in (("direct", FIELDS), ("copied", COPIED)):
         loader = wt.Loader(
             str(folder), fields, batch_size=5, shuffle_buffer=20, on_error="replace", max_errors=0.9
         )
-        found[name] = [epoch(loader, 1, start), loader.report()["bad"]]
+        delivered[name] = [epoch(loader, 1, start), loader.report()["bad"]]
         loader.close()
-    assert same(found["direct"][0], found["copied"][0])
-    assert found["direct"][1] == found["copied"][1]
+    assert same(delivered["direct"][0], delivered["copied"][0])
+    assert delivered["direct"][1] == delivered["copied"][1]
 
 
-def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(tmp_path: Path) -> None:
-    """The file is damaged while it is read, and repaired before the sample's batch is decoded."""
+def test_a_label_that_is_intact_when_reread_keeps_its_own_array(tmp_path: Path) -> None:
+    """The file is damaged while it is read, and repaired before the batch is decoded."""
     samples = ({"__key__": f"n{n:04d}", "x.npy": values(n), "cls": n % 7} for n in range(40))
     folder = tmp_path / "set"
-    wt.pack(samples, str(folder), shuffle=False)  # one shard, so all samples come in one read
+    wt.pack(samples, str(folder), shuffle=False)  # one shard, so that one read covers all samples
     loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace")
     number = int(epoch(loader)[-1][0][0][1:])  # a sample of the last batch
     loader.close()
@@ -446,7 +448,7 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(tmp_pat
         (3000, 8, {"shuffle_buffer": 2990}),
     ],
 )
-def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
+def test_slots_suffice_for_any_window_across_epochs(
     tmp_path: Path, count: int, batch_size: int, options: dict[str, Any]
 ) -> None:
     samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(1024, n, np.int32)} for n in range(count))
@@ -466,14 +468,14 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
 
 
 def wait_until_all_is_read() -> None:
-    """Wait until this process reads nothing any more, or for 50 ms."""
+    """Wait until this process reads no more bytes, at least 50 ms."""
     before, end = -4096, time.monotonic() + 0.05
     while time.monotonic() < end and (now := bytes_read()) - before >= 4096:
-        before = now  # asking takes some bytes, too
+        before = now  # reading the counter itself reads some bytes
         time.sleep(0.005)
 
 
-def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
+def test_no_file_stays_open_after_interrupted_loops(arrays: Path) -> None:
     loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=16)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(30):
@@ -485,17 +487,17 @@ def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_shard_that_is_gone_is_replaced_while_it_is_gone(tmp_path: Path) -> None:
+def test_samples_of_a_missing_shard_are_replaced_until_it_returns(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 60)
     loader = wt.Loader(
         folder, FIELDS, batch_size=5, shuffle_buffer=10, on_error="replace", max_errors=0.9
     )
     (folder / "train-000001.tar").rename(tmp_path / "away.tar")
-    found = epoch(loader)
+    actual = epoch(loader)
     assert loader.report()["bad"] == 17
     assert all(
         np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
+        for keys, x, _ in actual
         for i, key in enumerate(keys)
     )
     (tmp_path / "away.tar").rename(folder / "train-000001.tar")
@@ -503,13 +505,13 @@ def test_a_shard_that_is_gone_is_replaced_while_it_is_gone(tmp_path: Path) -> No
         1,
         2,
         3,
-    ):  # what of the next epochs was read ahead is lost, what is read from now on is not
+    ):  # samples read ahead for the next epochs are lost; later reads succeed
         epoch(loader, number)
     assert loader.report()["bad"] == 0
     loader.close()
 
 
-def test_an_array_beside_a_large_picture_is_copied(tmp_path: Path) -> None:
+def test_an_array_beside_a_large_image_is_copied(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"n{n:02d}", {"x.npy": npy(np.full(1024, n, np.int32)), "png": picture(n)})
         for n in range(20)

@@ -1,4 +1,4 @@
-"""A class number that is delivered means one class, whatever numbers the joined sets give to their classes."""
+"""A delivered class number means one class, whichever numbers the joined sets use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.conftest import picture, write_tar
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
 
-Labeled = list[tuple[str, str]]  # key and name of the class
+Labeled = list[tuple[str, str]]  # key and class name
 
 PETS: Labeled = [(f"p{i}", ("cat", "dog")[i % 2]) for i in range(10)]
 WILD: Labeled = [(f"w{i}", ("wolf", "dog", "fox")[i % 3]) for i in range(9)]
 
 
 def packed(folder: Path, samples: Labeled, classes: Sequence[str], **options: Any) -> Path:
-    """Shards of samples whose `cls` counts in these classes."""
+    """Write shards of samples whose `cls` is a number of these classes."""
     rows = ({"__key__": key, "txt": key, "cls": classes.index(name)} for key, name in samples)
     wt.pack(rows, str(folder), classes=list(classes), shuffle=False, **options)
     return folder
@@ -37,15 +37,15 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def delivered(loader: wt.Loader, classes: Sequence[str]) -> dict[str, str]:
-    """The name of the class that each sample is delivered with."""
-    found = {}
+    """Return the class name that each sample is delivered with."""
+    actual = {}
     for batch in loader:
-        found |= {
+        actual |= {
             key: classes[int(number)]
             for key, number in zip(batch["__key__"], batch["y"], strict=True)
         }
     loader.close()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -65,8 +65,8 @@ def test_a_stream_of_joined_sets_delivers_one_numbering(sets: tuple[Path, Path])
     classes = ["fox", "cat", "dog", "wolf"]
     for order in (sets, sets[::-1]):
         example = wt.to_example({"y": wt.label(classes=classes), "txt": wt.text()})
-        found = {one["txt"]: classes[one["y"]] for one in map(example, wt.stream(order))}
-        assert found == dict(PETS + WILD)
+        actual = {item["txt"]: classes[item["y"]] for item in map(example, wt.stream(order))}
+        assert actual == dict(PETS + WILD)
         with pytest.raises(UsageError, match="different labels in the joined sets.*classes="):
             list(map(wt.to_example({"y": wt.label()}), wt.stream(order)))
         with pytest.raises(UsageError, match="lacks 'wolf'"):
@@ -74,7 +74,7 @@ def test_a_stream_of_joined_sets_delivers_one_numbering(sets: tuple[Path, Path])
 
 
 def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
-    """Where no index says that they are numbers, they are names; and where nothing tells, they are refused."""
+    """Texts are names unless an index declares numbers; undeclared ambiguous texts are refused."""
     classes = ["1", "2", "3"]
     samples = [(f"s{i}", classes[i % 3]) for i in range(9)]
     foreign = write_tar(
@@ -84,9 +84,9 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
     assert delivered(wt.Loader(foreign, field, batch_size=3), classes) == dict(samples)
     numbers = [(f"n{i}", classes[i % 3]) for i in range(9)]
     known = packed(tmp_path / "known", numbers, classes)
-    for given in (field, {"y": wt.label()}, {"y": wt.label(classes=classes[::-1])}):
-        order = classes[::-1] if given["y"].classes == tuple(classes[::-1]) else classes
-        assert delivered(wt.Loader(known, given, batch_size=3), order) == dict(numbers)
+    for fields in (field, {"y": wt.label()}, {"y": wt.label(classes=classes[::-1])}):
+        order = classes[::-1] if fields["y"].classes == tuple(classes[::-1]) else classes
+        assert delivered(wt.Loader(known, fields, batch_size=3), order) == dict(numbers)
     assert delivered(wt.Loader([known, foreign], field, batch_size=3), classes) == dict(
         numbers + samples
     )
@@ -102,26 +102,26 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
 
 def test_a_mixture_delivers_one_numbering(sets: tuple[Path, Path]) -> None:
     loader = wt.mix(dict(zip("ab", sets, strict=True)), {"y": wt.label()}, batch_size=1)
-    found = delivered(loader, loader.index.labels[0].classes)
-    assert len(found) > 15
-    assert found.items() <= dict(PETS + WILD).items()
+    actual = delivered(loader, loader.index.labels[0].classes)
+    assert len(actual) > 15
+    assert actual.items() <= dict(PETS + WILD).items()
 
 
 def test_given_classes_are_matched_by_name(sets: tuple[Path, Path]) -> None:
-    mine = ["fox", "cat", "wolf", "hen", "dog"]
+    own_classes = ["fox", "cat", "wolf", "hen", "dog"]
     for urls, samples in ((sets, PETS + WILD), (sets[0], PETS), (sets[1], WILD)):
         assert delivered(
-            wt.Loader(urls, {"y": wt.label(classes=mine)}, batch_size=1), mine
+            wt.Loader(urls, {"y": wt.label(classes=own_classes)}, batch_size=1), own_classes
         ) == dict(samples)
-    renamed = ["Katze", "Hund"]  # of one set, other names for the same numbers
-    found = delivered(wt.Loader(sets[0], {"y": wt.label(classes=renamed)}, batch_size=1), renamed)
-    assert found == {key: {"cat": "Katze", "dog": "Hund"}[name] for key, name in PETS}
+    renamed = ["Katze", "Hund"]  # one set with other names for the same numbers
+    actual = delivered(wt.Loader(sets[0], {"y": wt.label(classes=renamed)}, batch_size=1), renamed)
+    assert actual == {key: {"cat": "Katze", "dog": "Hund"}[name] for key, name in PETS}
     for urls, classes in ((sets, renamed), (sets, ["cat", "dog"]), (sets[1], ["wolf", "dog"])):
         with pytest.raises(UsageError, match=r"lacks '\w+'.*0 \w+, 1 \w+"):
             wt.Loader(urls, {"y": wt.label(classes=classes)})
 
 
-def test_the_numbering_stays_with_some_of_the_shards(tmp_path: Path) -> None:
+def test_a_part_of_the_shards_keeps_the_numbering(tmp_path: Path) -> None:
     options = {"max_shard_samples": 3, "split": {"train": 0.5, "val": 0.5}}
     for name, samples, classes in (
         ("pets", PETS, ["cat", "dog"]),
@@ -130,17 +130,17 @@ def test_the_numbering_stays_with_some_of_the_shards(tmp_path: Path) -> None:
         packed(tmp_path / name, samples, classes, **options)
     for split in ("train", "val"):
         loader = wt.Loader(f"{tmp_path}/*/{split}-*.tar", {"y": wt.label()}, batch_size=1)
-        found = delivered(loader, loader.index.labels[0].classes)
-        assert len(found) > 5
-        assert found.items() <= dict(PETS + WILD).items()
+        actual = delivered(loader, loader.index.labels[0].classes)
+        assert len(actual) > 5
+        assert actual.items() <= dict(PETS + WILD).items()
 
 
-def test_an_entry_of_a_table_is_joined_too(tmp_path: Path) -> None:
+def test_labels_in_a_json_field_are_joined_by_name(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(picture(0))
     for name, words in (("a", ["cat", "dog"]), ("b", ["dog", "ant"])):
         lines = "\n".join(f"{tmp_path / 'x.png'},{word},{word}" for word in words)
         (tmp_path / f"{name}.csv").write_text(f"file,kind,same\n{lines}\n")
-        labels = ["kind", "same"]  # of several labels, each is an entry of one JSON field
+        labels = ["kind", "same"]  # with several labels, each is an entry of one JSON field
         wt.convert_table(
             str(tmp_path / f"{name}.csv"),
             str(tmp_path / name),
@@ -164,7 +164,7 @@ def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_set_without_names_is_not_joined_to_one_with_them(
+def test_sets_with_and_without_class_names_are_not_joined(
     sets: tuple[Path, Path], tmp_path: Path
 ) -> None:
     numbered = tmp_path / "numbered"
@@ -174,12 +174,12 @@ def test_a_set_without_names_is_not_joined_to_one_with_them(
         "no label": foreign(tmp_path / "foreign", {"cls": b"1", "txt": b"x"}),
         "no label ": foreign(tmp_path / "pictures", {"txt": b"x"}),
     }
-    for said, other in without.items():
+    for problem, other in without.items():
         for urls in ([sets[0], other], [other, sets[0]]):
             with pytest.raises(UsageError, match="label in cls differs") as error:
                 wt.Loader(urls, {"y": wt.label()})
             assert "0 cat, 1 dog" in str(error.value)
-            assert said.strip() in str(error.value)
+            assert problem.strip() in str(error.value)
             with pytest.raises(UsageError, match="0 cat, 1 dog"):
                 wt.train(urls, str(tmp_path / "run"))
             assert sum(
@@ -187,22 +187,24 @@ def test_a_set_without_names_is_not_joined_to_one_with_them(
             ) in (14, 16)
         with pytest.raises(UsageError, match="label in cls differs"):
             wt.mix({"a": sets[0], "b": other}, {"y": wt.label()}, batch_size=1)
-    mine = ["dog", "cat", "hen"]  # who says what the numbers without names mean is believed
-    loader = wt.Loader([sets[0], without["no label"]], {"y": wt.label(classes=mine)}, batch_size=1)
-    assert delivered(loader, mine) == dict(PETS) | {f"f{i}": "cat" for i in range(4)}
+    own_classes = ["dog", "cat", "hen"]  # names given by the caller apply to the set without names
+    loader = wt.Loader(
+        [sets[0], without["no label"]], {"y": wt.label(classes=own_classes)}, batch_size=1
+    )
+    assert delivered(loader, own_classes) == dict(PETS) | {f"f{i}": "cat" for i in range(4)}
 
 
 @pytest.mark.parametrize("name", ["label", "cls"])
-def test_a_condition_on_classes_that_cannot_be_joined_names_both_numberings(
+def test_a_condition_on_incompatible_classes_raises_with_both_numberings(
     sets: tuple[Path, Path], tmp_path: Path, name: str
 ) -> None:
     numbered = tmp_path / "numbered"
     wt.pack(({"__key__": f"n{i}", "cls": i % 3} for i in range(6)), str(numbered))
     index = wt.open([sets[0], numbered])
-    said = f"no column '{name}': the label in cls differs.*0 cat, 1 dog.*3 classes without names"
-    with pytest.raises(UsageError, match=said):
+    message = f"no column '{name}': the label in cls differs.*0 cat, 1 dog.*3 classes without names"
+    with pytest.raises(UsageError, match=message):
         index.where(f"{name} == 1")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         wt.Loader(index, balance=name)
 
 
@@ -221,17 +223,15 @@ def test_sets_of_numbers_without_names_are_joined_as_numbers(tmp_path: Path) -> 
     assert loader.index.labels[0].classes == ("0", "1", "2", "3", "4")
 
 
-def test_counts_and_samples_that_are_shown_have_their_own_class(
-    sets: tuple[Path, Path], capsys: Any
-) -> None:
+def test_info_and_show_use_the_class_of_each_sample(sets: tuple[Path, Path], capsys: Any) -> None:
     (column,) = wt.info(sets).columns
     assert column.classes == {"cat": 5, "dog": 8, "fox": 3, "wolf": 3}
     assert main(["show", *map(str, sets), "-n", "19", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["samples"]
-    assert {one["key"]: one["labels"]["label"] for one in shown} == dict(PETS + WILD)
+    assert {sample["key"]: sample["labels"]["label"] for sample in shown} == dict(PETS + WILD)
 
 
-def test_raw_numbers_that_mean_different_classes_are_warned_of(
+def test_raw_class_numbers_of_different_meaning_are_logged(
     sets: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "wdstrain"):
@@ -239,12 +239,12 @@ def test_raw_numbers_that_mean_different_classes_are_warned_of(
         wt.Loader(sets, {"y": wt.label()}, batch_size=2)
         assert not caplog.messages
         wt.Loader(sets, batch_size=2)
-    (said,) = caplog.messages
-    assert "0 cat, 1 dog" in said
-    assert "0 dog, 1 fox, 2 wolf" in said
+    (warning,) = caplog.messages
+    assert "0 cat, 1 dog" in warning
+    assert "0 dog, 1 fox, 2 wolf" in warning
 
 
-# --- training --------------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 def pictures(names: Iterable[str], classes: Sequence[str]) -> Iterable[dict[str, Any]]:
@@ -260,14 +260,14 @@ def pictures(names: Iterable[str], classes: Sequence[str]) -> Iterable[dict[str,
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that tells cats from dogs, and of sets beside it."""
+    """The folder of a run that separates cats from dogs, and of sets beside it."""
     folder = tmp_path_factory.mktemp("trained")
     names = ["cat", "dog"] * 20
     for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
         wt.pack(pictures(names, classes), str(folder / name), classes=classes)
     wt.pack(pictures(["cat", "fox"], ["fox", "cat"]), str(folder / "foxes"), classes=["fox", "cat"])
     wt.pack(
-        ({**one, "cls": 1} for one in pictures(names, ["cat", "dog"])), str(folder / "numbered")
+        ({**item, "cls": 1} for item in pictures(names, ["cat", "dog"])), str(folder / "numbered")
     )
     write_tar(folder / "foreign" / "a.tar", [("f", {"png": picture(0), "cls": b"1"})])
     write_tar(folder / "unlabeled" / "a.tar", [("f", {"png": picture(0)})])
@@ -275,7 +275,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_is_scored_by_the_names_of_classes(trained: Path) -> None:
+def test_a_model_is_scored_by_class_name(trained: Path) -> None:
     checkpoint = trained / "run" / "checkpoints" / "last.pt"
     for urls in (
         trained / "a",
@@ -298,7 +298,7 @@ def test_a_model_is_scored_by_the_names_of_classes(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["foxes", "numbered", "foreign", "unlabeled"])
-def test_sets_whose_classes_were_not_learnt_are_refused(trained: Path, other: str) -> None:
+def test_sets_with_unknown_classes_are_refused(trained: Path, other: str) -> None:
     checkpoint = trained / "run" / "checkpoints" / "last.pt"
     for urls in ([trained / other], [trained / "a", trained / other]):
         with pytest.raises(UsageError, match="0 cat, 1 dog"):
@@ -310,7 +310,7 @@ def test_sets_whose_classes_were_not_learnt_are_refused(trained: Path, other: st
     assert not (trained / "run3").exists()
 
 
-def test_classes_of_joined_sets_are_counted_and_learnt_by_name(
+def test_classes_of_joined_sets_are_counted_and_trained_by_name(
     trained: Path, tmp_path: Path
 ) -> None:
     urls = [trained / "b", trained / "foxes"]

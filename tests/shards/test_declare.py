@@ -1,4 +1,4 @@
-"""Columns and labels of shards that were made elsewhere: `wdstrain index --columns --label --classes`."""
+"""Declared columns and labels of foreign shards: `wdstrain index --columns --label --classes`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ["Shirts", "Other", "Pants"]
 
 
 def write(folder: Path, samples: list[dict[str, Any]], per_shard: int = 10) -> Path:
-    """Tars as Python's tarfile writes them, without any index."""
+    """Write tars with Python's tarfile, without an index."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(samples), per_shard)):
         with tarfile.open(folder / f"s-{shard:03d}.tar", "w") as tar:
@@ -60,7 +60,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a verb prints that fails as wrong usage."""
+    """Return the output of a verb that exits with 2."""
     capsys.readouterr()
     assert main(list(map(str, words))) == 2
     error = capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_fields_and_entries_become_typed_columns(shards: Path, capsys: Any) -> N
     )
 
 
-def test_columns_stay_and_are_read_again(shards: Path) -> None:
+def test_declared_columns_are_kept_when_indexing_again(shards: Path) -> None:
     wt.index(shards, columns=["cls"])
     wt.index(shards, columns=["txt"])
     index = wt.index(shards)
@@ -104,14 +104,12 @@ def test_columns_stay_and_are_read_again(shards: Path) -> None:
 
 def labels(index: wt.Index, field: Any) -> list[int]:
     loader = wt.Loader(index, {"label": field}, batch_size=10, shuffle=False)
-    found = [number for batch in loader.epoch(0, until=1) for number in batch["label"].tolist()]
+    actual = [number for batch in loader.epoch(0, until=1) for number in batch["label"].tolist()]
     loader.close()
-    return found
+    return actual
 
 
-def test_a_declared_label_is_what_training_learns(
-    shards: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_training_uses_the_declared_label(shards: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["index", str(shards), "--label", "txt"]) == 0
     index = wt.open(shards)
     assert index.labels == (wt.Label("txt", "class", "txt", None, tuple(sorted(KINDS))),)
@@ -124,8 +122,10 @@ def test_a_declared_label_is_what_training_learns(
     assert json.loads(capsys.readouterr().out)["samples"] == 30
 
 
-def test_training_on_shards_that_declare_nothing(shards: Path, tmp_path: Path, capsys: Any) -> None:
-    """The label is named on the command line; nothing is written beside the shards."""
+def test_training_names_the_label_of_undeclared_shards(
+    shards: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The label is named on the command line; no file is written beside the shards."""
     val = write(tmp_path / "val", [{"png": picture(n), "txt": b"Pants"} for n in range(10)])
     options = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
     words = ["train", shards, "--val", val, "--out", tmp_path / "run", *options, "--label", "txt"]
@@ -156,7 +156,7 @@ def test_classes_are_named_in_the_order_of_their_numbers(shards: Path, tmp_path:
     assert wt.open(shards).labels[0].classes == ("0", "1", "2")
 
 
-def test_kinds_of_labels(shards: Path) -> None:
+def test_kinds_of_labels_follow_their_values(shards: Path) -> None:
     index = wt.index(shards, label="json.price")
     assert index.labels == (wt.Label("price", "number", "json", "price", ()),)
     index = wt.index(shards, label="json.tags")
@@ -191,7 +191,7 @@ def test_kinds_of_labels(shards: Path) -> None:
         (["--label", "nothing"], "there is no field 'nothing'"),
     ],
 )
-def test_a_declaration_that_cannot_be(
+def test_impossible_declarations_are_refused(
     shards: Path, words: list[str], message: str, capsys: Any
 ) -> None:
     assert message in failure(capsys, "index", shards, *words)

@@ -1,4 +1,4 @@
-"""An index says what is in the shards, survives the disk, and is never believed against the shards."""
+"""An index lists the samples of shards, round-trips through files, and is validated when read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from wdstrain.storage.addresses import expand
 
 
 def test_unindexed_shards_are_scanned_and_logged(shards: Path) -> None:
-    told: list[str] = []
-    index = open_index(str(shards), note=told.append)
+    reported: list[str] = []
+    index = open_index(str(shards), note=reported.append)
     assert index.counts.tolist() == [7, 13, 1]
     assert index.fields == ("cls", "txt")
     assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
-    assert len(told) == 1
-    assert "part-000.tar: scanned the headers of 21 samples in" in told[0]
+    assert len(reported) == 1
+    assert "part-000.tar: scanned the headers of 21 samples in" in reported[0]
 
 
 def test_links_skipped_by_a_scan_are_logged(tmp_path: Path) -> None:
-    """GNU tar stores a file that it stored before under another name as a hard link, which has no bytes."""
+    """GNU tar stores a second name of a file as a hard link without data."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in (
             ("a.txt", tarfile.REGTYPE),
@@ -43,82 +43,86 @@ def test_links_skipped_by_a_scan_are_logged(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "a.txt" if kind == tarfile.LNKTYPE else ""
             tar.addfile(member)
-    told: list[str] = []
-    assert len(open_index(tmp_path / "a.tar", note=told.append)) == 1
-    assert "Passed over, no part of any sample: 1 times a link or device" in told[0]
-    assert "directory" not in told[0]
+    reported: list[str] = []
+    assert len(open_index(tmp_path / "a.tar", note=reported.append)) == 1
+    assert "Passed over, no part of any sample: 1 times a link or device" in reported[0]
+    assert "directory" not in reported[0]
 
 
-def walked(urls: Any) -> int:
-    """How many samples' headers opening walks over."""
-    told: list[str] = []
-    open_index(urls, note=told.append)
-    return int(told[0].split("headers of ")[1].split()[0]) if told else 0
+def scanned_samples(urls: Any) -> int:
+    """Return how many samples opening scans."""
+    reported: list[str] = []
+    open_index(urls, note=reported.append)
+    return int(reported[0].split("headers of ")[1].split()[0]) if reported else 0
 
 
 def test_a_scan_is_cached_and_only_changed_shards_are_scanned_again(
     shards: Path, tmp_path: Path
 ) -> None:
-    assert [walked(shards), walked(shards), walked(shards / "part-001.tar")] == [21, 0, 0]
+    assert [
+        scanned_samples(shards),
+        scanned_samples(shards),
+        scanned_samples(shards / "part-001.tar"),
+    ] == [21, 0, 0]
     before = open_index(shards)
     write_shards(tmp_path / "other", [5])
     os.replace(tmp_path / "other" / "part-000.tar", shards / "part-001.tar")
-    assert [walked(shards), walked(shards)] == [5, 0]
+    assert [scanned_samples(shards), scanned_samples(shards)] == [5, 0]
     after = open_index(shards)
     assert after.counts.tolist() == [7, 5, 1]
     assert after.fingerprint != before.fingerprint
     assert [after.key(i) for i in (6, 7, 12)] == ["s000006", "s000000", "s000020"]
     os.utime(shards / "part-000.tar", ns=(1, 1))
-    assert walked(shards) == 7
+    assert scanned_samples(shards) == 7
 
 
-def test_a_walk_is_remembered_in_the_users_cache_where_the_folder_cannot_be_written(
+def test_a_scan_of_a_read_only_folder_is_cached_in_the_user_cache(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (shards / ".wdstrain").write_text("in the way")
-    assert [walked(shards), walked(shards)] == [21, 0]
+    assert [scanned_samples(shards), scanned_samples(shards)] == [21, 0]
     assert len(list((tmp_path / "cache" / "wdstrain").rglob("index.json"))) == 1
     (tmp_path / "cache2").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
-    assert [walked(shards), walked(shards)] == [21, 21]
+    assert [scanned_samples(shards), scanned_samples(shards)] == [21, 21]
 
 
 def test_a_cached_scan_is_validated_like_any_file(shards: Path) -> None:
-    walked(shards)
+    scanned_samples(shards)
     for name, damage in (("index.arrow", b"x" * 100), ("index.json", b"[]")):
         (shards / ".wdstrain" / name).write_bytes(damage)
-        assert walked(shards) == 21
+        assert scanned_samples(shards) == 21
 
 
 @pytest.mark.parametrize("part", ["start", "stop"])
 def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> None:
-    """They are read one after another, into places of their own."""
-    made = wt.index(shards)
-    lying = getattr(made.offsets, part).copy()
+    """Samples are read one after another into separate memory."""
+    index = wt.index(shards)
+    lying = getattr(index.offsets, part).copy()
     lying[3] += 512 if part == "stop" else -512
-    save_index(replace(made, offsets=made.offsets.replaced(**{part: lying})), str(shards))
+    save_index(replace(index, offsets=index.offsets.replaced(**{part: lying})), str(shards))
     with pytest.raises(ShardError, match="its samples overlap"):
         open_index(shards)
 
 
-def test_an_index_comes_back_from_the_disk_as_it_was(shards: Path) -> None:
-    made = wt.index(shards)
-    found = open_index(shards)
-    assert (found.shards, found.fields, found.fingerprint) == (
-        made.shards,
-        made.fields,
-        made.fingerprint,
+def test_an_index_round_trips_through_its_files(shards: Path) -> None:
+    written = wt.index(shards)
+    read = open_index(shards)
+    assert (read.shards, read.fields, read.fingerprint) == (
+        written.shards,
+        written.fields,
+        written.fingerprint,
     )
     for number in range(21):
-        assert found.key(number) == made.key(number)
-        assert found.members(number) == made.members(number)
+        assert read.key(number) == written.key(number)
+        assert read.members(number) == written.members(number)
     document = json.loads((shards / "index.json").read_text())
     assert document["__kind__"] == "wids-shard-index-v1"
     assert [row["nsamples"] for row in document["shardlist"]] == [7, 13, 1]
 
 
-def test_every_kind_of_address_means_the_same_shards(shards: Path) -> None:
+def test_every_kind_of_address_names_the_same_shards(shards: Path) -> None:
     paths = [str(path) for path in sorted(shards.glob("*.tar"))]
     for urls in (
         str(shards),
@@ -135,7 +139,7 @@ def test_every_kind_of_address_means_the_same_shards(shards: Path) -> None:
         assert [shard.path for shard in open_index(urls).shards] == paths
 
 
-def test_a_file_whose_name_has_braces_or_stars_is_itself(tmp_path: Path) -> None:
+def test_an_existing_file_with_braces_or_stars_in_its_name_is_not_a_pattern(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a{0..3}*.tar", [("k", {"txt": b"1"})])
     assert expand(str(path)) == [str(path)]
 
@@ -151,12 +155,12 @@ def test_a_file_whose_name_has_braces_or_stars_is_itself(tmp_path: Path) -> None
         ("ftp://host/x.tar", "ftp:// cannot be read"),
     ],
 )
-def test_an_address_that_means_nothing_is_named(tmp_path: Path, address: str, words: str) -> None:
+def test_an_address_without_shards_is_an_error(tmp_path: Path, address: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         open_index(address.format(folder=tmp_path))
 
 
-def test_no_address_at_all_is_refused() -> None:
+def test_an_empty_list_of_addresses_is_refused() -> None:
     with pytest.raises(UsageError, match="no address"):
         open_index([])
 
@@ -192,7 +196,7 @@ def test_a_shard_that_changed_since_it_was_indexed_is_refused(shards: Path) -> N
         open_index(shards)
 
 
-def test_a_cut_shard_without_an_index_is_refused(shards: Path) -> None:
+def test_a_truncated_shard_without_an_index_is_refused(shards: Path) -> None:
     size = (shards / "part-001.tar").stat().st_size
     os.truncate(shards / "part-001.tar", size - 1024)
     with pytest.raises(
@@ -201,14 +205,14 @@ def test_a_cut_shard_without_an_index_is_refused(shards: Path) -> None:
         open_index(shards)
 
 
-def test_a_folder_that_is_being_filled_is_refused(shards: Path) -> None:
+def test_a_folder_of_an_unfinished_conversion_is_refused(shards: Path) -> None:
     (shards / ".swapping").mkdir()
     for urls in (shards, shards / "part-000.tar"):
         with pytest.raises(ShardError, match="not finished"):
             open_index(urls)
 
 
-def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(
+def test_indexing_again_accepts_changed_shards_and_keeps_the_splits(
     shards: Path, tmp_path: Path
 ) -> None:
     wt.index(shards)
@@ -222,32 +226,30 @@ def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(
     assert [shard.split for shard in index.shards] == ["val", "", "", ""]
 
 
-def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_path: Path) -> None:
+def test_indexing_again_keeps_the_checksums_of_unchanged_shards(tmp_path: Path) -> None:
     from wdstrain.conversion.options import Options
     from wdstrain.conversion.runner import convert
     from wdstrain.conversion.sources.folder import list_folder
 
     write_class_folder(tmp_path / "in", {"cat": 4, "dog": 4})
-    made = convert(
+    output = convert(
         list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(max_shard_samples=4)
     ).index
-    again = wt.index(tmp_path / "out")
-    assert again.shards == made.shards
-    assert again.labels == made.labels
+    reindexed = wt.index(tmp_path / "out")
+    assert reindexed.shards == output.shards
+    assert reindexed.labels == output.labels
     assert wt.verify(tmp_path / "out").ok
     for name in ("member_crc", "start", "keys"):
-        assert np.array_equal(getattr(again.offsets, name), getattr(made.offsets, name))
+        assert np.array_equal(getattr(reindexed.offsets, name), getattr(output.offsets, name))
 
 
-def test_indexing_again_names_what_a_shard_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_indexing_again_logs_lost_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = [{"__key__": f"k{i}", "txt": f"t{i}", "cls": i % 2} for i in range(4)]
     wt.pack(samples, str(tmp_path), classes=["a", "b"], shuffle=False)
     kept = [(f"k{i}", {"cls": b"0", **({} if i == 2 else {"txt": b"t"})}) for i in range(3)]
     write_tar(tmp_path / "train-000000.tar", kept)
     assert len(wt.index(tmp_path)) == 3
-    (line,) = [one for one in caplog.messages if "lost fields" in one]
+    (line,) = [message for message in caplog.messages if "lost fields" in message]
     assert "train-000000.tar lost fields of 2 samples since its index was made" in line
     assert "'k2' (txt), 'k3' (" in line
 
@@ -258,9 +260,7 @@ def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> Non
         wt.index([shards, tmp_path / "other"])
 
 
-def test_a_pair_of_files_that_does_not_belong_together_is_refused(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_index_files_of_different_sets_are_refused(shards: Path, tmp_path: Path) -> None:
     wt.index(shards)
     other = write_shards(tmp_path / "other", [7, 13, 2])
     wt.index(other)
@@ -270,13 +270,13 @@ def test_a_pair_of_files_that_does_not_belong_together_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"wdstrain": 3}', "nul", "[" * 100_000])
-def test_a_json_that_is_no_index_is_refused(shards: Path, text: str) -> None:
+def test_json_that_is_not_an_index_is_refused(shards: Path, text: str) -> None:
     (shards / "index.json").write_text(text)
     with pytest.raises(ShardError, match="is not an index of this package"):
         open_index(shards)
 
 
-def test_an_index_may_not_name_files_elsewhere(shards: Path) -> None:
+def test_an_index_may_not_name_files_outside_its_folder(shards: Path) -> None:
     wt.index(shards)
     text = (shards / "index.json").read_text()
     for name in ("../part-000.tar", "/etc/passwd", ".."):
@@ -286,12 +286,12 @@ def test_an_index_may_not_name_files_elsewhere(shards: Path) -> None:
 
 
 def test_damaged_offsets_never_read_outside_a_shard(shards: Path) -> None:
-    """Flip bits all over the binary: each time it is refused, or the offsets still lie inside the shards."""
+    """Flip bits of index.arrow: each result is refused, or its offsets lie inside the shards."""
     wt.index(shards)
-    whole = (shards / "index.arrow").read_bytes()
+    arrow_bytes = (shards / "index.arrow").read_bytes()
     refused = 0
-    for at in range(0, len(whole), 5):
-        damaged = bytearray(whole)
+    for at in range(0, len(arrow_bytes), 5):
+        damaged = bytearray(arrow_bytes)
         damaged[at] ^= 0x84
         (shards / "index.arrow").write_bytes(damaged)
         try:
@@ -306,7 +306,7 @@ def test_damaged_offsets_never_read_outside_a_shard(shards: Path) -> None:
     assert refused > 100
 
 
-def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
+def test_a_set_with_several_splits_needs_the_name_of_one(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [3, 4])
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
@@ -319,15 +319,17 @@ def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
             wt.Loader(urls)
     assert (
         len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7
-    )  # both were named
+    )  # both were listed
 
 
-def test_shards_without_a_split_beside_a_split_are_named_in_words(tmp_path: Path) -> None:
+def test_shards_without_a_split_are_listed_beside_the_splits(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [3, 4, 2])
     (folder / "part-000.tar").rename(folder / "train-000.tar")
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
-    next(one for one in document["shardlist"] if one["url"] == "train-000.tar")["split"] = "train"
+    next(item for item in document["shardlist"] if item["url"] == "train-000.tar")["split"] = (
+        "train"
+    )
     (folder / "index.json").write_text(json.dumps(document))
     with pytest.raises(
         UsageError,
@@ -342,7 +344,7 @@ def test_indexing_one_shard_indexes_its_folder(shards: Path) -> None:
     assert wt.index(shards / "part-001.tar").counts.tolist() == [7, 13, 1]
 
 
-def test_a_list_of_shards_by_another_tool_is_passed_over(shards: Path) -> None:
+def test_an_index_json_of_another_tool_is_ignored(shards: Path) -> None:
     (shards / "index.json").write_text(
         '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "part-000.tar", "nsamples": 9}]}'
     )
@@ -364,7 +366,7 @@ def test_a_list_of_shards_by_another_tool_is_passed_over(shards: Path) -> None:
         lambda d: d.update(wdstrain=[]),
     ],
 )
-def test_an_index_with_wrong_parts_is_refused_with_a_sentence(shards: Path, damage: Any) -> None:
+def test_an_index_with_wrong_values_is_refused(shards: Path, damage: Any) -> None:
     wt.index(shards)
     document = json.loads((shards / "index.json").read_text())
     damage(document)
@@ -373,7 +375,7 @@ def test_an_index_with_wrong_parts_is_refused_with_a_sentence(shards: Path, dama
         open_index(shards)
 
 
-def test_a_shard_named_twice_is_refused(shards: Path) -> None:
+def test_a_shard_listed_twice_is_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match="part-000.tar is named twice"):
         open_index([shards, shards / "part-000.tar"])
 
@@ -395,14 +397,14 @@ def test_a_shard_under_two_names_is_refused(
         wt.Loader(["shards", other], batch_size=1)
 
 
-# --- shards that were replaced after they were indexed ------------------------------------------------------------------
+# --- shards that were replaced after they were indexed ---
 
 
 @pytest.mark.parametrize("how", ["written", "moved"])
 def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(
     tmp_path: Path, how: str
 ) -> None:
-    """Its size is the same, and its samples lie elsewhere in it."""
+    """The size is equal, and the samples have other offsets."""
     samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
     other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
     shard = write_tar(tmp_path / "set" / "a.tar", samples)
@@ -424,17 +426,15 @@ def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(
         )
 
 
-def test_a_set_that_was_copied_after_its_index_is_walked_over_once(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_set_copied_after_its_index_is_scanned_once(shards: Path, tmp_path: Path) -> None:
     wt.index(shards)
     (tmp_path / "copy").mkdir()
     for name in ("index.json", "index.arrow", *(f"part-00{i}.tar" for i in range(3))):
         (tmp_path / "copy" / name).write_bytes((shards / name).read_bytes())
-    assert [walked(tmp_path / "copy"), walked(tmp_path / "copy")] == [21, 0]
+    assert [scanned_samples(tmp_path / "copy"), scanned_samples(tmp_path / "copy")] == [21, 0]
 
 
-def test_a_state_of_other_samples_in_shards_of_the_same_names_and_sizes_is_refused(
+def test_a_state_of_other_samples_in_equally_named_shards_is_refused(
     tmp_path: Path,
 ) -> None:
     for name, first in (("a", 0), ("b", 50)):
@@ -450,7 +450,7 @@ def test_a_state_of_other_samples_in_shards_of_the_same_names_and_sizes_is_refus
         wt.Loader(tmp_path / "b", batch_size=4).load_state_dict(state)
 
 
-# --- checksums, shard by shard ----------------------------------------------------------------------------------------
+# --- checksums, shard by shard ---
 
 
 def npy(number: int) -> bytes:
@@ -460,7 +460,9 @@ def npy(number: int) -> bytes:
 
 
 def damaged_set(folder: Path) -> tuple[Path, Path, str]:
-    """A packed set with one changed byte in an array, a foreign one of the same fields, and the key of the changed sample."""
+    """Return a packed set with one changed byte in an array, a foreign set of the same fields, and
+    the key of the changed sample.
+    """
     wt.pack(
         ({"__key__": f"p{i}", "npy": npy(i)} for i in range(12)),
         str(folder / "packed"),
@@ -486,7 +488,7 @@ FIELDS = {
 @pytest.mark.parametrize(
     "how", ["packed first", "foreign first", "mixture", "indexed", "indexed twice"]
 )
-def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(
+def test_a_packed_shard_keeps_its_checksums_beside_foreign_shards(
     tmp_path: Path, how: str, fields: str
 ) -> None:
     packed, foreign, key = damaged_set(tmp_path)
@@ -511,12 +513,12 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(
     with pytest.raises(wt.SampleError, match=f"'{key}'.*not those that were packed"):
         list(loader())
     with closing(loader(on_error="replace", max_errors=1.0)) as replacing:
-        found = [one for batch in replacing for one in batch["__key__"]]
-        assert len(found) == 16
-        assert [one["key"] for one in replacing.report()["bad_samples"]] == [key]
+        actual = [item for batch in replacing for item in batch["__key__"]]
+        assert len(actual) == 16
+        assert [item["key"] for item in replacing.report()["bad_samples"]] == [key]
 
 
-def test_an_index_that_is_made_again_counts_what_is_there(
+def test_a_rebuilt_index_counts_the_existing_samples(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "set"

@@ -1,4 +1,4 @@
-"""The index as an Arrow table: what other programs read in it, and that it follows the shards."""
+"""The index as an Arrow table: readable by other programs, and equal to the shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ["Other", "Pants", "Shirts"]
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    """40 samples in four shards with every kind of column; every fifth lacks its text."""
+    """40 samples in four shards with every kind of column; every fifth has no text."""
     samples = []
     for number in range(40):
         entries: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_offsets_and_checksums_are_those_of_the_bytes(packed: Path) -> None:
 
 
 def test_a_loader_reads_samples_that_lack_fields_in_any_order(tmp_path: Path) -> None:
-    """Members lie in another order in each sample, so the columns are not in order of offset."""
+    """Members have another order in each sample, so the columns are not sorted by offset."""
     random = np.random.default_rng(0)
     samples = []
     for number in range(60):
@@ -124,7 +124,7 @@ def test_duckdb_opens_the_index(packed: Path) -> None:
     assert rows == [(6,)]
 
 
-def test_a_label_with_the_name_of_another_column_keeps_its_own(tmp_path: Path) -> None:
+def test_a_label_named_like_another_column_keeps_its_values(tmp_path: Path) -> None:
     samples = [{"__key__": f"{n}", "bin": b"x", "json": {"size": n, "key": "k"}} for n in range(3)]
     wt.pack(samples, str(tmp_path), shuffle=False)
     table = wt.open(tmp_path).table
@@ -162,7 +162,7 @@ def test_sets_with_other_numbers_for_their_classes_are_joined_by_name(tmp_path: 
     assert index.labels[0].classes == ("cat", "dog", "fox")
 
 
-def test_an_index_of_the_old_format_says_how_to_make_a_new_one(packed: Path) -> None:
+def test_an_index_of_the_old_format_raises_with_the_command_to_rebuild_it(packed: Path) -> None:
     document = json.loads((packed / "index.json").read_text())
     document["wdstrain"]["version"] = 1
     (packed / "index.json").write_text(json.dumps(document))
@@ -173,13 +173,13 @@ def test_an_index_of_the_old_format_says_how_to_make_a_new_one(packed: Path) -> 
 
 
 def test_a_table_of_other_shards_or_with_other_columns_is_refused(packed: Path) -> None:
-    whole = arrow_file(packed)
+    intact = arrow_file(packed)
     good = shutil.copy(packed / "index.arrow", packed.parent)
     for table, message in (
-        (whole.slice(0, 39), "number of samples"),
-        (whole.drop_columns("price"), "column"),
-        (whole.take(list(range(39, -1, -1))), "order of the shards"),
-        (whole.set_column(2, "offset", pa.array([-512] + [0] * 39)), "outside its shard"),
+        (intact.slice(0, 39), "number of samples"),
+        (intact.drop_columns("price"), "column"),
+        (intact.take(list(range(39, -1, -1))), "order of the shards"),
+        (intact.set_column(2, "offset", pa.array([-512] + [0] * 39)), "outside its shard"),
     ):
         with pa.ipc.new_file(packed / "index.arrow", table.schema) as writer:
             writer.write_batch(table.combine_chunks().to_batches()[0])
@@ -189,7 +189,7 @@ def test_a_table_of_other_shards_or_with_other_columns_is_refused(packed: Path) 
     assert len(wt.open(packed)) == 40
 
 
-def test_scalars_of_packed_samples_are_columns_that_survive_packing_again(tmp_path: Path) -> None:
+def test_scalars_of_packed_samples_stay_columns_when_repacked(tmp_path: Path) -> None:
     samples = (
         {
             "__key__": f"{i:03d}",
@@ -205,14 +205,14 @@ def test_scalars_of_packed_samples_are_columns_that_survive_packing_again(tmp_pa
     wt.convert_tars(tmp_path / "set", tmp_path / "again", where="price > 4")
     for folder in ("set", "again"):
         index = wt.open(tmp_path / folder)
-        assert {one.name: one.kind for one in index.columns if one.name != "note"} == {
+        assert {column.name: column.kind for column in index.columns if column.name != "note"} == {
             "price": "number",
             "sender": "text",
         }
         assert not wt.verify(tmp_path / folder).findings
     assert len(wt.open(tmp_path / "set").where("price > 4")) == 23
     assert len(wt.open(tmp_path / "again").where("sender == 'anna1'")) == 7
-    assert "note" not in {one.name for one in wt.open(tmp_path / "set").columns}
+    assert "note" not in {column.name for column in wt.open(tmp_path / "set").columns}
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,12 @@ def test_scalars_of_packed_samples_are_columns_that_survive_packing_again(tmp_pa
     [
         (["nan", "inf", 1.5, 4, 7, "-inf"], "number"),
         ([3, 4, "nan", "nan", 5, 6], "number"),
-        (["nan", "inf", "nan", "nan", "-inf", "nan"], "text"),  # as a name may be
+        (["nan", "inf", "nan", "nan", "-inf", "nan"], "text"),  # "nan" and "inf" may also be names
         (["nan", "inf", "abc", "x", 2.5, "inf"], "text"),
         (["nan", "inf", True, False, True, True], "text"),
     ],
 )
-def test_the_kind_of_a_column_does_not_depend_on_the_division_into_shards(
+def test_the_kind_of_a_column_does_not_depend_on_the_shards(
     tmp_path: Path, prices: list[Any], kind: str
 ) -> None:
     samples = [{"__key__": f"s{i}", "json": {"price": price}} for i, price in enumerate(prices)]
@@ -245,7 +245,7 @@ def test_the_kind_of_a_column_does_not_depend_on_the_division_into_shards(
         )
 
 
-def test_a_shard_of_nan_alone_that_changed_keeps_a_column_of_numbers(tmp_path: Path) -> None:
+def test_a_changed_shard_of_only_nan_keeps_a_number_column(tmp_path: Path) -> None:
     def write(shard: int, prices: list[Any]) -> None:
         documents = [json.dumps({"price": price}).encode() for price in prices]
         write_tar(

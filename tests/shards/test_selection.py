@@ -1,4 +1,4 @@
-"""Choosing samples by conditions on columns, by share, in splits and folds, and by key."""
+"""Selections by conditions on columns, by share, in splits and folds, and by key."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ CONDITIONS: list[tuple[str, Callable[[int, Row], Any]]] = [
 
 
 @pytest.mark.parametrize(("condition", "holds"), CONDITIONS, ids=[text for text, _ in CONDITIONS])
-def test_a_condition_chooses_what_python_would(
+def test_a_condition_selects_as_the_python_expression(
     index: wt.Index, condition: str, holds: Callable[[int, Row], Any]
 ) -> None:
-    wanted = [f"k{n:03d}" for n, row in enumerate(ROWS) if holds(n, row)]
-    assert wanted
-    assert keys(index.where(condition)) == wanted
+    expected = [f"k{n:03d}" for n, row in enumerate(ROWS) if holds(n, row)]
+    assert expected
+    assert keys(index.where(condition)) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_condition_chooses_what_python_would(
         ("`` == 3", ""),
     ],
 )
-def test_a_wrong_condition_gets_one_clear_error(
+def test_an_invalid_condition_is_a_clear_error(
     index: wt.Index, condition: str, message: str
 ) -> None:
     with pytest.raises(wt.UsageError) as caught:
@@ -169,7 +169,7 @@ def test_sets_without_a_column_of_the_condition_are_logged_once(
     assert not caplog.records
 
 
-def test_a_selection_of_a_selection(index: wt.Index) -> None:
+def test_a_selection_can_be_selected_from(index: wt.Index) -> None:
     small = index.where("year >= 2020").where("kind == 'Pants'").sample(5, seed=3)
     assert len(small) == 5
     assert repr(small).startswith("Index(5 samples, ")
@@ -180,7 +180,7 @@ def test_a_selection_of_a_selection(index: wt.Index) -> None:
     assert [row["year"] for row in small.table.to_pylist()] == [2000 + n for n in chosen]
 
 
-def test_a_share_is_exact_and_follows_its_seed(index: wt.Index) -> None:
+def test_a_share_is_exact_and_determined_by_its_seed(index: wt.Index) -> None:
     tenth = index.sample(0.1, seed=0)
     assert len(tenth) == 6
     assert keys(tenth) == keys(index.sample(6, seed=0)) == keys(index.sample(0.1, seed=0))
@@ -189,12 +189,12 @@ def test_a_share_is_exact_and_follows_its_seed(index: wt.Index) -> None:
 
 
 @pytest.mark.parametrize("amount", [0, 0.0, 1.5, -1, 61, True, math.nan, "x", 0.001])
-def test_a_share_that_cannot_be(index: wt.Index, amount: Any) -> None:
+def test_impossible_shares_are_refused(index: wt.Index, amount: Any) -> None:
     with pytest.raises(wt.UsageError):
         index.sample(amount)
 
 
-def test_parts_are_everything_once(index: wt.Index) -> None:
+def test_splits_contain_every_sample_once(index: wt.Index) -> None:
     parts = index.split({"train": 0.8, "val": 0.1, "test": 0.1}, seed=1)
     assert {name: len(part) for name, part in parts.items()} == {"train": 48, "val": 6, "test": 6}
     assert sorted(key for part in parts.values() for key in keys(part)) == keys(index)
@@ -202,7 +202,7 @@ def test_parts_are_everything_once(index: wt.Index) -> None:
     assert keys(other["train"]) != keys(parts["train"])
 
 
-def test_a_stratified_part_has_its_share_of_every_class(index: wt.Index) -> None:
+def test_a_stratified_split_has_its_share_of_every_class(index: wt.Index) -> None:
     for name in ("kind", "json.two words", "cls"):
         parts = index.split({"train": 0.9, "val": 0.1}, stratify=name, seed=0)
         assert len(parts["val"]) == 6
@@ -212,7 +212,7 @@ def test_a_stratified_part_has_its_share_of_every_class(index: wt.Index) -> None
 
 
 @pytest.mark.parametrize("stratify", [None, "kind"])
-def test_a_group_stays_in_one_part(index: wt.Index, stratify: str | None) -> None:
+def test_a_group_stays_in_one_split(index: wt.Index, stratify: str | None) -> None:
     parts = index.split({"a": 0.5, "b": 0.3, "c": 0.2}, by="sender_id", stratify=stratify)
     senders = [{row["sender_id"] for row in p.table.to_pylist()} for p in parts.values()]
     assert sum(map(len, senders)) == 10
@@ -234,7 +234,7 @@ def test_each_sample_is_validated_in_one_fold(
 
 
 @pytest.mark.parametrize("folds", [3, 5])
-def test_folds_share_out_each_class_to_within_one(tmp_path: Path, folds: int) -> None:
+def test_folds_divide_each_class_evenly(tmp_path: Path, folds: int) -> None:
     rows = [{"kind": f"c{number}"} for number in range(1, 60) for _ in range(number)]
     samples = [{"__key__": f"k{n:03d}", "json": row} for n, row in enumerate(rows)]
     index = wt.pack(samples, str(tmp_path / "out"), shuffle=False)
@@ -247,8 +247,13 @@ def test_folds_share_out_each_class_to_within_one(tmp_path: Path, folds: int) ->
         assert max(of_class) - min(of_class) <= 1
 
 
-def test_names_and_letters_that_are_treated_as_python_does(tmp_path: Path) -> None:
-    texts = ["\u0130", "\u039f\u03a3", "A", None]  # Python's lower case of the first two is special
+def test_strings_are_compared_as_in_python(tmp_path: Path) -> None:
+    texts = [
+        "\u0130",
+        "\u039f\u03a3",
+        "A",
+        None,
+    ]  # the first two have special lower case forms in Python
     samples = [{"__key__": f"k{n}", "json": {"__column__": text}} for n, text in enumerate(texts)]
     index = wt.pack(samples, str(tmp_path / "out"), shuffle=False)
     for number, text in enumerate(texts[:3]):
@@ -270,12 +275,14 @@ def test_names_and_letters_that_are_treated_as_python_does(tmp_path: Path) -> No
         ({"a": math.nan, "b": 0.5}, {}, "above 0"),
     ],
 )
-def test_shares_that_cannot_be(index: wt.Index, shares: Any, options: Any, message: str) -> None:
+def test_impossible_splits_are_refused(
+    index: wt.Index, shares: Any, options: Any, message: str
+) -> None:
     with pytest.raises(wt.UsageError, match=message):
         index.split(shares, **options)
 
 
-def test_a_sample_is_found_by_its_key_and_number(packed: Path, index: wt.Index) -> None:
+def test_a_sample_is_read_by_key_and_by_number(packed: Path, index: wt.Index) -> None:
     assert index["k007"]["bin"] == bytes(7)
     assert index[7] == index["k007"] == index.where("year > 2005")["k007"]
     assert index["k005"].keys() == {"__key__", "bin", "cls", "json"}
@@ -288,7 +295,7 @@ def test_a_sample_is_found_by_its_key_and_number(packed: Path, index: wt.Index) 
         list(index)
 
 
-def test_a_key_of_several_samples(tmp_path: Path) -> None:
+def test_a_key_of_several_samples_is_an_error(tmp_path: Path) -> None:
     for number in range(2):
         write_tar(tmp_path / f"s-{number}.tar", [("same", {"txt": b"%d" % number})])
     index = wt.open(tmp_path)
@@ -297,7 +304,7 @@ def test_a_key_of_several_samples(tmp_path: Path) -> None:
     assert index.where("shard == 's-1.tar'")["same"]["txt"] == b"1"
 
 
-def test_a_damaged_sample_is_not_given(packed: Path, tmp_path: Path) -> None:
+def test_reading_a_damaged_sample_by_key_raises(packed: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"

@@ -1,4 +1,4 @@
-"""Our tars are everybody's tars, everybody's tars are ours, and a cut one is never taken for whole."""
+"""Shards are standard tars: other tools read ours, we read theirs, and truncation is detected."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.tar import SkippedMembers, header, samples, split_name
 from wdstrain.storage.local import open_source
 
-LONG = "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72  # fits ustar's prefix and name
-ENDLESS = "n" * 200  # does not: no slash to cut at
+LONG = (
+    "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72
+)  # fits the prefix and name fields of ustar
+ENDLESS = "n" * 200  # does not fit: no slash to split at
 
 ODD: list[Sample] = [
     ("plain", {"jpg": picture(1, kind="JPEG"), "cls": b"1", "seg.png": picture(2), "json": b"{}"}),
@@ -29,12 +31,12 @@ ODD: list[Sample] = [
 
 
 def read(path: Path, skipped: SkippedMembers | None = None) -> list[Sample]:
-    """All samples of a shard through our reader."""
+    """Return all samples of a shard as the tar reader delivers them."""
     with open_source(str(path)) as source:
-        found = list(samples(source.read, source.size, str(path), skipped))
+        actual = list(samples(source.read, source.size, str(path), skipped))
         return [
             (s.key, {name: source.read(offset, size) for name, offset, size in s.fields})
-            for s in found
+            for s in actual
         ]
 
 
@@ -43,17 +45,19 @@ def odd(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "odd.tar", ODD)
 
 
-def test_we_read_what_we_write(odd: Path) -> None:
+def test_written_shards_are_read_back(odd: Path) -> None:
     assert read(odd) == ODD
 
 
-def test_python_tarfile_reads_our_shards(odd: Path) -> None:
+def test_python_tarfile_reads_written_shards(odd: Path) -> None:
     with tarfile.open(odd) as tar:
-        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    assert found == {f"{key}.{name}": data for key, fields in ODD for name, data in fields.items()}
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert members == {
+        f"{key}.{name}": data for key, fields in ODD for name, data in fields.items()
+    }
 
 
-def test_gnu_tar_lists_our_shards(odd: Path) -> None:
+def test_gnu_tar_lists_written_shards(odd: Path) -> None:
     listed = subprocess.run(
         ["tar", "--quoting-style=literal", "-tf", odd], capture_output=True, check=True
     )
@@ -63,27 +67,27 @@ def test_gnu_tar_lists_our_shards(odd: Path) -> None:
     ]
 
 
-def test_webdataset_reads_our_shards(odd: Path) -> None:
+def test_webdataset_reads_written_shards(odd: Path) -> None:
     assert read_with_webdataset([odd]) == ODD
 
 
-def test_we_read_shards_that_webdataset_wrote_with_its_pax_headers(tmp_path: Path) -> None:
+def test_shards_of_webdataset_with_pax_headers_are_read(tmp_path: Path) -> None:
     with webdataset.ShardWriter(str(tmp_path / "w-%06d.tar"), maxcount=3, verbose=0) as writer:
         for key, fields in ODD:
             writer.write({"__key__": key, **{n: d for n, d in fields.items() if n != "cls"}})
     paths = sorted(tmp_path.glob("w-*.tar"))
-    assert b"mtime" in paths[0].read_bytes()  # the float time in a PAX header is there
-    found = [sample for path in paths for sample in read(path)]
-    wanted = [
+    assert b"mtime" in paths[0].read_bytes()  # the PAX header contains a float time
+    actual = [sample for path in paths for sample in read(path)]
+    expected = [
         (key, {name: data for name, data in fields.items() if name != "cls"}) for key, fields in ODD
     ]
-    assert [key for key, _ in found] == [key for key, _ in wanted]
-    assert found[1][1]["jpg"] == b"x" * 511
-    assert found[0][1]["seg.png"] == picture(2)
+    assert [key for key, _ in actual] == [key for key, _ in expected]
+    assert actual[1][1]["jpg"] == b"x" * 511
+    assert actual[0][1]["seg.png"] == picture(2)
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_we_read_every_format_of_python_tarfile(tmp_path: Path, style: int) -> None:
+def test_every_format_of_python_tarfile_is_read(tmp_path: Path, style: int) -> None:
     path = tmp_path / "t.tar"
     with tarfile.open(path, "w", format=style) as tar:
         folder = tarfile.TarInfo("folder")
@@ -110,10 +114,10 @@ def test_names_are_split_as_webdataset_splits_them() -> None:
     assert split_name("x.tar/y.jpg") == ("x.tar/y", "jpg")
     for path in ("a.jpg", "a/b.c/d.seg.png", "x.tar/y.jpg", "noext", ".b", "a.b/c", "a..b", "a/b."):
         assert (split_name(path) or (None, None)) == webdataset.tariterators.base_plus_ext(path)
-    assert split_name("a/.hidden") is None  # webdataset takes the folder for a key here
+    assert split_name("a/.hidden") is None  # here webdataset takes the folder for the key
 
 
-def test_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
+def test_skipped_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "t.tar"
     with tarfile.open(path, "w") as tar:
         for name, kind in (
@@ -129,21 +133,21 @@ def test_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
     assert skipped.reasons == {"no key in the name": 1, "a link or device": 1}
 
 
-def test_a_shard_cut_at_any_block_is_never_taken_for_whole(odd: Path, tmp_path: Path) -> None:
-    whole = odd.read_bytes()
-    for length in range(0, len(whole) - 512, 256):
+def test_a_shard_truncated_at_any_block_is_an_error(odd: Path, tmp_path: Path) -> None:
+    data = odd.read_bytes()
+    for length in range(0, len(data) - 512, 256):
         cut = tmp_path / "cut.tar"
-        cut.write_bytes(whole[:length])
+        cut.write_bytes(data[:length])
         with pytest.raises(ShardError, match="cut.tar"):
             read(cut)
 
 
-def test_a_flipped_bit_in_a_header_is_an_error_with_its_offset(odd: Path, tmp_path: Path) -> None:
-    whole = bytearray(odd.read_bytes())
+def test_a_flipped_bit_in_a_header_raises_with_its_offset(odd: Path, tmp_path: Path) -> None:
+    data = bytearray(odd.read_bytes())
     second = 512 + len(ODD[0][1]["jpg"]) + -len(ODD[0][1]["jpg"]) % 512
     for at in range(0, 512, 7):
-        if whole[second + at] or at < 345:
-            damaged = whole.copy()
+        if data[second + at] or at < 345:
+            damaged = data.copy()
             damaged[second + at] ^= 4
             path = tmp_path / "damaged.tar"
             path.write_bytes(damaged)
@@ -151,7 +155,7 @@ def test_a_flipped_bit_in_a_header_is_an_error_with_its_offset(odd: Path, tmp_pa
                 read(path)
 
 
-def test_a_sample_that_comes_back_is_an_error(tmp_path: Path) -> None:
+def test_members_of_a_sample_must_be_adjacent(tmp_path: Path) -> None:
     path = write_tar(
         tmp_path / "t.tar", [("a", {"jpg": b"1"}), ("b", {"jpg": b"2"}), ("a", {"cls": b"3"})]
     )
@@ -159,7 +163,7 @@ def test_a_sample_that_comes_back_is_an_error(tmp_path: Path) -> None:
         read(path)
 
 
-def test_two_members_of_one_name_are_an_error(tmp_path: Path) -> None:
+def test_two_members_with_one_name_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "t.tar"
     path.write_bytes((header("a.jpg", 0)) * 2 + bytes(1024))
     with pytest.raises(ShardError, match="two members named 'a.jpg'"):
@@ -180,7 +184,7 @@ def test_a_file_that_is_not_a_tar_is_refused(tmp_path: Path, data: bytes, words:
         read(tmp_path / "t.tar")
 
 
-def test_sizes_beyond_octal_go_into_a_pax_header_and_come_back() -> None:
+def test_sizes_beyond_octal_round_trip_through_a_pax_header() -> None:
     size = 9 * 2**30
     blocks = header("big.bin", size)
     info = tarfile.TarInfo.frombuf(blocks[1024:1536], "utf-8", "strict")
@@ -195,22 +199,22 @@ def test_a_member_needs_a_name() -> None:
         header("", 1)
 
 
-def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_path: Path) -> None:
-    whole = odd.read_bytes()
+def test_a_shard_with_zeroed_blocks_or_joined_tars_is_refused(odd: Path, tmp_path: Path) -> None:
+    data = odd.read_bytes()
     half = len(ODD[0][1]["jpg"]) // 512 * 512 + 1024
-    for data in (
-        whole + whole,
-        whole[:half] + bytes(20_480),
-        whole[:half] + bytes(512) + whole[half + 512 :],
+    for damaged in (
+        data + data,
+        data[:half] + bytes(20_480),
+        data[:half] + bytes(512) + data[half + 512 :],
     ):
         path = tmp_path / "d.tar"
-        path.write_bytes(data)
+        path.write_bytes(damaged)
         with pytest.raises(
             ShardError, match="several tars|not the end|damaged|no valid tar header"
         ):
             read(path)
-    for more in (0, 512, 9216):  # what tar adds to fill its last record
-        path.write_bytes(whole + bytes(more))
+    for more in (0, 512, 9216):  # padding of GNU tar's last record
+        path.write_bytes(data + bytes(more))
         assert read(path) == ODD
 
 
@@ -233,8 +237,8 @@ def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_pat
     ],
     ids=lambda commands: "; ".join(commands),
 )
-def test_tars_padded_or_joined_by_gnu_tar_are_whole(tmp_path: Path, commands: list[str]) -> None:
-    """And a cut anywhere is told, and zeros over its end unless they begin where a member ends."""
+def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: list[str]) -> None:
+    """Truncation is an error; so are zeros at the end that begin within a member."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
     for name, data in files.items():
         (tmp_path / f"{name}.bin").write_bytes(data)
@@ -245,22 +249,22 @@ def test_tars_padded_or_joined_by_gnu_tar_are_whole(tmp_path: Path, commands: li
     assert read(tar) == expected
     assert wt.verify(tar).ok
     assert wt.info(tar).samples == 3
-    whole = tar.read_bytes()
+    data = tar.read_bytes()
     ends = [512 * (end // 512) for end in (5632, 6656, 9216)]
     for at in range(512, 9216, 512):
-        tar.write_bytes(whole[:at])
+        tar.write_bytes(data[:at])
         with pytest.raises(ShardError):
             read(tar)
         assert not wt.verify(tar).ok
-        if at not in ends and len(whole) - at > 10752:
-            tar.write_bytes(whole[:at] + bytes(len(whole) - at))
+        if at not in ends and len(data) - at > 10752:
+            tar.write_bytes(data[:at] + bytes(len(data) - at))
             with pytest.raises(ShardError):
                 read(tar)
             assert not wt.verify(tar).ok
 
 
-def test_tars_one_after_another_are_refused_with_zeros_between_them(tmp_path: Path) -> None:
-    """GNU tar itself leaves such zeros where one -A names several tars, and reads beyond them with -i only."""
+def test_concatenated_tars_with_zeros_between_them_are_refused(tmp_path: Path) -> None:
+    """GNU tar -A leaves such zeros if it gets several tars, and reads beyond them only with -i."""
     for name in "abc":
         (tmp_path / f"{name}.bin").write_bytes(b"x" * 3000)
         subprocess.run(["tar", "-cf", f"{name}.tar", f"{name}.bin"], cwd=tmp_path, check=True)

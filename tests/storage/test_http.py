@@ -1,4 +1,4 @@
-"""Shards on a server are read as if they were on the disk, whatever the network does."""
+"""Shards on a server are read as from the disk, under every network fault."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from wdstrain.storage.redaction import redacted
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed shards of some 300 KB, with an index."""
-    folder = tmp_path_factory.mktemp("made")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed shards of about 300 KB, with an index."""
+    folder = tmp_path_factory.mktemp("packed")
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(400))
     wt.pack(rows, str(folder / "shards"), max_shard_size=300_000, split={"train": 0.8, "val": 0.2})
     return folder / "shards"
 
 
 @pytest.fixture
-def served(made: Path) -> Iterator[Served]:
-    with serving(made) as server:
+def served(packed: Path) -> Iterator[Served]:
+    with serving(packed) as server:
         yield server
 
 
@@ -72,27 +72,29 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def epoch(urls: Any, **options: Any) -> list[Any]:
     loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100, **options)
-    found = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
+    actual = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
     loader.close()
-    return found
+    return actual
 
 
-# --- addresses -------------------------------------------------------------------------------------------------------
+# --- addresses ---
 
 
-def test_every_address_of_a_server_gives_what_the_disk_gives(made: Path, served: Served) -> None:
-    wanted = epoch(f"{made}/train-*.tar")
-    names = sorted(path.name for path in made.glob("train-*.tar"))
+def test_every_kind_of_address_delivers_the_samples_of_the_disk(
+    packed: Path, served: Served
+) -> None:
+    expected = epoch(f"{packed}/train-*.tar")
+    names = sorted(path.name for path in packed.glob("train-*.tar"))
     braces = f"{served.url}/train-{{000000..{len(names) - 1:06d}}}.tar"
     assert len(names) > 2
     for urls in (
         braces,
         [f"{served.url}/{name}" for name in names],
-        [f"{served.url}/{names[0]}", *map(str, sorted(made.glob("train-*.tar"))[1:])],
+        [f"{served.url}/{names[0]}", *map(str, sorted(packed.glob("train-*.tar"))[1:])],
     ):
-        assert epoch(urls) == wanted
+        assert epoch(urls) == expected
     everything = wt.convert_tars(
-        f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True
+        f"{served.url}/index.json", str(packed.parent / "copy"), shuffle=False, overwrite=True
     )
     assert len(everything) == 400
     for urls in (served.url, f"{served.url}/", f"{served.url}/index.json"):
@@ -118,7 +120,7 @@ def test_commands_take_addresses(served: Served, capsys: Any) -> None:
         ("/train-{0..1.tar", "its braces do not pair up"),
     ],
 )
-def test_patterns_that_a_server_cannot_answer_are_refused_at_once(
+def test_globs_on_a_server_are_refused_before_any_request(
     served: Served, address: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -131,9 +133,9 @@ def test_windows_paths_are_paths() -> None:
         expand("C:\\data\\train-000000.tar")
 
 
-def test_an_html_page_instead_of_a_shard_is_an_immediate_error(made: Path) -> None:
+def test_an_html_page_instead_of_a_shard_raises_immediately(packed: Path) -> None:
     with (
-        serving(made, pages=True) as server,
+        serving(packed, pages=True) as server,
         pytest.raises(StorageError, match="sent an HTML page instead of a shard"),
     ):
         wt.Loader(f"{server.url}/elsewhere/train-000000.tar")
@@ -144,12 +146,12 @@ def test_a_missing_object_is_an_error_with_its_http_status(served: Served) -> No
         wt.Loader(f"{served.url}/none.tar")
 
 
-def test_shards_without_an_index_are_walked_over_once(
+def test_shards_without_an_index_are_scanned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shards(tmp_path / "s", [7, 13, 1])
-    wanted = sorted(
+    expected = sorted(
         key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"]
     )
     shutil.rmtree(tmp_path / "s" / ".wdstrain")
@@ -157,14 +159,14 @@ def test_shards_without_an_index_are_walked_over_once(
     with serving(tmp_path / "s") as server:
         for _ in range(2):
             loader = wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
-            assert sorted(key for batch in loader for key in batch["__key__"]) == wanted
+            assert sorted(key for batch in loader for key in batch["__key__"]) == expected
             loader.close()
     assert (
         sum("scanned the headers of 21 samples" in record.message for record in caplog.records) == 1
     )
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults ---
 
 FAULTS: dict[str, list[Fault]] = {
     "cut at once": [cut(0)],
@@ -189,18 +191,18 @@ FAULTS: dict[str, list[Fault]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("ranges", [True, False])
-def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
-    wanted = epoch(f"{made}/train-*.tar")
-    count = len(list(made.glob("train-*.tar")))
-    with serving(made, ranges=ranges, faults=list(FAULTS[name])) as server:
-        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
-        assert not server.faults or not ranges  # one request brings the rest of a shard
+def test_transient_faults_are_retried_without_loss(packed: Path, name: str, ranges: bool) -> None:
+    expected = epoch(f"{packed}/train-*.tar")
+    count = len(list(packed.glob("train-*.tar")))
+    with serving(packed, ranges=ranges, faults=list(FAULTS[name])) as server:
+        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == expected
+        assert not server.faults or not ranges  # one request fetches the rest of a shard
 
 
-def test_over_tls_it_is_the_same(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shards_are_read_over_tls(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a certificate that the environment tells to trust; a server without a trusted one is refused."""
+    """A server whose certificate the environment does not trust is refused."""
     subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
     new = [
         "openssl",
@@ -222,19 +224,19 @@ def test_over_tls_it_is_the_same(
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    wanted = epoch(f"{made}/train-*.tar")
-    count = len(list(made.glob("train-*.tar")))
+    expected = epoch(f"{packed}/train-*.tar")
+    count = len(list(packed.glob("train-*.tar")))
     faults = [fine(), cut(70_001), status(503), cut(5, reset=True), fine(), cut(30_000)]
-    with serving(made, tls=context, faults=faults) as server:
+    with serving(packed, tls=context, faults=faults) as server:
         address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
         with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
             epoch(address)
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-        assert epoch(address) == wanted
+        assert epoch(address) == expected
         assert not server.faults
 
 
-def test_connections_are_used_again(made: Path, served: Served) -> None:
+def test_connections_are_reused(packed: Path, served: Served) -> None:
     names: set[str] = set()
 
     def note(handler: Any, path: Path, start: int, stop: int) -> bool:
@@ -242,15 +244,15 @@ def test_connections_are_used_again(made: Path, served: Served) -> None:
         return False
 
     served.faults += [note] * 1000
-    epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
+    epoch([f"{served.url}/{path.name}" for path in sorted(packed.glob("train-*.tar"))])
     assert 1 <= len(names) <= prefetch.THREADS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 
-def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at_a_time(
+def test_a_slow_loop_gets_several_range_requests_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
+    """Requests go out in groups; readahead stays between three quarters and all of its bound."""
     wt.pack(
         ({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)),
         str(tmp_path / "set"),
@@ -265,7 +267,7 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
             wait_until_paused(run)
             held.append(run.held_samples)
             begun.append(held[-1] + 4 * (step + 1))
-            if begun[-1] == 2000:  # all
+            if begun[-1] == 2000:  # all samples
                 break
         batches.close()
         held.pop()
@@ -278,20 +280,20 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
 
 
 def spans(server: Served, name: str) -> list[tuple[int, int]]:
-    """The ranges of a file that were asked for, and are forgotten with that."""
+    """Return the requested ranges of a file, and forget the requests."""
     with server.lock:
-        asked = [ranged for path, ranged in server.requests if path == f"/{name}"]
+        ranges = [ranged for path, ranged in server.requests if path == f"/{name}"]
         server.requests.clear()
     return sorted(
         (int(start), int(stop) + 1)
-        for start, stop in (one.removeprefix("bytes=").split("-") for one in asked if one)
+        for start, stop in (
+            given_range.removeprefix("bytes=").split("-") for given_range in ranges if given_range
+        )
     )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
-    tmp_path: Path, num_workers: int
-) -> None:
+def test_a_single_epoch_requests_each_byte_once(tmp_path: Path, num_workers: int) -> None:
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
     index = wt.pack(rows, str(tmp_path / "set"))
     size, tar = index.shards[0].bytes, index.shards[0].name
@@ -301,33 +303,33 @@ def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
         "shuffle_buffer": 50,
         "num_workers": num_workers,
     }
-    here = wt.Loader(str(tmp_path / "set"), **options)
+    local = wt.Loader(str(tmp_path / "set"), **options)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, **options)
         for number in (0, 0, 1, 3, 0):
-            found = [batch["__key__"] for batch in loader.epoch(number, until=number + 1)]
-            assert found == [batch["__key__"] for batch in here.epoch(number)]
-            asked = spans(server, tar)
-            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(asked)), (
+            delivered = [batch["__key__"] for batch in loader.epoch(number, until=number + 1)]
+            assert delivered == [batch["__key__"] for batch in local.epoch(number)]
+            requested = spans(server, tar)
+            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(requested)), (
                 "a byte was asked for twice"
             )
-            assert sum(stop - start for start, stop in asked) <= size
-        for number in (0, 1, 2):  # one after another, until the last
-            found = [batch["__key__"] for batch in loader.epoch(number, until=3)]
-            assert found == [batch["__key__"] for batch in here.epoch(number)]
+            assert sum(stop - start for start, stop in requested) <= size
+        for number in (0, 1, 2):  # consecutive epochs up to the last
+            delivered = [batch["__key__"] for batch in loader.epoch(number, until=3)]
+            assert delivered == [batch["__key__"] for batch in local.epoch(number)]
         assert sum(stop - start for start, stop in spans(server, tar)) <= 3 * size
-        for _ in range(4):  # the same epoch again and again, though nobody says that it will be
+        for _ in range(4):  # the same epoch several times, unannounced
             for _ in loader.epoch(0):
                 pass
         assert sum(stop - start for start, stop in spans(server, tar)) <= 5 * size
         with pytest.raises(UsageError, match="until=2: must be above epoch=2"):
             loader.epoch(2, until=2)
         loader.close()
-    here.close()
+    local.close()
 
 
 @pytest.mark.slow
-def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path: Path) -> None:
+def test_training_reads_train_and_val_shards_once_an_epoch(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "pictures", {"a": 60, "b": 60})
     index = wt.convert_folder(
         str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}
@@ -349,27 +351,27 @@ def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path
         )
 
 
-def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_request_is_repeated(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "WDSTRAIN_NETWORK_TIMEOUT", "4"
     )  # a quarter of it without a byte ends a request
     released = threading.Event()
-    wanted = epoch(f"{made}/train-000000.tar")
-    with serving(made, faults=[stall(5000, released), fine(), stall(0, released)]) as server:
-        assert epoch(f"{server.url}/train-000000.tar") == wanted
+    expected = epoch(f"{packed}/train-000000.tar")
+    with serving(packed, faults=[stall(5000, released), fine(), stall(0, released)]) as server:
+        assert epoch(f"{server.url}/train-000000.tar") == expected
         released.set()
 
 
-def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> None:
-    size = (made / "train-000000.tar").stat().st_size
+def test_a_dropped_connection_resumes_at_the_byte_where_it_broke(packed: Path) -> None:
+    size = (packed / "train-000000.tar").stat().st_size
     with (
-        serving(made, faults=[cut(70_001)]) as server,
+        serving(packed, faults=[cut(70_001)]) as server,
         HttpFile(f"{server.url}/train-000000.tar", size) as file,
     ):
-        found = bytearray(size)
-        file.read_into([memoryview(found)], 0)
-        assert found == (made / "train-000000.tar").read_bytes()
-        assert [asked for _, asked in server.requests] == [
+        actual = bytearray(size)
+        file.read_into([memoryview(actual)], 0)
+        assert actual == (packed / "train-000000.tar").read_bytes()
+        assert [requested for _, requested in server.requests] == [
             f"bytes=0-{size - 1}",
             f"bytes=70001-{size - 1}",
         ]
@@ -377,10 +379,10 @@ def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> 
 
 
 def test_permanent_errors_name_address_status_byte_and_attempts(
-    made: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    with serving(made, faults=[fine(), *[status(503)] * 10_000]) as server:
+    with serving(packed, faults=[fine(), *[status(503)] * 10_000]) as server:
         loader = wt.Loader(f"{server.url}/train-{{000000..000001}}.tar", batch_size=4)
         with pytest.raises(
             StorageError,
@@ -394,16 +396,16 @@ def test_permanent_errors_name_address_status_byte_and_attempts(
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of servers."""
+    """Return the log lines about servers."""
     return [
-        one.getMessage()
-        for one in caplog.records
-        if one.name == "wdstrain" and "answer" in one.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "wdstrain" and "answer" in record.getMessage()
     ]
 
 
 def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
-    """The server answers 503 until a moment of the monotonic clock."""
+    """Return a fault: the server answers 503 until a moment of the monotonic clock."""
 
     def fault(handler: Any, path: Path, start: int, stop: int) -> bool:
         return time.monotonic() < moment and status(503)(handler, path, start, stop)
@@ -411,14 +413,14 @@ def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
     return fault
 
 
-def test_the_log_says_when_waiting_for_a_server_begins_and_ends(
-    made: Path, caplog: pytest.LogCaptureFixture
+def test_the_log_contains_start_and_end_of_waiting_for_a_server(
+    packed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = epoch(f"{made}/train-*.tar")
-    count = len(list(made.glob("train-*.tar")))
-    with serving(made) as server:
+    expected = epoch(f"{packed}/train-*.tar")
+    count = len(list(packed.glob("train-*.tar")))
+    with serving(packed) as server:
         server.faults += [fine(), fine(), *[until(time.monotonic() + 1.5)] * 10_000]
-        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
+        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == expected
     begins, ends = lines_of(caplog)[:2]
     assert begins.startswith(
         f"{server.url} does not answer (TemporaryError: status 503); retrying for up to 120 s (WDSTRAIN_NETW"
@@ -426,9 +428,9 @@ def test_the_log_says_when_waiting_for_a_server_begins_and_ends(
     assert ends.startswith(f"{server.url} answers again after ")
 
 
-def test_a_server_that_refuses_connections_is_waited_for_until_it_is_there(made: Path) -> None:
-    """It is started when the log says that it is waited for."""
-    wanted = epoch(f"{made}/train-000000.tar")
+def test_a_loader_waits_for_a_server_that_refuses_connections(packed: Path) -> None:
+    """The server starts when the log contains the line about waiting."""
+    expected = epoch(f"{packed}/train-000000.tar")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -439,31 +441,31 @@ def test_a_server_that_refuses_connections_is_waited_for_until_it_is_there(made:
             def emit(self, record: logging.LogRecord) -> None:
                 lines.append(record.getMessage())
                 if "does not answer" in lines[-1]:
-                    stack.enter_context(serving(made, port=port))
+                    stack.enter_context(serving(packed, port=port))
 
         handler = Starts(logging.WARNING)
         logging.getLogger("wdstrain").addHandler(handler)
         stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
-        assert epoch(f"http://127.0.0.1:{port}/train-000000.tar") == wanted
+        assert epoch(f"http://127.0.0.1:{port}/train-000000.tar") == expected
     begins, ends = (line for line in lines if "answer" in line)
     assert begins.startswith(f"http://127.0.0.1:{port} does not answer (NewConnectionError: ")
     assert ends.startswith(f"http://127.0.0.1:{port} answers again after ")
 
 
-def test_short_faults_are_not_logged(made: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(made, faults=[cut(70_001), status(503), fine(), cut(10)]) as server:
+def test_short_faults_are_not_logged(packed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(packed, faults=[cut(70_001), status(503), fine(), cut(10)]) as server:
         epoch(f"{server.url}/train-000000.tar")
         assert not server.faults
     assert not lines_of(caplog)
 
 
-def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
-    made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_silent_server_raises_after_the_network_timeout(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several requests are in flight, and any of them may be the first to give up."""
+    """Several requests are in flight, and any of them may time out first."""
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
     released = threading.Event()
-    with serving(made) as server:
+    with serving(packed) as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
         server.faults += [stall(100, released), *[stall(0, released)] * 100]
         with pytest.raises(
@@ -472,14 +474,14 @@ def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
         ):
             list(loader)
         released.set()
-    line = lines_of(caplog)[0]  # the other request may say it too
+    line = lines_of(caplog)[0]  # the other request may log it too
     assert line.startswith(f"{server.url} does not answer (")
     assert "for up to 2 s" in line
 
 
 @pytest.mark.parametrize("value", ["two", "-1", "nan", "inf"])
-def test_a_network_timeout_that_is_no_number_of_seconds_is_refused(
-    made: Path, served: Served, value: str, monkeypatch: pytest.MonkeyPatch
+def test_a_network_timeout_must_be_a_number_of_seconds(
+    packed: Path, served: Served, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
     with pytest.raises(
@@ -488,8 +490,8 @@ def test_a_network_timeout_that_is_no_number_of_seconds_is_refused(
         wt.Loader(f"{served.url}/train-000000.tar", batch_size=4)
 
 
-def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, made: Path) -> None:
-    shutil.copytree(made, tmp_path / "s")
+def test_an_object_that_changes_during_a_read_raises(tmp_path: Path, packed: Path) -> None:
+    shutil.copytree(packed, tmp_path / "s")
     with serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
         with pytest.raises(
@@ -498,7 +500,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, mad
         ):
             list(loader)
     shutil.rmtree(tmp_path / "s")
-    shutil.copytree(made, tmp_path / "s")
+    shutil.copytree(packed, tmp_path / "s")
     with serving(tmp_path / "s") as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
         os.truncate(tmp_path / "s" / "train-000000.tar", 10_240)
@@ -508,8 +510,8 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, mad
             list(loader)
 
 
-def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made: Path) -> None:
-    shutil.copytree(made, tmp_path / "s")
+def test_bytes_damaged_in_transfer_are_bad_samples(tmp_path: Path, packed: Path) -> None:
+    shutil.copytree(packed, tmp_path / "s")
     offset = next(at for name, at, _ in wt.index(str(tmp_path / "s")).members(3) if name == "bin")
     with open(tmp_path / "s" / "train-000000.tar", "r+b") as file:
         file.seek(offset)
@@ -529,18 +531,18 @@ def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made
 
 
 @pytest.mark.parametrize("after", range(1, 110))
-def test_a_head_that_ends_early_is_a_fault_wherever_it_ends(made: Path, after: int) -> None:
-    """Also where nothing is known yet that what it says could be compared with."""
-    data = (made / "train-000000.tar").read_bytes()
-    with serving(made, faults=[end_in_headers(after)]) as server:
+def test_a_truncated_response_header_is_a_transient_fault(packed: Path, after: int) -> None:
+    """This holds for the first request too, when no size is known."""
+    data = (packed / "train-000000.tar").read_bytes()
+    with serving(packed, faults=[end_in_headers(after)]) as server:
         with HttpFile(f"{server.url}/train-000000.tar") as file:
             assert (file.size, file.read(0, 1000), file.retries) == (len(data), data[:1000], 1)
         assert not server.faults
 
 
-def test_an_index_whose_answer_ends_early_is_asked_for_again(made: Path) -> None:
-    whole = (made / "index.json").read_bytes()
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n".encode()
+def test_a_truncated_index_response_is_requested_again(packed: Path) -> None:
+    index_bytes = (packed / "index.json").read_bytes()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(index_bytes)}\r\n\r\n".encode()
     for after in (1, 15, 16, 20, 60, len(head) - 3, len(head), len(head) + 9):
         asked = []
         listener = socket.create_server(("127.0.0.1", 0))
@@ -552,42 +554,48 @@ def test_an_index_whose_answer_ends_early_is_asked_for_again(made: Path) -> None
                 with listener.accept()[0] as connection:
                     connection.recv(65536)
                     asked.append(after)
-                    connection.sendall((head + whole)[: after if len(asked) == 1 else None])
+                    connection.sendall((head + index_bytes)[: after if len(asked) == 1 else None])
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert http.read_small(f"http://127.0.0.1:{listener.getsockname()[1]}/index.json") == whole
+        assert (
+            http.read_small(f"http://127.0.0.1:{listener.getsockname()[1]}/index.json")
+            == index_bytes
+        )
         thread.join(10)
         listener.close()
         assert len(asked) == 2
 
 
-def test_redirects_are_followed_without_telling_others_our_secrets(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_redirects_do_not_pass_secrets_to_other_hosts(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header")
-    wanted = epoch(f"{made}/train-000000.tar")
-    with serving(made) as there, serving(made) as here:
-        here.faults += [lead_to(there.url.replace("127.0.0.1", "localhost"))] * 1000
-        assert epoch(f"{here.url.replace('://', '://me:hush-word@')}/train-000000.tar") == wanted
-        assert there.requests
-        assert not any({"X-Token", "Authorization"} & set(sent) for sent in there.headers)
-        there.faults += [status(404)] * 9
+    expected = epoch(f"{packed}/train-000000.tar")
+    with serving(packed) as other_server, serving(packed) as redirecting:
+        redirecting.faults += [lead_to(other_server.url.replace("127.0.0.1", "localhost"))] * 1000
+        assert (
+            epoch(f"{redirecting.url.replace('://', '://me:hush-word@')}/train-000000.tar")
+            == expected
+        )
+        assert other_server.requests
+        assert not any({"X-Token", "Authorization"} & set(sent) for sent in other_server.headers)
+        other_server.faults += [status(404)] * 9
         with pytest.raises(StorageError, match="404") as caught:
-            epoch(f"{here.url}/train-000000.tar")
+            epoch(f"{redirecting.url}/train-000000.tar")
         assert "hush" not in str(caught.value)
 
 
-def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = epoch(f"{made}/train-000000.tar")
-    with serving(made) as proxy:
+def test_a_proxy_of_the_environment_is_used(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = epoch(f"{packed}/train-000000.tar")
+    with serving(packed) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
-        assert epoch("http://data.invalid/train-000000.tar") == wanted
+        assert epoch("http://data.invalid/train-000000.tar") == expected
         asked = len(proxy.requests)
         assert asked
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        with serving(made) as server:
-            assert epoch(f"{server.url}/train-000000.tar") == wanted
+        with serving(packed) as server:
+            assert epoch(f"{server.url}/train-000000.tar") == expected
         assert len(proxy.requests) == asked
 
 
@@ -601,12 +609,12 @@ def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.Monk
         f"http://{'a' * 64}.org/x.tar",
     ],
 )
-def test_an_address_of_which_no_request_can_be_made_is_refused_at_once(address: str) -> None:
+def test_an_invalid_address_is_refused_before_any_request(address: str) -> None:
     with pytest.raises(UsageError, match="not a valid address"):
         wt.Loader(address)
 
 
-def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(
+def test_a_cached_scan_of_a_missing_shard_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -621,42 +629,46 @@ def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(
             wt.Loader(f"{server.url}/part-{{000..002}}.tar")
 
 
-# --- many, and their end ---------------------------------------------------------------------------------------------
+# --- several readers, and their end ---
 
 
-def test_several_loaders_and_workers_read_one_server_at_once(made: Path) -> None:
-    wanted = epoch(f"{made}/train-*.tar")
-    count = len(list(made.glob("train-*.tar")))
+def test_several_loaders_and_workers_read_one_server_at_once(packed: Path) -> None:
+    expected = epoch(f"{packed}/train-*.tar")
+    count = len(list(packed.glob("train-*.tar")))
     faults = [fault for n in range(20) for fault in (fine(), fine(), cut(1009 * n))]
-    found: list[Any] = []
-    with serving(made, faults=faults) as server:
+    delivered: list[Any] = []
+    with serving(packed, faults=faults) as server:
         address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
-        threads = [threading.Thread(target=lambda: found.append(epoch(address))) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: delivered.append(epoch(address))) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-    assert found == [wanted] * 4
+    assert delivered == [expected] * 4
 
 
-def test_a_resume_asks_for_no_byte_before_its_window(made: Path) -> None:
-    count = len(list(made.glob("train-*.tar")))
-    with serving(made) as server:
+def test_a_resume_requests_no_byte_before_its_window(packed: Path) -> None:
+    count = len(list(packed.glob("train-*.tar")))
+    with serving(packed) as server:
         address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
         loader = wt.Loader(address, batch_size=4, shuffle=False)
-        whole = [batch["__key__"] for batch in loader]
+        uninterrupted = [batch["__key__"] for batch in loader]
         loader.close()
         server.requests.clear()
         loader = wt.Loader(address, batch_size=4, shuffle=False)
-        assert [batch["__key__"] for batch in loader.epoch(0, start=len(whole) - 3)] == whole[-3:]
+        assert [
+            batch["__key__"] for batch in loader.epoch(0, start=len(uninterrupted) - 3)
+        ] == uninterrupted[-3:]
         loader.close()
         assert {path for path, _ in server.requests if path.endswith(".tar")} <= {
             f"/train-{n:06d}.tar" for n in (count - 1, 0, 1)
         }
 
 
-def test_breaking_off_leaves_no_thread_behind(served: Served, made: Path) -> None:
-    count = len(list(made.glob("train-*.tar")))
+def test_interrupted_loops_leave_no_thread(served: Served, packed: Path) -> None:
+    count = len(list(packed.glob("train-*.tar")))
     for _ in range(10):
         loader = wt.Loader(f"{served.url}/train-{{000000..{count - 1:06d}}}.tar", batch_size=4)
         next(iter(loader))
@@ -664,18 +676,20 @@ def test_breaking_off_leaves_no_thread_behind(served: Served, made: Path) -> Non
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("wdstrain")]
 
 
-def test_worker_processes_and_interrupts_do_not_mind_a_server(served: Served, made: Path) -> None:
+def test_worker_processes_and_interrupted_loops_work_with_a_server(
+    served: Served, packed: Path
+) -> None:
     fields = {"label": wt.label()}
-    wanted = [
+    expected = [
         batch["label"].tolist()
-        for batch in wt.Loader(str(made / "train-000000.tar"), fields, batch_size=8)
+        for batch in wt.Loader(str(packed / "train-000000.tar"), fields, batch_size=8)
     ]
     loader = wt.Loader(f"{served.url}/train-000000.tar", fields, batch_size=8, num_workers=2)
-    assert [batch["label"].tolist() for batch in loader] == wanted
+    assert [batch["label"].tolist() for batch in loader] == expected
     loader.close()
 
 
-# --- under webdataset ------------------------------------------------------------------------------------------------
+# --- under webdataset ---
 
 
 @pytest.fixture
@@ -688,8 +702,8 @@ def opener() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_webdataset_reads_through_our_http(
-    made: Path, opener: None, ranges: bool, monkeypatch: pytest.MonkeyPatch
+def test_webdataset_reads_through_the_http_opener(
+    packed: Path, opener: None, ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
 
@@ -697,31 +711,32 @@ def test_webdataset_reads_through_our_http(
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", ResourceWarning
-            )  # webdataset leaves its files to the collector
-            found = [
-                (one["__key__"], one["bin"]) for one in wds.WebDataset(urls, shardshuffle=False)
+            )  # webdataset leaves its files to the garbage collector
+            actual = [
+                (sample["__key__"], sample["bin"])
+                for sample in wds.WebDataset(urls, shardshuffle=False)
             ]
             gc.collect()
-        return found
+        return actual
 
-    names = sorted(path.name for path in made.glob("train-*.tar"))
-    wanted = samples([str(made / name) for name in names])
+    names = sorted(path.name for path in packed.glob("train-*.tar"))
+    expected = samples([str(packed / name) for name in names])
     faults = [cut(0), cut(70_001), fine(), cut(99, reset=True), status(503), cut_in_headers()]
-    with serving(made, ranges=ranges, faults=faults) as server:
-        assert samples([f"{server.url}/{name}" for name in names]) == wanted
+    with serving(packed, ranges=ranges, faults=faults) as server:
+        assert samples([f"{server.url}/{name}" for name in names]) == expected
         assert not server.faults
     if not ranges:
         return
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     with (
-        serving(made, faults=[fine(), *[cut(100)] + [status(500)] * 10_000]) as server,
+        serving(packed, faults=[fine(), *[cut(100)] + [status(500)] * 10_000]) as server,
         pytest.raises(StorageError, match=r"byte 100 did not arrive in \d+ attempts .*status 500"),
     ):
         samples([f"{server.url}/{name}" for name in names[:2]])
 
 
-def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served) -> None:
-    data = (made / "train-000000.tar").read_bytes()
+def test_a_file_object_of_an_address_reads_and_seeks(packed: Path, served: Served) -> None:
+    data = (packed / "train-000000.tar").read_bytes()
     with wt.gopen(f"{served.url}/train-000000.tar") as file:
         assert (file.read(10), file.tell()) == (data[:10], 10)
         file.seek(-5, os.SEEK_END)
@@ -734,14 +749,14 @@ def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served)
         wt.gopen("x.tar")
 
 
-# --- secrets ---------------------------------------------------------------------------------------------------------
+# --- secrets ---
 
 
 def test_secrets_are_sent_and_never_shown(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header\nX-Other: 1")
-    with serving(made) as server:
+    with serving(packed) as server:
         host = server.url.removeprefix("http://")
         address = f"http://me:hush-word@{host}/train-000000.tar?sig=hush-query"
         loader = wt.Loader(address, batch_size=4)
@@ -813,12 +828,12 @@ def test_secrets_are_sent_and_never_shown(
     assert redacted("https://a:b@h:1/p/x.tar?q=1#f") == "https://h:1/p/x.tar"
 
 
-# --- a server of the world -------------------------------------------------------------------------------------------
+# --- real servers ---
 
 
 @pytest.fixture
-def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
-    """nginx from Debian's packages, serving the shards."""
+def nginx(packed: Path, tmp_path: Path) -> Iterator[str]:
+    """nginx of Debian's packages, serving the shards."""
     places = [
         str(ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"),
         shutil.which("nginx") or "/usr/sbin/nginx",
@@ -837,7 +852,7 @@ def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
         f"{user} daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
         f"http {{ access_log off; client_body_temp_path {tmp_path}/a; proxy_temp_path {tmp_path}/b; fastcgi_temp_path {tmp_path}/c;\n"
         f"uwsgi_temp_path {tmp_path}/d; scgi_temp_path {tmp_path}/e;\n"
-        f"server {{ listen 127.0.0.1:{port}; root {made}; }} }}\n"
+        f"server {{ listen 127.0.0.1:{port}; root {packed}; }} }}\n"
     )
     with subprocess.Popen(
         [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)],
@@ -856,16 +871,16 @@ def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
         process.wait(10)
 
 
-def test_nginx_serves_what_the_disk_holds(made: Path, nginx: str) -> None:
-    count = len(list(made.glob("train-*.tar")))
-    assert epoch(f"{nginx}/train-{{000000..{count - 1:06d}}}.tar") == epoch(f"{made}/train-*.tar")
+def test_shards_on_nginx_are_read_as_from_the_disk(packed: Path, nginx: str) -> None:
+    count = len(list(packed.glob("train-*.tar")))
+    assert epoch(f"{nginx}/train-{{000000..{count - 1:06d}}}.tar") == epoch(f"{packed}/train-*.tar")
     assert main(["verify", nginx]) == 0
     with pytest.raises(StorageError, match="404"):
         wt.Loader(f"{nginx}/none.tar")
 
 
-def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a pause before each answer, a pass takes little longer than the pauses of one fetcher's share."""
+def test_latency_is_hidden_by_prefetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pause before each answer, a pass takes about as long as the pauses of one thread."""
     for number in range(8):
         write_tar(
             tmp_path / f"s-{number}.tar",
@@ -875,20 +890,20 @@ def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.M
     with serving(tmp_path, delay=0.05) as server:
         loader = wt.Loader(f"{server.url}/s-{{0..7}}.tar", batch_size=8, shuffle=False)
         keys = [key for batch in loader for key in batch["__key__"]]
-        asked = [path for path, _ in server.requests if path.endswith(".tar")]
+        requested = [path for path, _ in server.requests if path.endswith(".tar")]
         loader.close()
     assert len(keys) == 480
-    # the requests of several shards were under way before the first one was consumed
-    assert len(set(asked[:6])) >= 2
+    # The requests of several shards were in flight before the first one was consumed.
+    assert len(set(requested[:6])) >= 2
 
 
-def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
+def test_a_process_ends_while_a_server_stalls(packed: Path) -> None:
     released = threading.Event()
 
     def stalled(handler: Any, path: Path, start: int, stop: int) -> bool:
         return path.name != "train-000000.tar" and stall(100, released)(handler, path, start, stop)
 
-    with serving(made, faults=[stalled] * 50) as server:
+    with serving(packed, faults=[stalled] * 50) as server:
         code = (
             "import logging; logging.disable(logging.WARNING)  # without a compiler there is one\n"
             f"import wdstrain as wt; urls = ['{server.url}/train-%06d.tar' % n for n in range(3)]\n"
@@ -902,10 +917,10 @@ def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
         seconds = time.monotonic() - begun
         released.set()
     assert (done.returncode, done.stderr) == (0, "")
-    assert seconds < 15  # less than a stall: nothing was waited for
+    assert seconds < 15  # less than the stall
 
 
-def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) -> None:
+def test_training_on_class_folders_of_a_server_equals_the_disk(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
     wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "s"), split={"train": 0.7, "val": 0.3})
     common = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]

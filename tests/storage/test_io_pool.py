@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(kernels.library is None, reason="there was no C 
 
 
 @pytest.fixture
-def hands(others: None) -> Iterator[IOThreadPool]:
-    made = IOThreadPool(3)
-    yield made
-    made.stop()
-    assert ours() == []
+def pool(other_threads: None) -> Iterator[IOThreadPool]:
+    new_pool = IOThreadPool(3)
+    yield new_pool
+    new_pool.stop()
+    assert pool_threads() == []
 
 
 @pytest.fixture
@@ -47,17 +47,17 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def others() -> None:
-    """Note the threads that run before: those of loaders of other tests that are not collected yet."""
+def other_threads() -> None:
+    """Record the threads that ran before, such as those of uncollected loaders of other tests."""
     BEFORE.clear()
     BEFORE.update(threading.enumerate())
 
 
-def ours() -> list[str]:
+def pool_threads() -> list[str]:
     return [
-        one.name
-        for one in threading.enumerate()
-        if one.name.startswith("wdstrain-io") and one not in BEFORE
+        item.name
+        for item in threading.enumerate()
+        if item.name.startswith("wdstrain-io") and item not in BEFORE
     ]
 
 
@@ -69,20 +69,20 @@ def whole(memory: Memory) -> ScatterList:
     return ScatterList([memory], ints(0), ints(0), ints(memory.size))
 
 
-def test_every_read_is_filled_verified_and_reported_once(hands: IOThreadPool, file: int) -> None:
-    told: SimpleQueue[int] = SimpleQueue()
+def test_every_read_is_filled_verified_and_reported_once(pool: IOThreadPool, file: int) -> None:
+    reported: SimpleQueue[int] = SimpleQueue()
     memory, size = Memory(1_000_000), 2000
     starts = np.random.default_rng(1).permutation(500) * size
     sums = [ChecksumJob([memory], ints(0), ints(at), ints(size), ints(size)) for at in starts]
     for number, at in enumerate(starts.tolist()):
         places = ScatterList([memory], ints(0), ints(at), ints(size), sums[number])
-        hands.fill(file, at, places, partial(told.put, number))
-    assert sorted(told.get(timeout=30) for _ in starts) == list(range(500))
+        pool.fill(file, at, places, partial(reported.put, number))
+    assert sorted(reported.get(timeout=30) for _ in starts) == list(range(500))
     assert bytes(memory.view) == DATA
-    assert [int(one.checksums[0]) for one in sums] == [
+    assert [int(part.checksums[0]) for part in sums] == [
         zlib.crc32(DATA[at : at + size]) for at in starts
     ]
-    assert sorted(ours()) == [
+    assert sorted(pool_threads()) == [
         "wdstrain-io-0",
         "wdstrain-io-1",
         "wdstrain-io-2",
@@ -90,14 +90,14 @@ def test_every_read_is_filled_verified_and_reported_once(hands: IOThreadPool, fi
     ]
 
 
-def test_places_that_were_begun_are_filled_to_their_end(hands: IOThreadPool, file: int) -> None:
+def test_partly_filled_ranges_are_completed(pool: IOThreadPool, file: int) -> None:
     memory, done = Memory(300_000), threading.Event()
     sums = ChecksumJob(
         [memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000)
     )
     places = ScatterList([memory], ints(0), ints(0), ints(memory.size), sums)
     places.write(DATA[:1000])
-    hands.fill(file, 1000, places, done.set)
+    pool.fill(file, 1000, places, done.set)
     assert done.wait(30)
     assert places.left == 0
     assert bytes(memory.view) == DATA[:300_000]
@@ -106,19 +106,19 @@ def test_places_that_were_begun_are_filled_to_their_end(hands: IOThreadPool, fil
     ]
 
 
-def test_where_the_file_ends_something_is_left(hands: IOThreadPool, file: int) -> None:
+def test_bytes_beyond_eof_are_reported_as_missing(pool: IOThreadPool, file: int) -> None:
     memory, done = Memory(5000), threading.Event()
     places = whole(memory)
-    hands.fill(file, len(DATA) - 3000, places, done.set)
+    pool.fill(file, len(DATA) - 3000, places, done.set)
     assert done.wait(30)
     assert (places.left, places.filled) == (2000, 3000)
     assert bytes(memory.view[:3000]) == DATA[-3000:]
 
 
-def test_where_nothing_can_be_read_all_is_left(hands: IOThreadPool, tmp_path: Path) -> None:
+def test_an_unreadable_file_leaves_all_bytes_missing(pool: IOThreadPool, tmp_path: Path) -> None:
     fd, done, places = os.open(tmp_path, os.O_RDONLY), threading.Event(), whole(Memory(5000))
     try:
-        hands.fill(fd, 0, places, done.set)
+        pool.fill(fd, 0, places, done.set)
         assert done.wait(30)
         assert places.left == 5000
     finally:
@@ -126,28 +126,28 @@ def test_where_nothing_can_be_read_all_is_left(hands: IOThreadPool, tmp_path: Pa
 
 
 def test_stop_waits_for_running_reads_and_reports_none_after_it(
-    hands: IOThreadPool, file: int
+    pool: IOThreadPool, file: int
 ) -> None:
     for _ in range(30):
-        told: list[int] = []
+        reported: list[int] = []
         for number in range(200):
-            hands.fill(file, 0, whole(Memory(50_000)), partial(told.append, number))
-        hands.stop()
-        count = len(told)
-        assert ours() == []
-        assert len(told) == count
+            pool.fill(file, 0, whole(Memory(50_000)), partial(reported.append, number))
+        pool.stop()
+        count = len(reported)
+        assert pool_threads() == []
+        assert len(reported) == count
     done = threading.Event()
-    hands.fill(file, 0, whole(Memory(50_000)), done.set)  # and they can be begun again
+    pool.fill(file, 0, whole(Memory(50_000)), done.set)  # the threads can be started again
     assert done.wait(30)
 
 
 def test_a_pool_without_references_ends_its_threads(file: int) -> None:
-    made, done = IOThreadPool(2), threading.Event()
-    made.fill(file, 0, whole(Memory(50_000)), done.set)
+    output, done = IOThreadPool(2), threading.Event()
+    output.fill(file, 0, whole(Memory(50_000)), done.set)
     assert done.wait(30)
-    del made
+    del output
     gc.collect()
-    assert ours() == []
+    assert pool_threads() == []
 
 
 LEFT = """
@@ -158,16 +158,16 @@ LEFT = """
     from wdstrain.storage.io_pool import IOThreadPool
 
     def child():
-        global hands
-        hands = None
+        global pool
+        pool = None
         gc.collect()  # they are not here: nothing is waited for
         print("child", flush=True)
 
     zero = np.zeros(1, np.int64)
-    hands, fd = IOThreadPool(2), os.open(sys.argv[1], os.O_RDONLY)
+    pool, fd = IOThreadPool(2), os.open(sys.argv[1], os.O_RDONLY)
     for _ in range(300):
         memory = Memory(1_000_000)
-        hands.fill(fd, 0, ScatterList([memory], zero, zero, zero + memory.size), lambda: None)
+        pool.fill(fd, 0, ScatterList([memory], zero, zero, zero + memory.size), lambda: None)
     other = multiprocessing.get_context("fork").Process(target=child)
     other.start()
     other.join(20)
@@ -175,7 +175,7 @@ LEFT = """
 """
 
 
-def test_a_program_that_ends_meanwhile_ends_well_and_so_does_a_forked_child(
+def test_a_program_and_its_forked_child_can_exit_during_reads(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_bytes(DATA)

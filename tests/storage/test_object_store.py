@@ -1,6 +1,7 @@
-"""Sets in a bucket: written whole or not at all, read as from the disk. Against a real S3 server on the loopback.
+"""Sets in a bucket: written atomically, read as from the disk, against a real local S3 server.
 
-It answers what is asked at gs:// as well, since Google's XML requests are S3's but for authentication and metadata.
+The server also answers gs:// requests: Google's XML API is S3's except for authentication and
+metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from wdstrain.storage.object_store import list_folder_of, put, read_object
 server = pytest.importorskip("moto.server", reason="moto is not installed")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wdstrain[s3]'")
 
-NAMELESS = ("client_email", "private_key", "private_key_id")  # of a service account
+NAMELESS = ("client_email", "private_key", "private_key_id")  # keys of a service account
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def bucket(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> str:
-    """The address of an empty bucket. Every test has its own."""
+    """Address of an empty bucket. Every test has its own."""
     amazon = {
         "AWS_ACCESS_KEY_ID": "hush-id",
         "AWS_SECRET_ACCESS_KEY": "hush-secret",
@@ -71,7 +72,7 @@ def bucket(
         "GOOGLE_BEARER_TOKEN": "hush-token",
     }
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
-        monkeypatch.delenv(name)  # nothing of this machine's
+        monkeypatch.delenv(name)  # ignore the settings of this machine
     for name, value in (amazon if request.param == "s3" else google).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -81,11 +82,11 @@ def bucket(
 
 
 class BrokenOffError(Exception):
-    """What a caller raises to break off an upload."""
+    """Error of a caller that breaks off an upload."""
 
 
 def broken_off_after(objects: int) -> Callable[[Step], None]:
-    """A progress callback that breaks off when so many objects are in the bucket."""
+    """Return a progress callback that breaks off after `objects` uploaded objects."""
 
     def report(step: Step) -> None:
         if step.title == "uploading" and step.done == objects:
@@ -108,7 +109,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
-def test_webdatasets_interface_reads_from_a_bucket(
+def test_the_webdataset_interface_reads_from_a_bucket(
     bucket: str, tmp_path: Path, ending: str
 ) -> None:
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
@@ -120,7 +121,7 @@ def test_webdatasets_interface_reads_from_a_bucket(
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
-def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
+def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     split = {"train": 0.7, "val": 0.3}
@@ -136,12 +137,12 @@ def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
         loader = wt.Loader(
             urls, {"label": wt.label(), "image": wt.image(size=8)}, batch_size=8, seed=3
         )
-        found = [
+        batches = [
             (batch["__key__"], batch["label"].tolist(), batch["image"].sum().item())
             for batch in loader
         ]
         loader.close()
-        return found
+        return batches
 
     count = sum(shard.split == "train" for shard in index.shards)
     for urls in (
@@ -154,7 +155,7 @@ def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
-def test_a_set_that_is_there_is_refused_and_replaced_when_that_is_asked_for(
+def test_an_existing_set_is_refused_and_replaced_with_overwrite(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10)
@@ -172,13 +173,15 @@ def test_an_interrupted_upload_resumes_with_the_missing_objects(
     with pytest.raises(BrokenOffError):
         wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10, progress=progress)
     assert len(list_folder_of(f"{bucket}/p/")) == 4
-    with pytest.raises(ShardError, match="index.json is not there"):  # no index, no set
+    with pytest.raises(
+        ShardError, match="index.json is not there"
+    ):  # without an index there is no set
         wt.Loader(f"{bucket}/p")
     with caplog.at_level(logging.INFO, "werkzeug"):
         wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10, resume=True)
     put_again = sum('"PUT ' in record.getMessage() for record in caplog.records)
-    # This server keeps no metadata of Google's, so nothing says that an object is the same.
-    # Nor can it copy an object there, so each shard is put under its name after a copy fails.
+    # The gs:// server keeps no object metadata, so no object is known to be equal. It cannot copy
+    # objects either, so each shard is uploaded under its name after a failed copy.
     assert put_again == (14 if bucket.startswith("gs") else 4)
     wt.convert_folder(str(photos), str(tmp_path / "here"), max_shard_samples=10)
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
@@ -217,10 +220,10 @@ def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
     assert not list(places.iterdir())
 
 
-def test_a_conversion_that_was_refused_without_resume_can_still_be_resumed(
+def test_a_conversion_refused_without_resume_can_be_resumed(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
-    """The refused call must not delete what the interrupted one uploaded."""
+    """The refused call must not delete the uploads of the interrupted call."""
 
     def break_off(step: Step) -> None:
         if step.title == "packing" and step.done > 30:
@@ -277,7 +280,7 @@ def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
 
 
 class Killer(logging.Handler):
-    """Counts the requests that change a bucket; kills a process after one of them."""
+    """Log handler that kills a process after a given request that changes a bucket."""
 
     def __init__(self, moment: int) -> None:
         super().__init__()
@@ -332,7 +335,7 @@ def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments
         seen.add(keys.index(now))
         again = ["--resume"] if verb == "append" else []
         if verb == "remove" and now == keys[0]:
-            again = ["--dry-run"]  # completes what was decided, and finds nothing left to do
+            again = ["--dry-run"]  # completes the committed change and has no work left
         assert main([*remote[verb], *again, "-q"]) == 0
         assert stored(out) == states[1]
         assert not list_folder_of(f"{out}/.unfinished/")
@@ -342,7 +345,7 @@ def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments
 
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 @pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_in_a_bucket_that_is_killed_leaves_the_old_set_or_the_new_one(
+def test_a_killed_change_in_a_bucket_leaves_the_old_or_the_new_set(
     bucket: str, photos: Path, tmp_path: Path, verb: str
 ) -> None:
     killed_changes(bucket, photos, tmp_path, verb, lambda total: [total // 2, total - 1])
@@ -351,13 +354,13 @@ def test_a_change_in_a_bucket_that_is_killed_leaves_the_old_set_or_the_new_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 @pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_in_a_bucket_that_is_killed_anywhere_leaves_one_whole_set(
+def test_a_change_in_a_bucket_killed_at_any_request_leaves_a_complete_set(
     bucket: str, photos: Path, tmp_path: Path, verb: str
 ) -> None:
     killed_changes(bucket, photos, tmp_path, verb, lambda total: range(1, total))
 
 
-THEIRS = json.dumps(
+FOREIGN_INDEX = json.dumps(
     {"shards": [{"raw_data": {"basename": "shard.00000.mds"}}], "version": 2}
 ).encode()
 
@@ -366,7 +369,7 @@ THEIRS = json.dumps(
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("index.json", THEIRS),
+        ("index.json", FOREIGN_INDEX),
         ("train-000000.tar", b"mine"),
         ("train-000007.tar", b"mine"),
         ("skipped.jsonl", b"mine"),
@@ -384,10 +387,10 @@ def test_foreign_objects_in_a_bucket_are_not_replaced(
     assert stored(f"{bucket}/p") == {name: data}
 
 
-def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
+def test_an_interrupted_replacement_leaves_no_objects_of_the_old_set(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
-    """Broken off when the former index is gone: what it listed is known still, and nothing of others is touched."""
+    """After the old index was deleted, its objects are still known, and foreign ones are kept."""
     wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=5)
     (tmp_path / "mine").write_bytes(b"mine")
     put(f"{bucket}/p/extra-000000.tar", str(tmp_path / "mine"), "")
@@ -405,48 +408,48 @@ def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
     assert stored(f"{bucket}/p") == files(tmp_path / "here") | {"extra-000000.tar": b"mine"}
 
 
-def test_large_shards_are_put_in_parts_and_read_in_ranges(
+def test_large_shards_are_uploaded_in_parts_and_read_in_ranges(
     bucket: str,
 ) -> None:
     bits = np.random.default_rng(0)
     blobs = {f"k{number:03d}": bits.bytes(200_000) for number in range(80)}
     wt.pack(({"__key__": key, "bin": data} for key, data in blobs.items()), f"{bucket}/large")
     loader = wt.Loader(f"{bucket}/large", batch_size=8)
-    found = {
+    delivered = {
         key: data
         for batch in loader
         for key, data in zip(batch["__key__"], batch["bin"], strict=True)
     }
     loader.close()
-    assert found == blobs
+    assert delivered == blobs
 
 
 def test_missing_and_forbidden_objects_are_errors_without_secrets(
     bucket: str, photos: Path, capsys: Any
 ) -> None:
-    elsewhere = bucket.replace("bucket", "elsewhere")
+    faulty_bucket = bucket.replace("bucket", "faulty_bucket")
     for words in (
         ["info", f"{bucket}/none"],
         ["info", f"{bucket}/none-*.tar"],
-        ["verify", f"{elsewhere}/x/a.tar"],
+        ["verify", f"{faulty_bucket}/x/a.tar"],
     ):
         assert main(words) in (1, 2)
-    assert main(["convert", "folder", str(photos), f"{elsewhere}/x"]) == 1
+    assert main(["convert", "folder", str(photos), f"{faulty_bucket}/x"]) == 1
     printed = capsys.readouterr()
     assert "hush" not in printed.out + printed.err
     assert "Traceback" not in printed.err
     assert f"{bucket}/none/index.json is not there" in printed.err
 
 
-def test_commands_say_where_the_shards_are(bucket: str, photos: Path, capsys: Any) -> None:
+def test_commands_print_the_address_of_the_shards(bucket: str, photos: Path, capsys: Any) -> None:
     assert main(["convert", "folder", str(photos), f"{bucket}/c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == f"{bucket}/c"
     assert main(["info", f"{bucket}/c"]) == 0
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
-    """A server that answers reads as S3 does, until it is given faults, and its bucket with a set of 60 samples."""
+def faulty_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
+    """A faulty server that answers reads like S3, and its bucket with a set of 60 samples."""
     bucket = f"bucket{next(NUMBERS)}"
     rows = ({"__key__": f"{n:02d}", "bin": bytes([n]) * 3000} for n in range(60))
     wt.pack(rows, tmp_path / bucket / "set", max_shard_samples=20)
@@ -464,12 +467,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
         yield served, f"s3://{bucket}"
 
 
-def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
-    elsewhere: tuple[Served, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_failing_bucket_is_retried_and_the_wait_is_logged(
+    faulty_bucket: tuple[Served, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served, bucket = elsewhere
-    here = tmp_path / bucket.removeprefix("s3://") / "set"
-    wanted = [batch["bin"] for batch in wt.Loader(here, batch_size=8)]
+    served, bucket = faulty_bucket
+    local = tmp_path / bucket.removeprefix("s3://") / "set"
+    expected = [batch["bin"] for batch in wt.Loader(local, batch_size=8)]
     end = time.monotonic() + 3
 
     def busy(handler: Any, path: Path, start: int, stop: int) -> bool:
@@ -477,19 +480,21 @@ def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
 
     served.faults += [fine(), cut(100), fine(), *[busy] * 10_000]
     loader = wt.Loader(f"{bucket}/set", batch_size=8)
-    assert [batch["bin"] for batch in loader] == wanted
+    assert [batch["bin"] for batch in loader] == expected
     assert loader.report()["retries"] > 1
     loader.close()
-    begins, ends = [text for one in caplog.records if "answer" in (text := one.getMessage())][:2]
+    begins, ends = [text for record in caplog.records if "answer" in (text := record.getMessage())][
+        :2
+    ]
     assert begins.startswith(f"{bucket} does not answer (")
     assert "retrying for up to 120 s" in begins
     assert ends.startswith(f"{bucket} answers again after ")
 
 
-def test_a_bucket_that_fails_for_too_long_is_an_error(
-    elsewhere: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
+def test_a_bucket_that_fails_beyond_the_timeout_raises(
+    faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, bucket = elsewhere
+    served, bucket = faulty_bucket
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     loader = wt.Loader(f"{bucket}/set", batch_size=8)
     served.faults += [status(503)] * 10_000

@@ -1,4 +1,4 @@
-"""A foreign shard that is replaced on its server is never given the keys of the one before it, whatever the server says of it."""
+"""A replaced shard on a server is never read with the keys of the old shard, for any headers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def put(
     long: str = "",
     keys: int | None = None,
 ) -> None:
-    """A tar in which sample k<n> holds its number over and over; all of these tars have one size.
+    """Write a tar in which sample k<n> holds its number repeatedly; all of these tars have one
+    size.
 
-    at: when it was written. keys: what they count from, if not from `first`.
+    at: modification time. keys: first number of the keys (default: `first`).
     """
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / "new", "w", format=FORMATS[kind]) as tar:
@@ -50,7 +51,7 @@ def put(
     os.replace(folder / "new", folder / "a.tar")
 
 
-def given(loader: wt.Loader) -> dict[str, bytes]:
+def delivered(loader: wt.Loader) -> dict[str, bytes]:
     with closing(loader):
         return {
             key: text
@@ -72,7 +73,7 @@ def server(request: pytest.FixtureRequest, www: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_cached_facts_of_a_shard_are_not_used_for_another(
+def test_a_cached_scan_of_a_shard_is_not_used_for_its_replacement(
     server: Served, www: Path, cached: bool
 ) -> None:
     options = {"cache_dir": www.parent / "cache"} if cached else {}
@@ -82,13 +83,13 @@ def test_cached_facts_of_a_shard_are_not_used_for_another(
         (2, 50, [300, 100, 200]),
     ):
         put(www, first, sizes, at=at)
-        found = given(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
-        assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+        actual = delivered(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
+        assert actual == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
 
 
 @pytest.mark.parametrize("sizes", [[300, 100, 200], [100, 200, 300]])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
+def test_a_shard_replaced_after_it_was_opened_raises(
     server: Served, www: Path, cached: bool, sizes: list[int]
 ) -> None:
     put(www, 0, [100, 200, 300], at=1)
@@ -102,15 +103,15 @@ def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
         ShardError,
         match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again",
     ):
-        given(loader)
+        delivered(loader)
 
 
 @pytest.mark.parametrize("says", ["strong", "weak", "modified"])
 @pytest.mark.parametrize("closed", [False, True])
-def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(
+def test_a_replacement_with_other_data_raises_in_the_next_epoch(
     www: Path, says: str, closed: bool
 ) -> None:
-    """Of a set with an index that has no checksums."""
+    """The set has an index without checksums."""
     put(www, 0, [100, 200, 300], at=1)
     wt.index(www)
     with serving(www, says=says) as served:
@@ -122,35 +123,35 @@ def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(
         put(www, 50, [100, 200, 300], at=2, keys=0)
         with closing(loader), pytest.raises(ShardError, match="changed while it was read"):
             next(loader.epoch(1))
-        again = given(wt.Loader(served.url, batch_size=3))
-        assert sorted(again.values()) == [content(50, 100), content(51, 200), content(52, 300)]
+        reread = delivered(wt.Loader(served.url, batch_size=3))
+        assert sorted(reread.values()) == [content(50, 100), content(51, 200), content(52, 300)]
 
 
 @pytest.mark.parametrize("long", ["", "folder/" * 20])
 @pytest.mark.parametrize("kind", list(FORMATS))
-def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, long: str) -> None:
+def test_headers_of_every_kind_identify_the_shard(www: Path, kind: str, long: str) -> None:
     put(www, 7, [0, 1, 511, 512, 513, 70_000, 200_000], at=1, kind=kind, long=long)
     with serving(www, says="nothing") as served:
-        found = given(wt.Loader(f"{served.url}/a.tar", batch_size=2, tail="keep"))
-    assert found == {
+        actual = delivered(wt.Loader(f"{served.url}/a.tar", batch_size=2, tail="keep"))
+    assert actual == {
         f"{long}k{n}": content(n, size)
         for n, size in enumerate([0, 1, 511, 512, 513, 70_000, 200_000], 7)
     }
 
 
 def test_an_ambiguous_modification_time_is_not_used(www: Path) -> None:
-    """A server tells times in seconds: what was written a moment ago may be written again in the same second."""
+    """HTTP times have a resolution of 1 s, so a recent file may change within that second."""
     with serving(www, says="modified") as served:
         for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):
-            put(www, first, sizes, at=4_000_000_000)  # never older than the answer
-            found = given(
+            put(www, first, sizes, at=4_000_000_000)  # never older than the response
+            actual = delivered(
                 wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache")
             )
-            assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+            assert actual == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
 
 
-def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> None:
-    """A server may name versions by time and size, which two files can have in common."""
+def test_shards_that_differ_only_in_their_query_have_two_cache_entries(www: Path) -> None:
+    """A server may form ETags from time and size, which two files can have in common."""
     sizes = [100, 200, 300]
     for folder, first in ((www, 0), (www / "x", 0), (www / "y", 50)):
         put(folder, first, sizes, at=1, keys=0)
@@ -164,9 +165,9 @@ def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> N
 
     with serving(www, faults=[answer] * 100) as served:
         for name, first in (("x", 0), ("y", 50)):
-            found = given(
+            actual = delivered(
                 wt.Loader(
                     f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"
                 )
             )
-            assert found == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}
+            assert actual == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}
