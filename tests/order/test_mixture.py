@@ -1,4 +1,4 @@
-"""Mixtures: shares are exact, no sample comes twice, and all promises of a plan hold."""
+"""Mixtures: exact shares, every sample at most once, and all promises of a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wdstrain.order.mixture import Mixture
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
     names = [f"source {i}" for i in range(len(counts))]
-    given = {
+    plan_options = {
         "seed": 1,
         "epoch": 0,
         "batch_size": 4,
@@ -31,7 +31,7 @@ def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mix
         "shuffle": True,
         **options,
     }
-    return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **given)
+    return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **plan_options)
 
 
 class Case(NamedTuple):
@@ -86,7 +86,7 @@ def turns(shares: list[Fraction], count: int) -> list[int]:
     return sources.tolist()
 
 
-def test_every_batch_is_full_and_no_sample_comes_twice() -> None:
+def test_every_batch_is_full_and_no_sample_is_repeated() -> None:
     assert len(GRID) > 40
     for plan, _, _ in GRID:
         ids = []
@@ -177,7 +177,7 @@ def sources(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(
+def test_a_mixed_loader_delivers_the_source_of_samples_and_resumes(
     sources: dict[str, Path], num_workers: int
 ) -> None:
     fields = {"label": wt.label()}
@@ -185,14 +185,14 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(
     loader = wt.mix(sources, fields, num_workers=num_workers, **options)
     epochs = []
     for _ in range(2):
-        found = []
-        for one in loader:
-            assert one["__source__"] == [key[0] for key in one["__key__"]]
-            assert one["label"].tolist() == [int(key[1:]) for key in one["__key__"]]
-            found.append(one["__key__"])
-        assert len(found) == len(loader) == 6
-        assert Counter(key[0] for keys in found for key in keys) == {"a": 36, "b": 12}
-        epochs.append(found)
+        delivered = []
+        for batch in loader:
+            assert batch["__source__"] == [key[0] for key in batch["__key__"]]
+            assert batch["label"].tolist() == [int(key[1:]) for key in batch["__key__"]]
+            delivered.append(batch["__key__"])
+        assert len(delivered) == len(loader) == 6
+        assert Counter(key[0] for keys in delivered for key in keys) == {"a": 36, "b": 12}
+        epochs.append(delivered)
     assert epochs[0] != epochs[1]
     loader.close()
     first = wt.mix(sources, fields, **options)
@@ -201,15 +201,15 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(
             break
     second = wt.mix(sources, fields, **options)
     second.load_state_dict(first.state_dict())
-    assert [one["__key__"] for one in second] == epochs[0][3:]
+    assert [batch["__key__"] for batch in second] == epochs[0][3:]
     with pytest.raises(UsageError, match="shares was"):
         wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
 
 
-def test_samples_that_wait_are_not_overwritten_while_another_source_has_room(
+def test_waiting_samples_are_not_overwritten_while_another_source_has_room(
     tmp_path: Path,
 ) -> None:
-    """Sources have windows by their sizes, but one limit for the samples that are read ahead."""
+    """Sources have windows by their sizes, but one limit for readahead."""
     sources = {"a": 90_000, "b": 30_000}
     for name, count in sources.items():
         write_tar(
@@ -219,7 +219,7 @@ def test_samples_that_wait_are_not_overwritten_while_another_source_has_room(
         {name: tmp_path / name for name in sources}, batch_size=64, shuffle_buffer=60_000
     )
     index, numbers = loader.index, list[int]()
-    # The reader alone: a loader reads 64 MiB ahead, which is more than these sources have.
+    # Only the reader: a loader reads 64 MiB ahead, which is more than these sources have.
     for reader, _, batch in collected_batches(index, loader.plan, ahead=16 << 10):
         for offset in batch.offset.tolist():
             numbers.append(int(bytes(reader.memory.view[offset + 512 : offset + 518])))
@@ -228,8 +228,10 @@ def test_samples_that_wait_are_not_overwritten_while_another_source_has_room(
 
 
 def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -> None:
-    found = Counter(name for one in wt.mix(sources, batch_size=5) for name in one["__source__"])
-    assert found == {"a": 40, "b": 25}
+    counts = Counter(
+        name for batch in wt.mix(sources, batch_size=5) for name in batch["__source__"]
+    )
+    assert counts == {"a": 40, "b": 25}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -
         ({"batch_size": 100}, "cannot fill one step of 100"),
     ],
 )
-def test_mixtures_that_cannot_be_are_refused(
+def test_impossible_mixtures_are_refused(
     sources: dict[str, Path], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):

@@ -1,4 +1,4 @@
-"""Sets whose samples differ in size and share fit into the memory that a loader sets aside, whatever the settings."""
+"""Sets whose samples differ in size and share fit into the memory of a loader, for any settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from wdstrain.shards.offsets import Offsets
 
 
 def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
-    """A shard with samples of these sizes whose data are holes. Of some the last eight bytes are their number."""
+    """Write a sparse shard of samples of these sizes. Some end with their number in 8 bytes."""
     (folder / name).mkdir(parents=True)
     path, count = folder / name / "a.tar", len(sizes)
     size = np.array(sizes, np.int64)
     stop = np.cumsum(512 + -(-size // 512) * 512)
     start = stop - 512 - -(-size // 512) * 512
     with open(path, "wb") as file:
-        every = 1 + count // 1000  # a hole takes no block of the disk
+        every = 1 + count // 1000  # a hole takes no disk block
         for number, end in list(enumerate((start + 512 + size).tolist()))[::every]:
             os.pwrite(file.fileno(), b"%08d" % number, end - 8)
         file.truncate(int(stop[-1]) + 1024)
@@ -45,7 +45,7 @@ def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
 
 
 def check(loader: wt.Loader, steps: int | None = None) -> None:
-    """Every sample that comes is itself, and none comes twice."""
+    """Check that every delivered sample is intact and occurs once."""
     seen = set[str]()
     for step, batch in enumerate(loader):
         assert len(batch["__key__"]) == loader.batch_size
@@ -62,7 +62,7 @@ def check(loader: wt.Loader, steps: int | None = None) -> None:
     ("count", "size", "share"),
     [(200_000, 13_000, 0.01), (300_000, 2000, 0.002), (60_000, 60_000, 0.05)],
 )
-def test_a_source_with_a_small_share_waits_for_long_and_fits(
+def test_a_source_with_a_small_share_fits_into_memory(
     tmp_path: Path, count: int, size: int, share: float
 ) -> None:
     sets = {"a": sparse(tmp_path, "a", [size] * count), "b": sparse(tmp_path, "b", [size] * 4000)}
@@ -72,14 +72,14 @@ def test_a_source_with_a_small_share_waits_for_long_and_fits(
 
 
 def test_thousands_of_small_samples_beside_large_ones_fit(tmp_path: Path) -> None:
-    """A read takes all small ones at once, of which many leave long after."""
+    """One read takes all small samples, and many of them are released long after."""
     folder = sparse(tmp_path, "a", [*[3_000_000] * 60, *[10] * 5000])
     for shuffle in (False, True):
         check(wt.Loader(folder, batch_size=4, shuffle=shuffle, shuffle_buffer=20), 800)
 
 
 def drawn(seed: int) -> tuple[dict[str, list[int]], dict[str, Any], int]:
-    """(sizes of the samples of each source, options, steps) of one case."""
+    """Return (sizes of the samples of each source, options, steps) of one case."""
     bits = random.Random(seed)
     sets = dict[str, list[int]]()
     for name in "abcd"[: bits.choice([1, 2, 2, 3, 4])]:
@@ -109,9 +109,11 @@ def drawn(seed: int) -> tuple[dict[str, list[int]], dict[str, Any], int]:
 
 def check_drawn(folder: Path, seed: int) -> None:
     sets, options, steps = drawn(seed)
-    made = {name: sparse(folder, name, sizes) for name, sizes in sets.items()}
+    folders = {name: sparse(folder, name, sizes) for name, sizes in sets.items()}
     try:
-        loader = wt.mix(made, **options) if len(made) > 1 else wt.Loader(made["a"], **options)
+        loader = (
+            wt.mix(folders, **options) if len(folders) > 1 else wt.Loader(folders["a"], **options)
+        )
     except wt.UsageError as error:
         if not any(words in str(error) for words in ("cannot", "gives no sample", "below 1/65536")):
             raise
@@ -120,11 +122,11 @@ def check_drawn(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> None:
+def test_random_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> None:
     check_drawn(tmp_path, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(2))
-def test_many_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, block: int) -> None:
+def test_many_random_sets_and_settings_fit_into_memory(tmp_path: Path, block: int) -> None:
     check_block(lambda seed, folder: check_drawn(folder, seed), block, 50, tmp_path)

@@ -1,4 +1,4 @@
-"""The plan keeps its promises over a grid of sizes, on integers alone."""
+"""The plan keeps its promises over a grid of sizes, on integers only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(counts: list[int], **options: Any) -> Plan:
 
 
 def grid() -> list[Plan]:
-    """Every plan of a grid of shards, world sizes, lanes, batch sizes, tails and windows that is possible at all."""
+    """Yield the possible plans of a grid of shards, ranks, lanes, batch sizes, tails, windows."""
     plans = []
     for counts, world, lanes, batch, tail, window, shuffle in itertools.product(
         SHARDS,
@@ -53,7 +53,7 @@ GRID = grid()
 
 
 def batch(plan: Plan, rank: int, step: int) -> tuple[list[int], list[bool]]:
-    """(ids, valid) of a batch."""
+    """Return (ids, valid) of a batch."""
     ids: list[int] = []
     valid: list[bool] = []
     for lane in plan.lanes_of(rank):
@@ -64,12 +64,12 @@ def batch(plan: Plan, rank: int, step: int) -> tuple[list[int], list[bool]]:
 
 
 def delivered(plan: Plan) -> list[int]:
-    """Ids of a whole epoch over all ranks, padding left out."""
-    found = []
+    """Return the ids of an epoch over all ranks, without padding."""
+    ids_ = []
     for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
         ids, valid = batch(plan, rank, step)
-        found += [i for i, ok in zip(ids, valid, strict=True) if ok]
-    return found
+        ids_ += [i for i, ok in zip(ids, valid, strict=True) if ok]
+    return ids_
 
 
 def test_the_grid_is_not_empty() -> None:
@@ -77,7 +77,7 @@ def test_the_grid_is_not_empty() -> None:
     assert {plan.tail for plan in GRID} == {"drop", "pad", "keep"}
 
 
-def test_every_sample_once_and_fewer_than_a_global_batch_left_out() -> None:
+def test_every_sample_is_planned_once_and_the_tail_is_below_a_global_batch() -> None:
     for plan in GRID:
         ids = delivered(plan)
         assert len(set(ids)) == len(ids), plan
@@ -93,13 +93,14 @@ def test_every_rank_has_full_batches_in_every_step() -> None:
             size = len(valid)
             if plan.tail == "keep" and step >= plan.steps - 2:
                 assert 0 < size <= plan.batch_size, plan
-                # a row that is no sample of this rank only where it has none left, and then alone
+                # A row without a sample of this rank occurs only if the rank has none left, and
+                # then alone.
                 assert all(valid) or (valid == [False] and step == plan.steps - 1), plan
             else:
                 assert size == plan.batch_size, plan
 
 
-def test_every_sample_can_be_kept_whatever_the_sizes() -> None:
+def test_every_sample_can_be_kept_for_any_sizes() -> None:
     for counts, world, lanes, size in itertools.product(
         [[1], [2], [21], [5, 0, 3]], [1, 2, 3, 4, 8], [None, 24], [3, 6, 1]
     ):
@@ -119,13 +120,13 @@ def test_a_sample_leaves_within_one_window_of_its_place() -> None:
             assert count == 0 or abs(order - np.arange(count)).max() < plan.window, plan
 
 
-def test_the_order_can_be_entered_anywhere() -> None:
+def test_the_order_can_start_at_any_place() -> None:
     for plan in GRID:
         for lane in range(plan.lane_count):
             count = plan.lane_samples(lane)
-            whole = plan.order(lane, 0, count)
+            full_order = plan.order(lane, 0, count)
             for start in range(0, count, 5):
-                assert (plan.order(lane, start, count) == whole[start:]).all(), plan
+                assert (plan.order(lane, start, count) == full_order[start:]).all(), plan
 
 
 def test_due_is_the_last_step_that_needs_a_place() -> None:
@@ -144,15 +145,15 @@ def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
     for plan in GRID:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
             first = plan.first_place(lane, step)
-            # the last sample of a lane is what its padding repeats
+            # Padding repeats the last sample of a lane.
             start = min(plan.span(lane, step)[0], max(0, plan.lane_samples(lane) - 1))
             assert start - first < plan.window
             rest = plan.order(lane, start, plan.lane_samples(lane))
             assert len(rest) == 0 or rest.min() >= first, plan
 
 
-def test_places_of_a_lane_are_neighbours_in_their_shards() -> None:
-    """Reading is forward: consecutive places of a lane are consecutive samples but where a shard, or the hole, ends."""
+def test_places_of_a_lane_are_adjacent_in_their_shards() -> None:
+    """Consecutive places are consecutive samples, except at a shard's end or at the hole."""
     for plan in GRID:
         shard = np.repeat(np.arange(len(plan.counts)), plan.counts)
         for lane in range(plan.lane_count):
@@ -177,10 +178,10 @@ def test_global_batches_are_the_same_for_every_world_size(tail: Any) -> None:
             sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)[0])
             for plan in plans
         ]
-        assert all(one == sets[0] for one in sets)
+        assert all(batch_ids == sets[0] for batch_ids in sets)
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
+def test_orders_differ_by_epoch_and_seed_and_are_reproducible() -> None:
     def ids(**options: Any) -> list[int]:
         return delivered(make([50, 20, 30], window=30, **options))
 
@@ -189,14 +190,14 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert ids() != ids(seed=2)
 
 
-def test_what_is_left_out_changes_from_epoch_to_epoch() -> None:
+def test_the_dropped_samples_change_in_every_epoch() -> None:
     for counts in ([103], [50, 53]):
-        left = [
+        dropped = [
             frozenset(range(103)) - set(delivered(make(counts, epoch=epoch, window=10)))
             for epoch in range(8)
         ]
-        assert all(len(one) == 3 for one in left)
-        assert len(set(left)) > 4
+        assert all(len(ids) == 3 for ids in dropped)
+        assert len(set(dropped)) > 4
 
 
 def test_without_shuffle_the_order_is_file_order() -> None:
@@ -204,8 +205,9 @@ def test_without_shuffle_the_order_is_file_order() -> None:
     assert delivered(plan) == list(range(21))
 
 
-def test_a_golden_order_never_changes() -> None:
-    # literal numbers: a change here is a change of everybody's order and needs a new ORDER in plan.py
+def test_the_order_never_changes() -> None:
+    # Literal numbers: a change here changes the order of every user, and needs a new ORDER in
+    # plan.py.
     plan = make([7, 13, 1], world_size=2, window=6)
     assert [batch(plan, 0, step)[0] for step in range(plan.steps)] == [
         [20, 7, 8, 9],
@@ -215,14 +217,14 @@ def test_a_golden_order_never_changes() -> None:
 
 
 def test_the_window_mixes_like_a_reservoir_of_the_same_memory() -> None:
-    """Neighbours on the disk share a batch of 64 as often, within 10 %, as with a reservoir that holds as many samples."""
+    """Disk neighbors share a batch of 64 as often, within 10 %, as with an equal reservoir."""
     count, window = 60_000, 2048
     plan = make([count], batch_size=64, window=window, tail="keep")
     order = plan.order(0, 0, count)
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
-    ours = np.mean(place[:-1] // 64 == place[1:] // 64)
-    # held after each delivery: what has a place below the furthest read so far and was not delivered
+    window_share = np.mean(place[:-1] // 64 == place[1:] // 64)
+    # Held after each delivery: places below the furthest read so far that were not delivered.
     held = np.maximum.accumulate(order) + 1 - np.arange(1, count + 1)
     rng = np.random.default_rng(0)
     reservoir: list[int] = []
@@ -235,9 +237,9 @@ def test_the_window_mixes_like_a_reservoir_of_the_same_memory() -> None:
         out.append(reservoir[k])
         reservoir[k] = i
     place[out + reservoir] = np.arange(count)
-    theirs = np.mean(place[:-1] // 64 == place[1:] // 64)
+    reservoir_share = np.mean(place[:-1] // 64 == place[1:] // 64)
     assert held.mean() < 0.55 * window
-    assert ours < 1.1 * theirs
+    assert window_share < 1.1 * reservoir_share
 
 
 def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> None:
@@ -269,7 +271,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 
 def test_a_plan_costs_the_same_at_any_step() -> None:
-    """Its memory is measured: near the end it holds no more than at the start."""
+    """Memory is measured: near the end a plan holds no more than at the start."""
     plan = make([1_000_000_000], batch_size=64, window=5000)
     peaks = []
     for step in (0, plan.steps // 2, plan.steps - 1):

@@ -6,7 +6,7 @@ from wdstrain.order.rng import below, bits, key, uniform
 
 
 def test_a_golden_value_never_changes() -> None:
-    # literal numbers: whoever changes them changes the order of everybody's training
+    # Literal numbers: a change here changes the order of every training run.
     assert key("jitter", 0, 0) == 11878362859209367231
     assert bits(np.arange(3), "jitter", 0, 0).tolist() == [
         12648278526698734922,
@@ -15,13 +15,13 @@ def test_a_golden_value_never_changes() -> None:
     ]
 
 
-def test_a_value_does_not_depend_on_its_neighbours() -> None:
-    whole = bits(np.arange(1000), "x", 3)
-    assert (bits(np.arange(500, 510), "x", 3) == whole[500:510]).all()
-    assert bits(np.array([777]), "x", 3)[0] == whole[777]
+def test_a_value_does_not_depend_on_its_neighbors() -> None:
+    all_values = bits(np.arange(1000), "x", 3)
+    assert (bits(np.arange(500, 510), "x", 3) == all_values[500:510]).all()
+    assert bits(np.array([777]), "x", 3)[0] == all_values[777]
 
 
-def test_words_of_different_kind_are_different_keys() -> None:
+def test_key_words_of_different_types_are_different_keys() -> None:
     assert len({key(1), key("1"), key("1", 2), key("12"), key(1, 2), key(12)}) == 6
 
 

@@ -12,24 +12,24 @@ from wdstrain.order.weighted_plan import WeightedPlan
 
 
 def plan(weights: np.ndarray, strata: np.ndarray | None = None, **sizes: int) -> WeightedPlan:
-    """A plan of shards of ten samples."""
+    """Return a plan over shards of ten samples."""
     counts = np.full(-(-len(weights) // 10), 10)
     counts[-1] = len(weights) - counts[:-1].sum()
     strata = np.zeros(len(weights), np.int64) if strata is None else strata
-    given = {"seed": 0, "epoch": 0, "batch_size": 4, "window": 30} | sizes
-    return WeightedPlan(counts=counts, weights=weights, strata=strata, **given)  # type: ignore[arg-type]
+    plan_options = {"seed": 0, "epoch": 0, "batch_size": 4, "window": 30} | sizes
+    return WeightedPlan(counts=counts, weights=weights, strata=strata, **plan_options)  # type: ignore[arg-type]
 
 
-def delivered(made: WeightedPlan, step: int) -> list[int]:
-    """The ids of a global batch."""
+def delivered(weighted: WeightedPlan, step: int) -> list[int]:
+    """Return the ids of a global batch."""
     ids: list[int] = []
-    for lane in range(made.lane_count):
-        ids += made.ids(lane, made.order(lane, *made.span(lane, step))).tolist()
+    for lane in range(weighted.lane_count):
+        ids += weighted.ids(lane, weighted.order(lane, *weighted.span(lane, step))).tolist()
     return ids
 
 
-def epoch(made: WeightedPlan) -> list[int]:
-    return [i for step in range(made.steps) for i in delivered(made, step)]
+def epoch(weighted: WeightedPlan) -> list[int]:
+    return [i for step in range(weighted.steps) for i in delivered(weighted, step)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -39,17 +39,19 @@ def test_each_sample_occurs_as_often_as_its_weight_says(seed: int) -> None:
     weights[:20] = 1
     strata = np.unique(weights, return_inverse=True)[1].reshape(-1)
     for number in range(3):
-        made = plan(weights, strata, epoch=number, batch_size=1)
-        counts = np.bincount(epoch(made), minlength=len(weights))
-        assert counts.sum() == made.samples == made.steps == int(np.floor(weights.sum() + 0.5))
+        weighted = plan(weights, strata, epoch=number, batch_size=1)
+        counts = np.bincount(epoch(weighted), minlength=len(weights))
+        assert (
+            counts.sum() == weighted.samples == weighted.steps == int(np.floor(weights.sum() + 0.5))
+        )
         assert (counts >= np.floor(weights)).all()
         assert (counts <= np.ceil(weights)).all()
         for stratum in range(strata.max() + 1):
-            mine = strata == stratum
-            assert abs(counts[mine].sum() - weights[mine].sum()) < 1
+            in_stratum = strata == stratum
+            assert abs(counts[in_stratum].sum() - weights[in_stratum].sum()) < 1
 
 
-def test_a_fraction_chooses_other_samples_in_each_epoch() -> None:
+def test_a_fractional_weight_selects_other_samples_in_each_epoch() -> None:
     weights = np.full(200, 0.25)
     epochs = [set(epoch(plan(weights, epoch=n, batch_size=1))) for n in range(40)]
     assert {len(ids) for ids in epochs} == {50}
@@ -59,47 +61,49 @@ def test_a_fraction_chooses_other_samples_in_each_epoch() -> None:
 
 
 def test_rare_classes_are_in_every_part_of_the_epoch() -> None:
-    """1 sample of 100 is of class 1; with weights it is every second one, from begin to end."""
+    """1 sample in 100 has class 1; with weights it is every second sample, from begin to end."""
     classes = np.arange(5000) % 100 == 0
     counts = np.bincount(classes)
     weights = (2500 / counts)[classes.astype(int)]
-    made = plan(weights, classes.astype(np.int64), batch_size=50, window=200)
-    assert made.samples == 5000
-    shares = [classes[delivered(made, step)].mean() for step in range(made.steps)]
+    weighted = plan(weights, classes.astype(np.int64), batch_size=50, window=200)
+    assert weighted.samples == 5000
+    shares = [classes[delivered(weighted, step)].mean() for step in range(weighted.steps)]
     assert np.mean(shares) == 0.5
     assert 0.2 < min(shares) <= max(shares) < 0.8
 
 
-def test_occurrences_of_a_sample_are_apart_and_draw_other_numbers() -> None:
+def test_occurrences_of_a_sample_are_spread_and_get_other_random_numbers() -> None:
     weights = np.ones(400)
     weights[7] = 20
-    made = plan(weights, batch_size=1, window=10)
-    places = np.arange(made.lane_samples(0))
-    where = np.flatnonzero(made.ids(0, places) == 7)
+    weighted = plan(weights, batch_size=1, window=10)
+    places = np.arange(weighted.lane_samples(0))
+    where = np.flatnonzero(weighted.ids(0, places) == 7)
     assert len(where) == 20
     assert np.diff(where).max() < 3 * len(places) / 20
-    assert len(set(made.draws(0, places, made.ids(0, places)).tolist())) == len(places)
+    assert len(set(weighted.draws(0, places, weighted.ids(0, places)).tolist())) == len(places)
     once = weights < 2
-    first = made.ids(0, places)
-    assert (made.draws(0, places, made.ids(0, places))[once[first]] == first[once[first]]).all()
+    first = weighted.ids(0, places)
+    assert (
+        weighted.draws(0, places, weighted.ids(0, places))[once[first]] == first[once[first]]
+    ).all()
 
 
 def test_global_batches_do_not_depend_on_the_world_size() -> None:
     weights = np.linspace(0, 4, 300)
-    one = plan(weights, batch_size=8, world_size=1, lanes=4)
+    single_rank = plan(weights, batch_size=8, world_size=1, lanes=4)
     four = plan(weights, batch_size=2, world_size=4, lanes=4)
-    assert one.steps == four.steps
-    assert [delivered(one, step) for step in range(one.steps)] == [
+    assert single_rank.steps == four.steps
+    assert [delivered(single_rank, step) for step in range(single_rank.steps)] == [
         delivered(four, step) for step in range(four.steps)
     ]
 
 
 def test_reads_of_a_shard_go_forward() -> None:
-    """Where two neighbours of the line lie in one shard, the later one is nearly always behind."""
+    """Of two samples of one shard, the later one nearly always has the higher offset."""
     classes = np.arange(5000) % 100 == 0
     weights = np.where(classes, 50.0, 0.5)
-    made = plan(weights, batch_size=1)
-    ids = made.ids(0, np.arange(made.lane_samples(0)))
+    weighted = plan(weights, batch_size=1)
+    ids = weighted.ids(0, np.arange(weighted.lane_samples(0)))
     same = ids[:-1] // 10 == ids[1:] // 10
     assert (np.diff(ids)[same] > 0).mean() > 0.95
 
@@ -113,6 +117,6 @@ def test_reads_of_a_shard_go_forward() -> None:
         (np.full(20, 0.1), "4 needed"),
     ],
 )
-def test_weights_that_give_no_epoch(weights: np.ndarray, message: str) -> None:
+def test_weights_without_an_epoch_are_refused(weights: np.ndarray, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(weights)
