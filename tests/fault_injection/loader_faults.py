@@ -39,7 +39,7 @@ from tests.fault_injection.workloads import (
     foreign,
 )
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import read_blocks
+from wdstrain.reader import blocks
 from wdstrain.serve import Server
 
 Trial = Callable[[Path, random.Random], str]
@@ -394,7 +394,7 @@ def _samples(
         else {"bin": _Bytes()}
     )
     # little is read ahead, so that what happens does so in time
-    read_blocks.READ_SAMPLES = 8
+    blocks.READ_SAMPLES = 8
     os.environ |= {"WDSTRAIN_RANGE_SIZE": str(1 << 13), "WDSTRAIN_READ_AHEAD": str(1 << 14)}
     loader = wt.Loader(
         address,

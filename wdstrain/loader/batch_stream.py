@@ -10,8 +10,8 @@ from wdstrain.decode.task import Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.task_blocks import TaskBlock
+from wdstrain.reader.blocks import StepBlock, step_blocks
 from wdstrain.reader.reader import CollectedBatch, ReadRun
-from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.prefetch import ReadStopped

@@ -18,7 +18,7 @@ from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.resources import ReadOptions, batches_begun
+from wdstrain.reader.resources import ReadOptions, ReadResources, batches_begun
 from wdstrain.runtime import environment
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
@@ -100,7 +100,10 @@ class PipelineParts:
 def build_parts(
     index: Index, plans: Callable[[int], Order], rank: int, options: PipelineOptions
 ) -> PipelineParts:
-    """Return the parts of a pipeline. No thread and no process is started."""
+    """Return the parts of a pipeline. No thread and no process is started.
+
+    Raises ShardError for a sample that is too large for this machine's memory.
+    """
     plan, fields, replaces = plans(0), options.fields, options.on_error != "raise"
     columns = label_columns(fields or {}, index)
     if fields is not None:
@@ -129,7 +132,7 @@ def build_parts(
         skip_unreadable=replaces,
         cache=options.cache,
     )
-    reader = Reader(index, plans, rank, read_options, slots, direct_fields)
+    reader = Reader(ReadResources(index, plans, rank, read_options, slots, direct_fields))
     settings = DecoderSettings(
         field_names=index.fields,
         layout=layout,

@@ -15,9 +15,8 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory.scatter import Bools, ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
-from wdstrain.reader.lane import Lane
+from wdstrain.reader.lane import BatchSlot, Lane, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.reader.resources import ReadResources
-from wdstrain.reader.sink import BatchSlot, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import is_sample

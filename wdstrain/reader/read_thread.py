@@ -11,11 +11,10 @@ import numpy as np
 
 from wdstrain.memory.scatter import Bools
 from wdstrain.order.order import Order
-from wdstrain.reader.lane import Lane, LaneRead
-from wdstrain.reader.read_blocks import ReadBlock
+from wdstrain.reader.blocks import ReadBlock
+from wdstrain.reader.lane import Lane, LaneRead, ReadSamples, Sink
 from wdstrain.reader.resources import ReadResources
 from wdstrain.reader.run_state import ReadStats, RunState
-from wdstrain.reader.sink import ReadSamples, Sink
 from wdstrain.storage.local import LocalFile
 from wdstrain.storage.prefetch import LaneStream, RangePrefetcher
 

@@ -21,27 +21,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.decode.batch_slots import Slots
 from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
-from wdstrain.order.order import Order
 from wdstrain.reader.arena_sink import ArenaSink
-from wdstrain.reader.direct_fields import DirectFields
-from wdstrain.reader.lane import Lane
+from wdstrain.reader.blocks import StepBlock
+from wdstrain.reader.lane import Lane, Sink
 from wdstrain.reader.read_thread import ReadThread
-from wdstrain.reader.resources import ReadOptions, ReadResources
+from wdstrain.reader.resources import ReadResources
 from wdstrain.reader.run_state import ReadStats, RunState
-from wdstrain.reader.sink import Sink
 from wdstrain.reader.slot_sink import SlotSink
-from wdstrain.reader.step_blocks import StepBlock
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
-from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.prefetch import RangePrefetcher, ReadStopped
 
@@ -72,22 +66,8 @@ class Reader:
     Each run belongs to a generation, a number that the caller increases with every loop.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        plans: Callable[[int], Order],
-        rank: int,
-        options: ReadOptions,
-        slots: Slots,
-        direct: DirectFields,
-    ) -> None:
-        """Reserve the memory; `start` begins to read.
-
-        plans: returns the plan of an epoch; all plans must have the same sizes.
-        direct: fields whose arrays go straight into the slots of their batches.
-        Raises ShardError for a sample that is too large for this machine's memory.
-        """
-        self._resources = ReadResources(index, plans, rank, options, slots, direct)
+    def __init__(self, resources: ReadResources) -> None:
+        self._resources = resources
         self.stats = ReadStats()
         self._lifecycle = threading.RLock()  # held while a run is started or ended
         self._cancelled = -1  # the highest cancelled generation

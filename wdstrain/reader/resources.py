@@ -1,4 +1,4 @@
-"""What all runs of a reader share: options, limits and memory."""
+"""Options, limits and memory of a reader, which all its runs share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from wdstrain.errors import ShardError
 from wdstrain.memory.arena import Arena
 from wdstrain.memory.shared import Memory
 from wdstrain.order.order import Order
+from wdstrain.reader.blocks import GAP, READ_SAMPLES, READ_TOGETHER, read_bytes
 from wdstrain.reader.direct_fields import DirectFields
-from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, READ_TOGETHER, read_bytes
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Index
 from wdstrain.storage.remote import is_remote
@@ -44,7 +44,8 @@ class ReadOptions:
 class ReadResources:
     """Index, limits and memory of a reader.
 
-    most_bytes: of one read. is_remote: whether any shard is. in_background: whether reads go on
+    plans: returns the plan of an epoch; all plans must have the same sizes. direct: fields whose
+    arrays go straight into the slots of their batches. most_bytes: of one read. is_remote: whether any shard is. in_background: whether reads go on
     while the reader's thread starts others. scratch: memory for bytes that are discarded.
     """
 

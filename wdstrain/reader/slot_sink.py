@@ -25,9 +25,8 @@ from wdstrain.errors import WdstrainError
 from wdstrain.memory.scatter import Bools, ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.reader.direct_fields import DirectField
-from wdstrain.reader.lane import Lane
+from wdstrain.reader.lane import BatchSlot, Lane, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.reader.resources import ReadResources
-from wdstrain.reader.sink import BatchSlot, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.storage.io_pool import IOThreadPool

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.order.plan import Plan
-from wdstrain.reader.read_blocks import ReadBlock, read_bytes
+from wdstrain.reader.blocks import ReadBlock, read_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.block_map import range_size
