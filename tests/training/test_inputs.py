@@ -120,6 +120,10 @@ def named(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {"image": decoded(sample["png"]), "label": CLASSES[int(sample["cls"])]}
 
 
+def without_label(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {"image": decoded(sample["png"])}
+
+
 def flipped(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     pixels = decoded(sample["png"])
     return {"image": pixels[..., ::-1] if rng.random() < 0.5 else pixels}
@@ -230,6 +234,73 @@ def test_class_numbers_and_tokens_reach_the_model_as_int64(tmp_path: Path) -> No
     assert len(done.epochs) == 2
 
 
+def test_class_numbers_as_inputs_are_those_of_training(tmp_path: Path) -> None:
+    """Also for shards that number the same classes differently, and for lists of classes."""
+
+    class Kinds(nn.Module):
+        seen: list[Tensor]
+
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, outputs)
+            self.seen = []
+
+        def forward(self, kind: Tensor, tags: Tensor) -> Tensor:
+            kinds = nn.functional.one_hot(kind, 3)
+            self.seen.append(kind)
+            result: Tensor = self.linear(torch.cat([kinds, tags], 1))
+            return result
+
+    def numbered(*classes: str) -> list[wt.Label]:
+        return [
+            wt.Label("kind", "class", "json", "kind", classes),
+            wt.Label("tags", "multi", "json", "tags", classes),
+            wt.Label("age", "number", "json", "age"),
+        ]
+
+    def rows(numbers: range) -> list[dict[str, Any]]:
+        return [
+            {
+                "__key__": f"{n:03d}",
+                "json": {"age": n, "kind": CLASSES[n % 3], "tags": CLASSES[: n % 3]},
+            }
+            for n in numbers
+        ]
+
+    sets = Sets(tmp_path / "train", tmp_path / "val")
+    wt.pack(rows(range(24)), sets.train, labels=numbered("ant", "bee", "cow"))
+    wt.pack(rows(range(24, 40)), sets.val, labels=numbered("cow", "ant", "bee"), shuffle=False)
+    fields = {
+        "kind": wt.label("json", column="kind"),
+        "tags": wt.label("json", column="tags", multi=True),
+    }
+    done = train(sets, tmp_path / "run", model=Kinds, fields=fields, label="age")
+    assert torch.cat(done.model.seen[-2:]).tolist() == [n % 3 for n in range(24, 40)]
+    last = checkpoint(tmp_path / "run")
+    for given in ({}, {"fields": fields}):
+        metrics = wt.evaluate(last, sets.val, model=Kinds, **given)[1]  # type: ignore[arg-type]
+        assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    predicted = {}
+    for name in sets._fields:
+        wt.predict(last, getattr(sets, name), tmp_path / "p.csv", model=Kinds)
+        predicted[name] = {(int(r["key"]) % 3, r["age"]) for r in rows_of(tmp_path / "p.csv")}
+    assert predicted["train"] == predicted["val"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        wt.array("x.npy", shape=(4,), dtype="float32"),
+        wt.array("x.npy", shape=(3,), dtype="int64"),
+        wt.number("json", column="height"),
+    ],
+)
+def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path, field: Any) -> None:
+    with pytest.raises(wt.SampleError, match="No good sample"):
+        train(shards, tmp_path / "run", model=One, fields={"image": field})
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -303,6 +374,18 @@ def test_the_field_of_the_label_chooses_among_declared_labels(tmp_path: Path) ->
     done = wt.train(tmp_path / "set", tmp_path / "run", model=One, fields=fields, **QUICK)
     assert str(done.task) == "age (a number)"
 
+    def twice(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"]), "kind": 0, "label": 0}
+
+    for options, words in (
+        ({"label": "kind", "transform": twice}, "returned the label kind under two names"),
+        ({"label": "kind,age", "transform": twice}, "Name each label as it is: kind, age"),
+        ({"label": "kind,age", "fields": fields}, "Name each label as it is: kind, age"),
+    ):
+        with pytest.raises(wt.WdstrainError, match=words):
+            wt.train(tmp_path / "set", tmp_path / "bad", model=One, **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "bad").exists()
+
 
 # --- transforms -----------------------------------------------------------------------------------
 
@@ -361,16 +444,28 @@ def test_a_transform_is_given_again_to_score_and_to_predict(shards: Sets, tmp_pa
     for n in range(24, 40):
         (images / f"{n:03d}.png").write_bytes(png(n))
     (images / "bad.png").write_bytes(b"no image")
+    with pytest.raises(wt.UsageError, match="must be a function of a sample"):
+        wt.predict(last, images, tmp_path / "q.csv", model=One, transform="labeled")
+    wt.predict(last, images, tmp_path / "q.csv", model=One, transform=scaled)
+    errors = {row["error"] for row in rows_of(tmp_path / "q.csv") if row["key"] != "bad.png"}
+    assert errors == {"it returned image as float32[3, 8, 8]: must be uint8[3, 8, 8]"}
     (images / "large.png").write_bytes(png(1, side=9))
-
-    def without_label(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"])}
-
     wt.predict(last, images, tmp_path / "q.csv", model=One, transform=without_label)
     files = rows_of(tmp_path / "q.csv")
     assert [r["label"] for r in files[:-2]] == [r["label"] for r in rows]
     assert "cannot identify" in files[-2]["error"]
     assert "[3, 9, 9]: must be uint8[3, 8, 8]" in files[-1]["error"]
+
+
+def test_a_transform_predicts_shards_without_labels(shards: Sets, tmp_path: Path) -> None:
+    train(shards, tmp_path / "run", model=One, fields={"image": wt.image(size=8)})
+    wt.pack(({"__key__": f"{n:03d}", "png": png(n)} for n in range(24, 40)), tmp_path / "new")
+    last = checkpoint(tmp_path / "run")
+    found = []
+    for urls, given in ((tmp_path / "new", {"transform": without_label}), (shards.val, {})):
+        wt.predict(last, urls, tmp_path / "p.csv", model=One, **given)
+        found.append({row["key"]: row["label probability"] for row in rows_of(tmp_path / "p.csv")})
+    assert found[0] == found[1]
 
 
 def test_samples_that_a_transform_cannot_take_have_rows_of_their_own(
@@ -400,7 +495,9 @@ def wrong(**entries: Any) -> Any:
     [
         (lambda sample: {"label": 1}, "gives no input of the model"),
         (lambda sample: decoded(sample["png"]), "must be a dict"),
-        (lambda sample: {"image": "text"}, "returns image as list"),
+        (lambda sample: {"image": "text"}, "returned image as str: must be numbers"),
+        (wrong(image=[1, 2]), "returned image as list: must be numbers"),
+        (lambda sample: {"target cls": 1.0}, "names an input 'target cls', as a batch names"),
         (wrong(label=3), "must be a class number from 0 to 2"),
         (wrong(label=1.5), "must be a class number"),
         (wrong(label="dog"), "must be one of the 3 classes"),
@@ -417,13 +514,63 @@ def test_transforms_that_give_no_examples_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_later_example_with_other_inputs_is_a_bad_sample(shards: Sets, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"more": 1.0}, r"\['image', 'more'\]: must be \['image'\]"),
+        ({"image": np.zeros((3, 8, 8))}, r"image as float64\[3, 8, 8\]: must be uint8\[3, 8, 8\]"),
+        ({"image": np.zeros((3, 4, 4), np.uint8)}, r"uint8\[3, 4, 4\]: must be uint8\[3, 8, 8\]"),
+    ],
+)
+def test_a_later_example_with_other_inputs_is_a_bad_sample(
+    shards: Sets, tmp_path: Path, entries: dict[str, Any], words: str
+) -> None:
+    """Stacked with the others, numbers of another type would not be normalized."""
+
     def changing(sample: Mapping[str, Any]) -> dict[str, Any]:
-        extra = {"more": 1.0} if sample["__key__"] == "010" else {}
+        extra = entries if sample["__key__"] == "010" else {}
         return {"image": decoded(sample["png"]), **extra}
 
-    with pytest.raises(wt.SampleError, match=r"010.*\['image', 'more'\]: must be \['image'\]"):
+    with pytest.raises(wt.SampleError, match=rf"010.*{words}"):
         train(shards, tmp_path / "run", model=One, transform=changing)
+
+
+def test_whole_numbers_among_floats_become_floats(shards: Sets, tmp_path: Path) -> None:
+    """As JSON has them: 0.5, 1, 1.5."""
+
+    def ages(sample: Mapping[str, Any]) -> dict[str, Any]:
+        n = int(sample["__key__"])
+        return {"x": n / 2 if n % 2 or n == 0 else n // 2}
+
+    class Age(nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, outputs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype == torch.float32
+            result: Tensor = self.linear(x[:, None])
+            return result
+
+    train(shards, tmp_path / "run", model=Age, transform=ages, batch_size=1)
+
+
+def test_missing_numbers_are_inputs_of_validation(shards: Sets, tmp_path: Path) -> None:
+    """NaN is equal in each epoch."""
+
+    class Sum(nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, outputs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(x.nan_to_num()[:, None])
+            return result
+
+    def missing(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"x": float("nan")}
+
+    assert len(train(shards, tmp_path / "run", model=Sum, transform=missing).epochs) == 2
 
 
 def test_masks_follow_the_transform(tmp_path: Path) -> None:
@@ -447,7 +594,14 @@ def test_masks_follow_the_transform(tmp_path: Path) -> None:
 
     samples = ({"png": png(n), "mask.png": numbers(n)} for n in range(24))
     wt.pack(samples, tmp_path / "set")
+
+    def small_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"]), "label": np.zeros((4, 4), np.uint8)}
+
     options: dict[str, Any] = {**QUICK, "label": "mask.png", "classes": "no,yes"}
+    with pytest.raises(wt.WdstrainError, match=r"mask \[4, 4\] and an image \[8, 8\]"):
+        wt.train(tmp_path / "set", tmp_path / "run", transform=small_mask, **options)
+    assert not (tmp_path / "run").exists()
     with pytest.raises(wt.WdstrainError, match="returned no .*: masks must follow it"):
         wt.train(tmp_path / "set", tmp_path / "run", transform=without_mask, **options)
     done = wt.train(tmp_path / "set", tmp_path / "run", transform=turned, **options)

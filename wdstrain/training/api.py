@@ -129,7 +129,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
     check_cache(given_options(arguments), index)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task
-    source = loaded.source(arguments.fields, arguments.transform, index)
+    source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=True)
     device = device_of(config.device, distributed)
     loader = val_loader(index, task, source, config, distributed)
     with ExitStack() as stack:

@@ -30,6 +30,7 @@ from wdstrain.training.sources import (
     check_source,
     default_source,
     given_source,
+    try_samples,
     validation_source,
 )
 from wdstrain.training.tasks import Task
@@ -151,9 +152,19 @@ def _sources(
     train_source = given or default_source(config)
     check_source(train_source, config, is_given=given is not None)
     given_val = given_source(
-        arguments.val_fields, arguments.val_transform, task, val, config, prefix="val_"
+        arguments.val_fields,
+        arguments.val_transform,
+        task,
+        val,
+        config,
+        prefix="val_",
+        known=train_source.specs,
     )
     val_source = validation_source(train_source, given_val)
+    if given is not None:
+        try_samples(data.train, train_source, task, config)
+    if given_val is not None:
+        try_samples(val, val_source, task, config)
     if data.val is not None and given_val is None:
         check_no_randomness(data.val, val_source, task, config)
     return train_source, val_source

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from wdstrain.decode.fields import Example, Field, Image
+from wdstrain.decode.label_fields import Label, Labels, with_classes
 from wdstrain.decode.masks import Mask
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import UsageError
@@ -80,14 +81,32 @@ class _FieldBytes:
         return bytes(data) if name == self.field else b""
 
 
-def field_source(fields: Mapping[str, Field], task: Task, title: str) -> FieldSource:
-    """Return the source of those fields that are not named as a label."""
+def check_fields(fields: Any, title: str) -> None:
+    """Raise UsageError for other values than fields by name."""
     if not isinstance(fields, Mapping) or not all(isinstance(f, Field) for f in fields.values()):
         raise UsageError(
             f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.'
         )
+
+
+def field_source(
+    fields: Mapping[str, Field],
+    task: Task,
+    title: str,
+    index: Index | None,
+    known: Mapping[str, InputSpec],
+) -> FieldSource:
+    """Return the source of those fields that are not named as a label.
+
+    Classes as inputs have the numbers of `known`, the inputs of training, else those of the index.
+    """
+    check_fields(fields, title)
     heads = task.label_names
-    inputs = {name: field for name, field in fields.items() if name not in heads}
+    inputs = {
+        name: _numbered(field, index, known.get(name))
+        for name, field in fields.items()
+        if name not in heads
+    }
     check_input_names(inputs, heads, title)
     for name, field in inputs.items():
         _example(name, field, title)
@@ -97,6 +116,19 @@ def field_source(fields: Mapping[str, Field], task: Task, title: str) -> FieldSo
         if name in fields:
             _check_label_field(f"{title}[{name!r}]", fields[name], targets[f"target {head.name}"])
     return source
+
+
+def _numbered(field: Field, index: Index | None, known: InputSpec | None) -> Field:
+    """Return a field of classes with their names, by which other shards may number them.
+
+    Any other field is returned unchanged, and so is one whose classes no index names.
+    """
+    if not isinstance(field, (Label, Labels)) or field.classes:
+        return field
+    if known is not None:
+        return replace(field, classes=known.classes)
+    named = with_classes(field, index)
+    return replace(field, classes=getattr(named, "classes", ()))
 
 
 def _check_label_field(title: str, given: Field, learned: Field) -> None:

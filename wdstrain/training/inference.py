@@ -41,6 +41,7 @@ from wdstrain.training.arguments import (
 )
 from wdstrain.training.data import open_set
 from wdstrain.training.distributed import DistributedContext, device_of
+from wdstrain.training.field_source import check_fields
 from wdstrain.training.heads import Head, NumberHead, number_text
 from wdstrain.training.inputs import InputSource
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
@@ -68,6 +69,8 @@ def predict(arguments: PredictArguments) -> PredictResult:
     folder named like `out` without its ending; a column has their paths in it.
     """
     path, urls = os.fspath(arguments.out), arguments.urls
+    if arguments.fields is not None:
+        check_fields(arguments.fields, "fields")
     if os.path.splitext(path)[1].lower() not in TABLES:
         raise UsageError(f"out={path}: must end in {' or '.join(TABLES)}.")
     check_file_output(path)
@@ -92,7 +95,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(urls, _extensions(arguments, loaded), reporter)
         index = None if images else open_set(urls)
-        source = loaded.source(arguments.fields, arguments.transform, index)
+        source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=False)
         predictor = _Predictor(loaded, device, arguments.embeddings)
         if index is None:
             without = ("num_workers", "cache_dir", "cache_limit")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
+from wdstrain.decode.label_fields import Label, Labels, Number
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.loader.gpu_augment import IMAGENET, Augmentation
@@ -24,6 +25,7 @@ from wdstrain.training.heads import BinaryHead, ClassHead, Head
 from wdstrain.training.tasks import Task
 
 Triple = tuple[float, float, float]
+_SOURCES: dict[type, str] = {Label: "label", Labels: "labels", Number: "number"}
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class InputSpec:
     """One input of a model.
 
     shape: in a batch, without the batch, such as (3, 224, 224). dtype: before normalization.
-    source: "image" or "array" for fields of wt, "transform", else the class of the user's field.
-    names: tar fields that the field looks for; empty for a field of the user's or a transform.
-    augment: of an image field.
+    source: "image", "array", "label", "labels" or "number" for fields of wt, "transform", else the
+    class of the user's field. names: tar fields that the field looks for; empty for a field of the
+    user's or a transform. augment: of an image field. column: entry of a JSON field. classes: in
+    the order of the numbers that the model gets, whatever their numbers in other shards.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +52,8 @@ class InputSpec:
     source: str
     names: tuple[str, ...] = ()
     augment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    column: str | None = None
+    classes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, field: Field, example: Example) -> InputSpec:
@@ -58,18 +63,30 @@ class InputSpec:
             return cls(shape, example.dtype, "image", field.names, vars(field.augment))
         if type(field) is NumpyArray:
             return cls(shape, example.dtype, "array", field.names)
+        if isinstance(field, (Label, Labels, Number)) and type(field) in _SOURCES:
+            return cls(
+                shape,
+                example.dtype,
+                _SOURCES[type(field)],
+                field.names,
+                column=field.column,
+                classes=getattr(field, "classes", ()),
+            )
         return cls(shape, example.dtype, type(field).__qualname__)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> InputSpec:
         """Return the input that `state` returned as plain values."""
-        fixed = {"shape": tuple(state["shape"]), "names": tuple(state["names"])}
-        return cls(**{**state, **fixed})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in state.items()
+        }
+        return cls(**values)
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        plain = {"shape": list(self.shape), "names": list(self.names)}
-        return {**vars(self), **plain, "augment": dict(self.augment)}
+        values = {**vars(self), "augment": dict(self.augment)}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def to_field(self) -> Field | None:
         """Return the field of wt that reads this input; None for a field of the user's."""
@@ -78,6 +95,12 @@ class InputSpec:
             return Image(self.names, (height, width), Augment(**self.augment))
         if self.source == "array":
             return NumpyArray(self.names, Example(self.shape, self.dtype))
+        if self.source == "number":
+            return Number(self.names, self.column)
+        if self.source == "label":
+            return Label(self.names, self.column, self.classes)
+        if self.source == "labels":
+            return Labels(self.names, self.column, self.classes)
         return None
 
     @property
@@ -128,8 +151,13 @@ class ModelInputs:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Shape of the first input with channels, height and width; without one, of the first."""
+        """Shape of the first RGB image; else of the first with channels, height and width.
+
+        Without such an input, that of the first.
+        """
         shapes = [spec.shape for spec in self.specs.values()]
+        if self.picture is not None:
+            return self.specs[self.picture].shape
         return next((shape for shape in shapes if len(shape) == 3), shapes[0])
 
     @property
@@ -278,3 +306,13 @@ def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], titl
                 f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
                 f"model, so each needs a name such as image."
             )
+        if name == "__key__" or name.startswith(("target ", "true ")):
+            raise UsageError(
+                f"{title}= names an input {name!r}, as a batch names its keys or targets. "
+                f"Use another name, such as image."
+            )
+    if "label" in inputs and len(heads) > 1:
+        raise UsageError(
+            f"{title}= names an input 'label', and the run learns several labels. "
+            f"Name each label as it is: {', '.join(heads)}."
+        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wdstrain.decode.fields import Field, Image, NumpyArray, image
 from wdstrain.decode.label_fields import Label, Labels, Number
@@ -33,11 +34,13 @@ def given_source(
     config: Config,
     *,
     prefix: str = "",
+    known: Mapping[str, InputSpec] | None = None,
+    reads_labels: bool = True,
 ) -> InputSource | None:
     """Return the source that `fields` or `transform` gives; None if neither was given.
 
     index: of samples that a transform is tried on. prefix: "val_" for those of validation, in
-    errors. Raises UsageError for fields that are no inputs, and for labels that are not those of
+    errors. known: inputs of training. reads_labels: the samples have labels, which are tried. Raises UsageError for fields that are no inputs, and for labels that are not those of
     the task.
     """
     if fields is not None and transform is not None:
@@ -45,8 +48,11 @@ def given_source(
             f"{prefix}fields= and {prefix}transform= were both given. Give one of them."
         )
     if transform is not None and index is not None:
-        return TransformSource.of(transform, task, index, config, f"{prefix}transform")
-    return None if fields is None else field_source(fields, task, f"{prefix}fields")
+        title = f"{prefix}transform"
+        return TransformSource.of(transform, task, index, config, title, reads_labels=reads_labels)
+    if fields is None:
+        return None
+    return field_source(fields, task, f"{prefix}fields", index, known or {})
 
 
 def default_source(config: Config) -> FieldSource:
@@ -119,7 +125,11 @@ def check_same_inputs(
 
     def kinds(specs: Mapping[str, InputSpec]) -> dict[str, tuple[Any, ...]]:
         return {
-            name: (spec.dtype, spec.shape if sizes else (len(spec.shape), spec.shape[:1]))
+            name: (
+                spec.dtype,
+                spec.shape if sizes else (len(spec.shape), spec.shape[:1]),
+                spec.classes,
+            )
             for name, spec in specs.items()
         }
 
@@ -141,9 +151,21 @@ def check_no_randomness(index: Index, source: InputSource, task: Task, config: C
     options = source.loader_options(task, index)
     epochs = list(few_batches(index, options, config, epochs=_COMPARED_EPOCHS))
     for name in source.specs:
-        if any(not torch.equal(batch[name], epochs[0][name]) for batch in epochs[1:]):
+        if any(not _are_equal(batch[name], epochs[0][name]) for batch in epochs[1:]):
             raise UsageError(
                 f"{source.title}= gives other inputs in each epoch, and validation needs the same "
                 f"ones. Give one without augmentation: "
                 f"val_{source.title.removeprefix('val_')}=."
             )
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN in the same places."""
+    both_nan = first.isnan() & second.isnan()
+    return bool(((first == second) | both_nan).all())
+
+
+def try_samples(index: Index, source: InputSource, task: Task, config: Config) -> None:
+    """Read a few samples. Raises SampleError if none of them can be read by fields of the user's."""
+    if isinstance(source, FieldSource):  # a transform was tried when its source was made
+        next(few_batches(index, source.loader_options(task, index), config, epochs=1))
