@@ -1168,7 +1168,7 @@ def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
     )
     code = (
         "import os, signal, sys, wdstrain as wt\n"
-        "from wdstrain.conversion import parallel as jobs\n"
+        "from wdstrain.conversion import shard_pool as jobs\n"
         "def interrupt(*_): os.kill(os.getpid(), signal.SIGINT)\n"
         "shut = jobs.ProcessPoolExecutor.shutdown\n"
         "def shutdown(self, **options):\n"

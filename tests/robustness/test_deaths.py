@@ -25,7 +25,7 @@ import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
-from wdstrain.conversion import parallel as jobs
+from wdstrain.conversion import shard_pool as jobs
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError

@@ -1,8 +1,10 @@
-"""Making shards: each kind of source lists its items, and `convert` packs what is listed.
+"""Conversion of data sets into shards, for each kind of source.
 
-listing.py   what a source lists: items, labels, and how names become keys
-folder.py    class folders, or flat files
-table.py     CSV and TSV tables with a column of image paths
-shard.py     one shard: written, flushed, renamed
-convert.py   order, splits, shard boundaries, jobs, and the index last
+api            the functions of the package: one for each kind of source
+listing        what a source gives: samples, labels, and how names become keys
+sources        the sources: folder, table, arrays, HDF5, iterable, tars, torchvision
+runner, packer one conversion from its source to the finished set
+shard_plan     order, splits, and which sample goes into which shard
+shard_writer   one shard: written, flushed, renamed
+output_dir     the staging directory, and how a set is put in place
 """

@@ -24,10 +24,10 @@ from zipfile import BadZipFile
 import numpy as np
 
 from wdstrain.conversion.catalog import SpanCatalog
-from wdstrain.conversion.index_builder import IndexBuilder
 from wdstrain.conversion.listing import BadSample, BadSamples, Stream, StreamSample, tidy
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.sample_meta import MetaBuilder, SampleMeta
+from wdstrain.conversion.shard_writer import IndexBuilder
 from wdstrain.errors import StorageError
 from wdstrain.runtime.byte_sizes import as_bytes
 from wdstrain.shards.label import Label

@@ -31,6 +31,11 @@ _WHOLE_NUMBERS = (
     *("max_shard_samples", "num_shards", "num_workers", "limit", "resize", "quality"),
     "seed",
 )
+# the bytes of a set depend on these
+_SAVED = (
+    *("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit"),
+    *("max_shard_samples", "max_shard_size", "num_shards", "on_error"),
+)
 
 
 def parse_shares(text: str) -> dict[str, float]:
@@ -169,6 +174,10 @@ class Options:
             raise UsageError(
                 "resume=True continues a conversion, and overwrite=True replaces it. Give only one."
             )
+
+    def saved(self) -> dict[str, Any]:
+        """Return the options that the bytes of a set depend on, as its index keeps them."""
+        return {name: getattr(self, name) for name in _SAVED}
 
     def processes(self, size: int) -> int:
         """Return the number of worker processes for so many bytes of samples."""

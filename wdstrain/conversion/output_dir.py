@@ -11,17 +11,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from wdstrain.conversion.folder_lock import LOCK_NAME, FolderLock
-from wdstrain.conversion.set_exchange import (
-    DONE_NAME,
-    EXCHANGE_NAME,
-    SKIPPED_NAME,
-    SetExchange,
-)
+from wdstrain.conversion.set_exchange import DONE_NAME, EXCHANGE_NAME, SKIPPED_NAME, SetExchange
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import read_document
@@ -30,10 +25,14 @@ from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
 from wdstrain.storage.files import read_whole, sync_folder, write_whole
 
 # Names in the staging directory:
+LOCK_NAME = "owner"  # the locked file
 _UPDATE = "update.json"  # an update that is decided: from here on it is completed, never undone
 _CALL = "call.json"  # arguments of the conversion
 
 Publish = Callable[[list[str], list[str]], None]  # names of new files, of shards to delete
+
+_LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
+_LOCK_POLL = 0.02  # seconds
 
 
 class OutputTransaction:
@@ -326,3 +325,68 @@ def _discard(path: str) -> None:
     else:
         with suppress(OSError):
             os.unlink(path)
+
+
+# --- lock ----------------------------------------------------------------------------------------
+
+
+class FolderLock:
+    """The lock of one directory. It ends with the process."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._fd = folder, -1
+
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
+    def acquire(self, out: str, *, create: bool) -> None:
+        """Lock the directory. Raises UsageError, which names `out`, if another process holds it.
+
+        create: create the directory if it is missing; otherwise nothing is locked if it disappears.
+        """
+        end, path = time.monotonic() + _LOCK_TIMEOUT, os.path.join(self._folder, LOCK_NAME)
+        while not self.is_held:
+            if create:
+                os.makedirs(self._folder, exist_ok=True)
+            elif not os.path.exists(self._folder):
+                return
+            with suppress(FileNotFoundError):  # the directory was removed just now
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+                try:
+                    # The file may have been deleted after it was opened.
+                    if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                        self._fd = fd
+                finally:
+                    if not self.is_held:
+                        os.close(fd)
+            if not self.is_held:
+                if time.monotonic() > end:
+                    raise UsageError(
+                        f"another conversion is writing into {out}. Wait for it, or choose another "
+                        f"folder."
+                    )
+                time.sleep(_LOCK_POLL)
+
+    def release(self) -> None:
+        """Delete the locked file and unlock it. The next process creates its own."""
+        if self.is_held:
+            with suppress(OSError):
+                os.unlink(os.path.join(self._folder, LOCK_NAME))
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _try_lock(fd: int) -> bool:
+    """Lock a file; return False if another process holds the lock. True where locks do not exist."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

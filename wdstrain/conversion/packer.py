@@ -26,7 +26,6 @@ from wdstrain.conversion.append import (
 from wdstrain.conversion.catalog import Catalog, FileCatalog, SpanCatalog
 from wdstrain.conversion.external_shuffle import restore_shuffle, shuffle_stream
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.index_builder import IndexBuilder
 from wdstrain.conversion.listing import BadSample, BadSamples, Listing, Source, Stream
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.output_dir import OutputTransaction
@@ -37,10 +36,12 @@ from wdstrain.conversion.result import (
     Tally,
     count_reasons,
     divided_images,
+    record,
+    renumbered,
+    write_lists,
 )
 from wdstrain.conversion.resume import call_of
 from wdstrain.conversion.set_exchange import SKIPPED_NAME
-from wdstrain.conversion.set_files import record, renumbered, write_lists
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
@@ -49,7 +50,7 @@ from wdstrain.conversion.shard_plan import (
     plan_shards,
 )
 from wdstrain.conversion.shard_pool import ShardJob
-from wdstrain.conversion.shard_writer import Packed
+from wdstrain.conversion.shard_writer import IndexBuilder, Packed
 from wdstrain.conversion.stream_writer import StreamWriter, can_write_directly
 from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SourceError, UsageError

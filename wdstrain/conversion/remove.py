@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.catalog import SpanCatalog
 from wdstrain.conversion.listing import Part, check_there
 from wdstrain.conversion.output_dir import OutputTransaction
+from wdstrain.conversion.result import free_number
 from wdstrain.conversion.sample_meta import sample_meta
-from wdstrain.conversion.set_files import free_number
 from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.source_options import RemoveOptions
 from wdstrain.conversion.sources.shards import read_keys
-from wdstrain.conversion.upload import ShardUploads
+from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
 from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.conditions import matching

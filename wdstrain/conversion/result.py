@@ -1,4 +1,4 @@
-"""Progress and result of a conversion, and their summary from the shards that were written."""
+"""Result of a conversion: progress, counts, final names of shards, lists of samples, provenance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,12 +16,16 @@ import numpy.typing as npt
 
 from wdstrain.conversion.catalog import FileCatalog, SpanCatalog
 from wdstrain.conversion.images import is_picture
-from wdstrain.conversion.listing import BadSample
+from wdstrain.conversion.listing import BadSample, Source
+from wdstrain.conversion.options import Options
 from wdstrain.conversion.sample_meta import SampleMeta
-from wdstrain.conversion.set_exchange import SKIPPED_NAME
+from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
+from wdstrain.conversion.shard_writer import Packed
 from wdstrain.shards.index import Index
+from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Ints
+from wdstrain.storage.files import read_whole, write_whole
 
 # Numbers and quoted names in a reason, which differ from sample to sample.
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -184,3 +188,80 @@ def merged_counts(parts: Iterable[Any], labels: Iterable[Label]) -> ClassCounts:
         for split, counts in part.items():
             merged.setdefault(split, Counter()).update(counts)
     return {split: sorted_counts(counts, order) for split, counts in merged.items()}
+
+
+# --- files beside the shards ---------------------------------------------------------------------
+
+
+def renumbered(
+    packed: list[Packed], folder: str, taken: list[str]
+) -> tuple[list[Index], dict[str, str]]:
+    """Return the indexes of the shards with samples, under their final names.
+
+    Also returns {final name: name in `folder`}. Shards without samples get no number. taken: names
+    of the shards that are there; numbers begin after theirs.
+    """
+    parts, files, numbers = [], {}, dict[str, int]()
+    for part in packed:
+        shard = part.index.shards[0] if part.index.shards else None
+        if shard is None or not shard.samples:
+            continue
+        if shard.split not in numbers:
+            numbers[shard.split] = free_number(shard.split, taken) - 1
+        number = numbers[shard.split] = numbers[shard.split] + 1
+        name = f"{shard.split}-{number:06d}.tar"
+        files[name] = shard.name
+        parts.append(replace(part.index, shards=(replace(shard, path=os.path.join(folder, name)),)))
+    return parts, files
+
+
+def free_number(split: str, names: Iterable[str]) -> int:
+    """Return the first shard number of a split above all numbers in `names`."""
+    numbers = [
+        int(name[len(split) + 1 : -4])
+        for name in names
+        if name.startswith(f"{split}-")
+        and name.endswith(".tar")
+        and name[len(split) + 1 : -4].isdecimal()
+    ]
+    return max(numbers, default=-1) + 1
+
+
+def write_lists(
+    folder: str, bad: Sequence[BadSample], renamed: Sequence[dict[str, str]], former: str | None
+) -> dict[str, str]:
+    """Write the lists of skipped and of renamed samples, and return {final name: name in `folder`}.
+
+    former: folder of the set that an append extends; its lists are kept.
+    """
+    files = {}
+    for name, rows in (
+        (SKIPPED_NAME, [sample.portable() for sample in bad]),
+        (RENAMED_NAME, renamed),
+    ):
+        if rows:
+            before = read_whole(os.path.join(former, name)) if former is not None else None
+            data = (before or b"") + b"".join(map(json_bytes, rows))
+            write_whole(os.path.join(folder, name), data)
+            files[name] = name
+    return files
+
+
+def record(source: Source, options: Options, samples: ClassCounts) -> dict[str, Any]:
+    """Return how a set was made: source, options, splits, and samples by split and class."""
+    made: dict[str, Any] = {
+        "source": source.source,
+        "options": options.saved(),
+        "samples": samples,
+        "ignored": source.ignored,
+    }
+    if options.split:
+        sums = {split: sum(counts.values()) for split, counts in samples.items()}
+        made["split"] = {
+            "shares": options.split,
+            "got": {split: count / sum(sums.values()) for split, count in sums.items()},
+            "stratify": options.stratify,
+            "group_by": source.source.get("group_by"),
+            "seed": options.seed,
+        }
+    return made

@@ -30,16 +30,7 @@ from wdstrain.storage.object_store import is_object
 # Entries of `Source.source` that its files decide, so they are not part of the call.
 _FROM_FILES = ("classes", "data", "decided", "origin")
 
-_SAVED_OPTIONS = (
-    *("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit"),
-    *("max_shard_samples", "max_shard_size", "num_shards", "on_error"),
-)
 _COUNTS = ("listed", "skipped", "renamed", "samples", "ignored")
-
-
-def saved_options(options: Options) -> dict[str, Any]:
-    """Return the options that the bytes of a set depend on, as its index keeps them."""
-    return {name: getattr(options, name) for name in _SAVED_OPTIONS}
 
 
 def call_of(source: Source, options: Options, former: Index | None = None) -> dict[str, Any]:
@@ -48,7 +39,7 @@ def call_of(source: Source, options: Options, former: Index | None = None) -> di
     former: the set that it appends to.
     """
     stated = {name: value for name, value in source.source.items() if name not in _FROM_FILES}
-    call = {"source": stated, "options": saved_options(options)}
+    call = {"source": stated, "options": options.saved()}
     if options.append:
         call["append"] = {"set": former.fingerprint if former is not None else None}
     return _plain(call)
@@ -107,7 +98,7 @@ def resumed_in_place(
         "source": {name: source.get(name) for name in stated},
         "options": index.info.get("options", {}),
     }
-    found = differences(former, _plain({"source": stated, "options": saved_options(options)}))
+    found = differences(former, _plain({"source": stated, "options": options.saved()}))
     if found:
         raise other_conversion(out, found, "It replaced its source, so nothing can be resumed.")
     result = read_result(folder, index)

@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from wdstrain.conversion.append import appended_result
-from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.listing import Listing, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.output_dir import OutputTransaction
@@ -36,7 +35,14 @@ from wdstrain.conversion.resume import (
     other_conversion,
 )
 from wdstrain.conversion.set_exchange import SKIPPED_NAME
-from wdstrain.conversion.upload import ShardUploads, check_free, deliver_result, outgoing
+from wdstrain.conversion.upload import (
+    BucketUpdate,
+    ShardUploads,
+    bucket_update,
+    check_free,
+    deliver_result,
+    outgoing,
+)
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.index import Index

@@ -1,4 +1,4 @@
-"""Write one shard: under a temporary name, flushed to the disk, then renamed.
+"""Writer of one shard: under a temporary name, flushed to the disk, then renamed.
 
 File bytes are copied verbatim. The crc32 of each member is computed here, the sha256 of the shard
 in a second thread. Beside each shard its part of the index is stored with the identity of its
@@ -11,7 +11,7 @@ import hashlib
 import os
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from io import FileIO
 from time import perf_counter
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.conversion.catalog import Catalog
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.index_builder import IndexBuilder
 from wdstrain.conversion.listing import BadSample, Part
 from wdstrain.conversion.shard_plan import PlannedShard
 from wdstrain.errors import SampleError, ShardError, StorageError
@@ -30,15 +30,94 @@ from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
-from wdstrain.shards.offsets import Ints
-from wdstrain.shards.tar import END
+from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
+from wdstrain.shards.tar import BLOCK, END, header
 from wdstrain.storage.files import publish, sync_folder, write_whole
+
+_PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
 PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 
 Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
+
+
+class IndexBuilder:
+    """Offsets of samples that are written one after another. stop: offset of the next sample."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        self.fields: dict[str, int] = {}
+        self._starts = array("q")
+        self._samples = array("q")  # end, length of the key, members: of each sample
+        self._members = array("q")  # offset, size, crc32, number of the field: of each member
+        self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, key: str, parts: Sequence[Part], start: int | None = None) -> list[bytes]:
+        """Return the bytes of a sample: header, data and padding of each member.
+
+        start: its offset (default: after the last sample).
+        """
+        stop = self.stop if start is None else start
+        self._starts.append(stop)
+        made: list[bytes] = []
+        for field, data in parts:
+            size = len(data)
+            head = header(f"{key}.{field}", size)
+            fill = _PADDING[size % BLOCK]
+            made += (head, data, fill)
+            stop += len(head)
+            number = self.fields.get(field)
+            self._members.extend(
+                (stop, size, crc32(data), self._new(field) if number is None else number)
+            )
+            stop += size + len(fill)
+        raw = key.encode("utf-8", "surrogateescape")
+        self._keys.append(raw)
+        self._samples.extend((stop, len(raw), len(parts)))
+        self.stop = stop
+        return made
+
+    def reserve(self, key: str, sizes: Sequence[tuple[str, int]]) -> None:
+        """Add a sample whose bytes are not known: (field, size) of each member, without crc32."""
+        self._starts.append(self.stop)
+        for field, size in sizes:
+            self.stop += len(header(f"{key}.{field}", size))
+            number = self.fields.get(field)
+            self._members.extend(
+                (self.stop, size, 0, self._new(field) if number is None else number)
+            )
+            self.stop += size + -size % BLOCK
+        raw = key.encode("utf-8", "surrogateescape")
+        self._keys.append(raw)
+        self._samples.extend((self.stop, len(raw), len(sizes)))
+
+    def offsets(self) -> Offsets:
+        """Return the offsets of all samples."""
+        samples = np.array(self._samples, np.int64).reshape(-1, 3)
+        members = np.array(self._members, np.int64).reshape(-1, 4)
+        return Offsets(
+            start=np.array(self._starts, np.int64),
+            stop=samples[:, 0].copy(),
+            key_first=firsts(samples[:, 1]),
+            keys=np.frombuffer(b"".join(self._keys), np.uint8),
+            members=Members(
+                first=firsts(samples[:, 2]),
+                field=members[:, 3].astype(np.uint16),
+                offset=members[:, 0].copy(),
+                size=members[:, 1].copy(),
+                crc=members[:, 2].astype(np.uint32),
+            ),
+        )
+
+    def _new(self, field: str) -> int:
+        check_field_count(len(self.fields) + 1)
+        number = self.fields[field] = len(self.fields)
+        return number
 
 
 @dataclass(frozen=True)

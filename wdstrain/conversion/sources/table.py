@@ -36,8 +36,8 @@ from wdstrain.conversion.sources.table_columns import (
     check_column,
     check_spellings,
     chosen_rows,
+    json_fields,
 )
-from wdstrain.conversion.sources.table_fields import json_fields
 from wdstrain.conversion.sources.table_files import FrameTable, read_files
 from wdstrain.conversion.sources.table_images import Image, ImageColumn, PathRule, bytes_image
 from wdstrain.conversion.sources.table_paths import TableFiles, find_files
