@@ -1,4 +1,4 @@
-"""The command line `wdstrain VERB ...`: one file for each verb, with common.py, flags.py and errors.py."""
+"""The command line `wdstrain VERB ...`."""
 
 from wdstrain.cli.main import main
 

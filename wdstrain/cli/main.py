@@ -7,31 +7,25 @@ status 0: done; 1: the work failed or found damage; 2: wrong usage; 130: interru
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import logging
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 from wdstrain import __version__
-from wdstrain.cli.bench import add_bench
 from wdstrain.cli.common import Parser, UsageProblem
-from wdstrain.cli.convert import add_convert
-from wdstrain.cli.demo import add_demo
-from wdstrain.cli.errors import report_error
-from wdstrain.cli.index import add_index
-from wdstrain.cli.info import add_info
-from wdstrain.cli.plan import add_plan
-from wdstrain.cli.remove import add_remove
-from wdstrain.cli.repair import add_repair
-from wdstrain.cli.serve import add_serve
-from wdstrain.cli.show import add_show
-from wdstrain.cli.train import add_training
-from wdstrain.cli.verify import add_verify
+from wdstrain.cli.inspection import add_bench, add_info, add_plan, add_repair, add_show, add_verify
+from wdstrain.cli.sets import add_convert, add_index, add_remove, add_serve
+from wdstrain.cli.train import add_demo, add_training
 from wdstrain.errors import WdstrainError
-from wdstrain.report.terminal import flush_results, quiet
+from wdstrain.report.terminal import flush_results, print_error, print_result, quiet
 
 _VERBS = (
     add_convert,
@@ -47,6 +41,16 @@ _VERBS = (
     add_serve,
     add_demo,
 )
+
+# first words of a sentence that says what to do next
+_ADVICE = (
+    "Accept|Add|Change|Check|Choose|Continue|Convert|Copy|Correct|Delete|Did you mean|Divide|"
+    "Download|Drop|Fix|Free|Give|Install|Keep|Leave|List|Look|Lower|Make|Mend|Move|Name|Number|"
+    "Omit|Only|Pack|Pass|Put|Raise|Remove|Rename|Repack|Repair|Request|Resume|Rerun|Run|Save|Say|"
+    "See|Set|Shorten|Start|State|Store|Take|Try|Unpack|Unset|Use|Wait|Write"
+)
+_HINT = re.compile(rf"(?<=[.?!)\]]) (?=(?:{_ADVICE})\b)")
+_VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]*\w"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -132,3 +136,59 @@ def _parser() -> argparse.ArgumentParser:
     for add in _VERBS:
         add(verbs)
     return parser
+
+
+# --- errors as the shell shows them --------------------------------------------------------------
+
+
+def report_error(message: str, flags: Mapping[str, str], *, as_json: bool) -> None:
+    """Print an error for people to stderr, and with `as_json` as an object to stdout."""
+    error, hint = split_hint(with_flags(message, flags))
+    print_error(f"error: {error}" + (f"\nhint: {hint}" if hint else ""))
+    if as_json:
+        print_result(json.dumps({"error": error, "hint": hint or None}, ensure_ascii=False))
+
+
+def split_hint(message: str) -> tuple[str, str]:
+    """Return the problem, and the advice that follows it; empty if there is none."""
+    parts = _HINT.split(message, maxsplit=1)
+    return (parts[0], parts[1]) if len(parts) == 2 else (message, "")
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return a message with `--name value` for each `name=value` of a keyword argument.
+
+    flags: {keyword argument: flag}.
+    """
+    if not flags:
+        return message
+    names = "|".join(map(re.escape, flags))
+    message = re.sub(
+        rf"(?<![\w./=-])({names})=({_VALUE})",
+        lambda match: _as_flag(flags[match[1]], match[2]),
+        message,
+    )
+    unmistakable = "|".join(re.escape(name) for name in flags if "_" in name)
+    if not unmistakable:
+        return message
+    return re.sub(
+        rf"(?<![\w./-])({unmistakable})(?![\w=/-]|\.\w)", lambda match: flags[match[1]], message
+    )
+
+
+def _as_flag(flag: str, text: str) -> str:
+    if text == "...":
+        return f"{flag} ..."
+    try:
+        value: Any = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if value is True:
+        return flag
+    if value is False or value is None:
+        return f"--no-{flag.removeprefix('--').removeprefix('no-')}" if value is False else flag
+    if isinstance(value, dict):
+        value = ",".join(f"{key}={item}" for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value))
+    return f"{flag} {shlex.quote(str(value))}"

@@ -1,4 +1,4 @@
-"""The verbs of training: train, evaluate, predict, export. Their flags are made from the option classes."""
+"""Verbs of training: train, evaluate, predict, export, and the demo."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import os
 from typing import Any
 
-from wdstrain.cli.common import result, selected, urls, verb, where
-from wdstrain.cli.flags import add_options, given
+from wdstrain.cli.common import add_options, given, result, selected, urls, verb, where
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import print_message
+from wdstrain.report.terminal import ProgressReporter, print_message, print_result
 from wdstrain.runtime.options import as_list
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import is_remote
@@ -49,7 +48,8 @@ def add_training(verbs: Any) -> None:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint in the folder, with its options; start if there is none",
+        help="continue from the last checkpoint in the folder, with its options; start if there is "
+        "none",
     )
     train.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the folder"
@@ -117,7 +117,8 @@ def add_training(verbs: Any) -> None:
         one.add_argument(
             "--model",
             metavar="MODULE:FUNCTION",
-            help="function that makes the model; one that the checkpoint names is called only if you name it here",
+            help="function that makes the model; one that the checkpoint names is called only if "
+            "you name it here",
         )
 
 
@@ -144,7 +145,8 @@ def _train(arguments: argparse.Namespace) -> int:
     addresses = arguments.urls or data.get("train")
     if not addresses and arguments.resume and not os.path.exists(saved):
         raise UsageError(
-            f"{arguments.out} holds no run to continue. Check the folder, or name shards to start one."
+            f"{arguments.out} holds no run to continue. Check the folder, or name shards to start "
+            "one."
         )
     if not addresses:
         raise UsageError(
@@ -267,4 +269,34 @@ def _export(arguments: argparse.Namespace) -> int:
 
     written = export(arguments.checkpoint, arguments.out, model=arguments.model)
     result(arguments, {"written": written}, [("written", path) for path in written])
+    return 0
+
+
+# --- demo ----------------------------------------------------------------------------------------
+
+
+def add_demo(verbs: Any) -> None:
+    """Add `demo` to the verbs of the command line."""
+    demo = verb(
+        verbs,
+        "demo",
+        _demo,
+        "convert, verify and train on scans of handwritten digits",
+        "demo --dir shards",
+    )
+    demo.add_argument(
+        "--dir", default="shards", metavar="DIR", help="folder to work in (default: %(default)s)"
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from wdstrain.demo import demo, next_steps
+
+    with ProgressReporter() as progress:
+        rows = demo(arguments.dir, progress)
+    result(arguments, dict(rows), rows)
+    if not arguments.json:
+        print_result("\nNext, with your own data:")
+        for step in next_steps(arguments.dir):
+            print_result(f"  {step}")
     return 0

@@ -237,7 +237,8 @@ def _writing_stdout() -> Iterator[None]:
         with suppress(OSError):  # Python flushes stdout at its end, and would fail once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise StorageError(
-            f"the work is done, but its result cannot be written to stdout: {error.strerror}. Write it elsewhere."
+            f"the work is done, but its result cannot be written to stdout: {error.strerror}. "
+            "Write it elsewhere."
         ) from error
 
 

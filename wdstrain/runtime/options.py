@@ -1,7 +1,7 @@
 """Options that are declared once, as fields of a dataclass.
 
 The same fields are the keyword arguments of a public function (`takes`), its documentation, and the
-flags of a verb (`wdstrain.cli.flags`), so that these cannot differ.
+flags of a verb (`wdstrain.cli.common`), so that these cannot differ.
 """
 
 from __future__ import annotations

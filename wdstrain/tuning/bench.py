@@ -1,8 +1,8 @@
 """`wt.bench`: measure a loader and its stages on the user's shards and settings.
 
 Every rate is that of a real `wt.Loader`; only its input differs. Storage is measured with fields
-that decode nothing, decoding on a local excerpt, the hand-off on the excerpt with fields that decode
-nothing. With `tune`, other settings are run and their rates reported.
+that decode nothing, decoding on a local excerpt, the hand-off on the excerpt with fields that
+decode nothing. With `tune`, other settings are run and their rates reported.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from wdstrain.shards.index import Index
 from wdstrain.tuning import stages
 from wdstrain.tuning.options import BenchOptions, LoaderChoices
 from wdstrain.tuning.result import Bench, Trial
-from wdstrain.tuning.run import Rate, Setup
-from wdstrain.tuning.trials import Subject, settings
+from wdstrain.tuning.run import Rate, Setup, Subject, settings
 
 _EXCERPT = 256  # samples, and at least four batches
 _STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited by the hand-off
@@ -168,9 +167,9 @@ def _measure(
 def _rate_without_gil(threads: Rate, process: Rate) -> float:
     """Return the rate that decoder threads would reach if none waited for the GIL, in samples/s.
 
-    0 if they do not wait for it. A thread that waits for the GIL is not runnable, one that waits for
-    a processor is, so the answer does not depend on what else the machine does. A worker process
-    tells how much of its time the decoder waits for anything else.
+    0 if they do not wait for it. A thread that waits for the GIL is not runnable, one that waits
+    for a processor is, so the answer does not depend on what else the machine does. A worker
+    process tells how much of its time the decoder waits for anything else.
     """
     share = process.runnable / max(1e-9, process.decode)
     if share < _COMPUTES or threads.runnable > _SLOWED * share * threads.decode:

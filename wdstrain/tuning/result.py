@@ -1,4 +1,4 @@
-"""Results of `wt.bench`: the rate of each stage, the bottleneck, and the settings that were tried."""
+"""Results of `wt.bench`: the rate of each stage, the bottleneck, and the tried settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Bench:
     """Rates of a loader and its stages, in samples/s.
 
     stages: by name. "storage": reading, nothing decoded. "decode" or "transform": all decoders
-    together, as if none waited for the GIL. "hand-off": batches from a local excerpt, nothing decoded.
+    together, as if none waited for the GIL. "hand-off": batches from a local excerpt, nothing
+    decoded.
     achieved: the loader with all its stages. bottleneck: name of the slowest stage, or "GIL".
     first_batch: seconds until the first batch. mean_bytes: bytes per sample.
     page_cache: share of the shards in the page cache, 0 to 1; None if unknown.

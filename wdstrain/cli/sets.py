@@ -1,28 +1,35 @@
-"""The verb `convert`: one kind for each sort of source.
+"""Verbs that make, change and serve sets of shards: convert, index, remove, serve.
 
-Flags are made from the option classes that the functions of `wdstrain.conversion.api` take.
+`convert` has one kind for each sort of source. Flags are made from the option classes that the
+functions of `wdstrain.conversion.api` take.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
+import socket
 import time
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import facts, result, summary, verb
-from wdstrain.cli.flags import add_options, given
+from wdstrain.cli.common import add_options, facts, given, result, summary, verb
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.source_options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
+    RemoveOptions,
     TableOptions,
     TarsOptions,
     TorchvisionOptions,
 )
-from wdstrain.report.terminal import ProgressReporter, print_message
+from wdstrain.report.terminal import ProgressReporter, print_message, print_result
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.options import CheckedOptions, IndexOptions
 
 if TYPE_CHECKING:
     from wdstrain.conversion.result import ConversionResult, Step
@@ -162,7 +169,8 @@ def _rows(
         rows.append(
             (
                 "divided",
-                f"{done.divided} images are in two splits or more, as several rows have the same image",
+                f"{done.divided} images are in two splits or more, as several rows have the same "
+                "image",
             )
         )
     if done.renamed:
@@ -180,6 +188,138 @@ def _rows(
     if done.kept:
         rows.append(("resumed", f"{done.kept} of its parts were whole already"))
     size_ = sum(shard.bytes for shard in done.index.shards)
-    rate = f", {len(done.index) / max(1e-9, seconds):.0f} samples/s, {size_ / 1e6 / max(1e-9, seconds):.0f} MB/s"
+    per_second = 1 / max(1e-9, seconds)
+    rate = f", {len(done.index) * per_second:.0f} samples/s, {size_ / 1e6 * per_second:.0f} MB/s"
     rows.append(("time", f"{seconds:.1f} s{'' if done.kept or is_dry else rate}"))
     return [*rows, ("shards would be in" if is_dry else "shards are in", out)]
+
+
+# --- index ---------------------------------------------------------------------------------------
+
+
+def add_index(verbs: Any) -> None:
+    """Add `index` to the verbs of the command line."""
+    verb(
+        verbs,
+        "index",
+        _index,
+        "make or refresh the index of shards, and add columns to it",
+        "index shards/photos --columns cls,json.kind",
+        IndexOptions,
+    )
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from wdstrain.shards.declare import column_rows
+    from wdstrain.shards.make_index import index
+
+    made = index(**given(arguments, IndexOptions))
+    result(arguments, facts(made), [*summary(made), *column_rows(made)])
+    return 0
+
+
+# --- remove --------------------------------------------------------------------------------------
+
+
+def add_remove(verbs: Any) -> None:
+    """Add `remove` to the verbs of the command line."""
+    verb(
+        verbs,
+        "remove",
+        _remove,
+        "remove samples from a set of shards",
+        "remove shards/photos --where \"label == 'blurred'\"",
+        RemoveOptions,
+    )
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from wdstrain.conversion.remove import remove
+
+    options = RemoveOptions(**given(arguments, RemoveOptions))
+    with ProgressReporter() as reporter:
+        done = remove(
+            **given(arguments, RemoveOptions),
+            progress=lambda copied, total: reporter.step("copying", copied, total, "", "samples"),
+        )
+    would = "would be " if options.dry_run else ""
+    shards = f"{done.rewritten} rewritten, {done.deleted} deleted"
+    rows = [
+        ("removed", f"{done.removed} samples {would}removed"),
+        ("left", f"{done.samples} samples"),
+        ("shards", f"{would}{shards}" if would else shards),
+        ("set", done.folder),
+    ]
+    result(arguments, done.report(), rows)
+    return 0
+
+
+# --- serve ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServeOptions(CheckedOptions):
+    """Options of `serve`."""
+
+    folder: str = option(
+        REQUIRED,
+        "folder to serve; hidden files and files outside of it are not served",
+        metavar="DIR",
+    )
+    _: KW_ONLY
+    host: str = option(
+        "127.0.0.1",
+        "address to listen at; 0.0.0.0 lets other machines connect",
+        metavar="ADDRESS",
+    )
+    port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
+
+
+def add_serve(verbs: Any) -> None:
+    """Add `serve` to the verbs of the command line."""
+    verb(
+        verbs,
+        "serve",
+        _serve,
+        "let other programs and machines read a folder of shards over HTTP",
+        "serve shards/photos --port 8000",
+        ServeOptions,
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    options = ServeOptions(**given(arguments, ServeOptions))
+
+    from wdstrain.serve import Server
+
+    server, begun = Server(options.folder, options.host, options.port), time.monotonic()
+    before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
+    try:
+        with server:
+            print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
+            if not server.is_local:
+                print_message(
+                    f"Everyone who reaches this machine ({socket.gethostname()}) can read this "
+                    "folder; there is no password."
+                )
+            server.wait()
+            status = 1  # the server ended by itself
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    seconds, count = time.monotonic() - begun, server.requests
+    if arguments.json:
+        found = {
+            "folder": server.folder,
+            "url": server.url,
+            "requests": count,
+            "bytes": server.bytes,
+        }
+        print_result(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
+    else:
+        print_result(
+            f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in "
+            f"{seconds:.0f} s"
+        )
+    return status

@@ -1,0 +1,369 @@
+"""Verbs that look at shards or measure them: info, show, verify, repair, plan, bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from wdstrain.cli.common import given, result, step_bytes, verb
+from wdstrain.errors import UsageError
+from wdstrain.inspection.options import (
+    InfoOptions,
+    PeekOptions,
+    PlanOptions,
+    RepairOptions,
+    VerifyOptions,
+    check_ending,
+)
+from wdstrain.report.terminal import (
+    ProgressReporter,
+    print_error,
+    print_grid,
+    print_message,
+    print_result,
+    print_table,
+)
+from wdstrain.runtime.byte_sizes import format_size
+from wdstrain.tuning.options import BenchOptions
+
+if TYPE_CHECKING:
+    from wdstrain.loader.stats import Finding
+
+_BAR = 30  # characters of the longest bar
+_NAME = 24  # characters of a class's name
+_SHOWN = (
+    24  # samples of `show`, unless --limit is given; of each class that is named, a third of it
+)
+_MOST = 20  # findings, or shards with losses, that are printed one by one
+_NAMED = 3  # lost samples of one shard that are named
+
+# --- info -----------------------------------------------------------------------------------------
+
+
+def add_info(verbs: Any) -> None:
+    """Add `info` to the verbs of the command line."""
+    verb(
+        verbs,
+        "info",
+        _info,
+        "count what shards hold: samples, sizes, images, labels",
+        "info shards/photos",
+        InfoOptions,
+    )
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from wdstrain.inspection.info.api import info
+    from wdstrain.inspection.info.result import FIELD_HEAD
+
+    with ProgressReporter() as reporter:
+        found = info(
+            **given(arguments, InfoOptions),
+            note=reporter.line,
+            progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
+        )
+    if arguments.json:
+        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
+    else:
+        print_table(found.summary())
+        if found.contents:
+            print_grid(FIELD_HEAD, found.field_rows())
+            print_table((one.name, one.text()) for one in found.contents)
+        for column in found.charted():
+            line = f"{column.name}: {'; '.join(column.notes())}"
+            print_result(f"\n{fill(line, get_terminal_size().columns)}")
+            if column.numbers is not None:
+                print_table(column.facts())
+            _print_bars(column.bars(), exact=column.exact)
+        if others := found.other_columns():
+            head = ("column", "kind", "missing", "values")
+            print_grid(head, others, left=(0, 1, 3))
+    for finding in found.findings:
+        print_message(finding)
+    return 0 if found.ok else 1
+
+
+def _print_bars(counts: dict[str, int], *, exact: bool) -> None:
+    """Print a line for each class or interval: name, bar, samples, share."""
+    most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
+    width = min(_NAME, max(map(len, counts), default=0))
+    about = "" if exact else "~"
+    digits = len(f"{about}{most}")
+    for name, count in counts.items():
+        shown = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+        bar = "█" * round(_BAR * count / most) or "▏" * (count > 0)
+        number = f"{about}{count}"
+        line = f"  {shown:<{width}}  {bar:<{_BAR}}  {number:>{digits}}  {count / total:6.1%}"
+        print_result(line)
+
+
+# --- show ----------------------------------------------------------------------------------------
+
+
+def add_show(verbs: Any) -> None:
+    """Add `show` to the verbs of the command line."""
+    verb(
+        verbs,
+        "show",
+        _show,
+        "print samples as a table, or draw them as a contact sheet",
+        "show shards/photos -o sheet.png --random",
+        PeekOptions,
+        ("FILE", "contact sheet to write, .png or .html (default: print a table)"),
+    )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    words = given(arguments, PeekOptions)
+    words.setdefault("n", _SHOWN // 3 if words.get("classes") else _SHOWN)
+    options = PeekOptions(**words)
+    if arguments.out:
+        check_ending(arguments.out)
+
+    from wdstrain.inspection.show.api import peek  # only now: it loads torch, which takes a second
+
+    found = peek(**vars(options))
+    file = found.save(arguments.out) if arguments.out else None
+    if not arguments.json and file is None:
+        print_result(repr(found))
+        return 0
+    for view in found:
+        if view.error:
+            print_message(f"{view.shard}: '{view.key}' at offset {view.offset}: {view.error}")
+    for note in found.notes:
+        print_message(note)
+    report: dict[str, Any] = {
+        "title": found.title,
+        "notes": list(found.notes),
+        "shown": len(found),
+        "broken": found.broken,
+        "file": file,
+        "samples": [view.as_dict() for view in found],
+    }
+    broken = str(found.broken) if found.broken else "none"
+    rows = [("shown", found.title), ("with an error", broken), ("written to", file or "")]
+    result(arguments, report, rows)
+    return 0
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+def add_verify(verbs: Any) -> None:
+    """Add `verify` to the verbs of the command line."""
+    verb(
+        verbs,
+        "verify",
+        _verify,
+        "read every byte of shards and compare it with their index",
+        "verify shards/photos --decode",
+        VerifyOptions,
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from wdstrain.inspection.verify.api import Verification, verify
+
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
+    start = time.monotonic()
+    with ProgressReporter() as reporter:
+
+        def progress(so_far: Verification, total: int | None) -> None:
+            text = f"{so_far.shards} shards, {len(so_far.findings)} findings"
+            step_bytes(reporter, "verifying", so_far.bytes, total, text)
+
+        options = given(arguments, VerifyOptions)
+        done = verify(**options, progress=progress)
+    seconds = time.monotonic() - start
+    rate = done.bytes / 1e6 / max(1e-9, seconds)
+    rows = [
+        ("shards", str(done.shards)),
+        ("samples", str(done.samples)),
+        ("size", format_size(done.bytes)),
+        ("fields", _counts(done.fields)),
+    ]
+    if done.columns:
+        rows.append(("columns compared", _counts(done.columns)))
+    if done.groups:
+        rows.append(("groups compared", _counts(done.groups)))
+    if done.unindexed:
+        text = f"{done.unindexed} of {done.shards} shards: only their structure was checked"
+        rows.append(("no checksums", text))
+    if options.get("decode"):
+        rows.append(("decoded", _counts(done.decoded) or "nothing"))
+    if done.not_decoded:
+        text = f"{_counts(done.not_decoded)} (unknown types, or more than 1 GiB)"
+        rows.append(("not decoded", text))
+    if done.ignored:
+        ignored = (f"{count} x {reason}" for reason, count in sorted(done.ignored.items()))
+        rows.append(("ignored members", ", ".join(ignored)))
+    if done.repeated:
+        rows.append(("repeated keys", f"{done.repeated} samples, with different bytes"))
+    rows.append(("findings", str(len(done.findings)) if done.findings else "none"))
+    rows.append(("time", f"{seconds:.1f} s, {rate:.0f} MB/s"))
+    result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
+    for note in done.notes:
+        print_message(f"note: {note}")
+    _print_findings(done.findings)
+    return 0 if done.ok else 1
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    """Print findings; many of them by kind, with the first of each."""
+    if len(findings) <= _MOST:
+        for one in findings:
+            print_error(one.sentence)
+        return
+    kinds: dict[tuple[bool, str, str], list[Finding]] = {}
+    for one in findings:
+        kind = (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)
+        kinds.setdefault(kind, []).append(one)
+    for same in sorted(kinds.values(), key=len, reverse=True):
+        print_error(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)
+    print_error(f"{len(findings)} findings of {len(kinds)} kinds. To list all: --json")
+
+
+# --- repair --------------------------------------------------------------------------------------
+
+
+def add_repair(verbs: Any) -> None:
+    """Add `repair` to the verbs of the command line."""
+    verb(
+        verbs,
+        "repair",
+        _repair,
+        "copy the intact samples of damaged shards",
+        "repair shards/photos -o shards/saved",
+        RepairOptions,
+    )
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from wdstrain.inspection.repair.api import repair
+
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
+    start = time.monotonic()
+    with ProgressReporter() as reporter:
+        done = repair(
+            **given(arguments, RepairOptions),
+            progress=lambda read, total: step_bytes(reporter, "repairing", read, total, ""),
+        )
+    seconds = time.monotonic() - start
+    lost = f"at least {done.lost}" if any(not one.key for one in done.findings) else str(done.lost)
+    rows = [
+        ("shards", str(done.shards)),
+        ("samples copied", str(done.samples)),
+        ("samples lost", lost),
+        ("size", format_size(done.bytes)),
+        ("time", f"{seconds:.1f} s"),
+        ("written to", done.out),
+    ]
+    result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
+    for note in done.notes:
+        print_message(f"note: {note}")
+    shards: dict[str, list[Finding]] = {}
+    for one in done.findings:
+        shards.setdefault(one.shard, []).append(one)
+    for shard, findings in list(shards.items())[:_MOST]:
+        _print_lost(shard, findings)
+    if len(shards) > _MOST:
+        print_error(f"{len(shards) - _MOST} more shards lost samples. To list all: --json")
+    return 0 if done.ok else 1
+
+
+def _print_lost(shard: str, findings: list[Finding]) -> None:
+    """Print what one shard lost: samples in one sentence, then byte ranges."""
+    lost = [one for one in findings if one.key]
+    if lost:
+        named = "; ".join(
+            f"'{one.key}' ({f'field {one.field} ' if one.field else ''}at offset {one.offset}: "
+            f"{one.reason})"
+            for one in lost[:_NAMED]
+        )
+        more = f"; and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        print_error(f"{shard}: {len(lost)} sample{'s' * (len(lost) != 1)} lost: {named}{more}.")
+    for one in [one for one in findings if not one.key][:_NAMED]:
+        print_error(one.sentence)
+
+
+# --- plan ----------------------------------------------------------------------------------------
+
+
+def add_plan(verbs: Any) -> None:
+    """Add `plan` to the verbs of the command line."""
+    verb(
+        verbs,
+        "plan",
+        _plan,
+        "show what an epoch will read, hold in memory and mix, without reading it",
+        "plan shards/photos --batch-size 64 --world-size 8",
+        PlanOptions,
+        ("FILE.html", "also write a page with charts to this file"),
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
+        raise UsageError(f"--out {arguments.out}: the file must end in .html.")
+    options = PlanOptions(**given(arguments, PlanOptions))
+
+    from wdstrain.inspection.epoch_preview.api import plan_epoch  # takes a second: torch
+    from wdstrain.storage.files import write_whole
+
+    with ProgressReporter() as reporter:
+
+        def progress(done: int, total: int) -> None:
+            reporter.step("reading labels", done, total, unit="labels")
+
+        found = plan_epoch(**{**vars(options), "progress": progress})
+    if arguments.json:
+        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
+    else:
+        wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        for line in found.lines(ascii_only=not wide):
+            print_result(line)
+    if arguments.out is not None:
+        write_whole(arguments.out, found.page().encode("utf-8", "replace"))
+        print_message(f"written to {arguments.out}")
+    return 0
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def add_bench(verbs: Any) -> None:
+    """Add `bench` to the verbs of the command line."""
+    verb(
+        verbs,
+        "bench",
+        _bench,
+        "measure each stage of loading, and name the bottleneck",
+        "bench shards/photos --tune",
+        BenchOptions,
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    options = BenchOptions(**given(arguments, BenchOptions))
+
+    from wdstrain.tuning.bench import bench  # only now: it loads torch, which takes a second
+
+    with ProgressReporter() as progress:
+
+        def note(measurement: str, done: int, total: int) -> None:
+            progress.step("measuring", done, total, measurement, "")
+
+        measured = bench(**{**vars(options), "note": note})
+    result(arguments, measured.as_dict(), measured.rows())
+    return 0
