@@ -1,8 +1,8 @@
 """A folder of shards over HTTP, for the machines of a lab.
 
 aiohttp parses requests and sends files: ranges, HEAD, conditions, keep-alive, sendfile. This module
-decides what a request may reach. There is no password and no encryption; put nginx before the folder
-to serve it to the world.
+decides what a request may reach. There is no password and no encryption; put nginx before the
+folder to serve it to the world.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def _is_of_client(exc_info: Any) -> bool:
 class Server:
     """Server of a folder, from a thread of its own: `with Server("shards") as server: server.url`.
 
-    The address is taken at once; port 0 is any free one. Raises UsageError for a folder or an address
-    that does not exist, StorageError for a folder that cannot be read and a port that is taken.
+    The address is taken at once; port 0 is any free one. Raises UsageError for a folder or an
+    address that does not exist, StorageError for a folder that cannot be read and a port that is
+    taken.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ def _with_plain_range(request: web.Request, tag: str) -> web.Request:
     return request.clone(headers=headers)
 
 
-# --- what a request may reach ------------------------------------------------------------------------
+# --- what a request may reach ---------------------------------------------------------------------
 
 
 def names_of(target: str) -> list[str] | None:
@@ -228,9 +229,9 @@ def names_of(target: str) -> list[str] | None:
 def open_inside(folder: str, names: Sequence[str]) -> int:
     """Return a descriptor of a regular file or folder below `folder`, a resolved path.
 
-    Links are followed where they stay inside. The path is resolved first, so that nothing outside is
-    ever opened. A folder on the way may be exchanged for a link meanwhile, so the system is asked
-    afterwards which file was opened. Raises OSError.
+    Links are followed where they stay inside. The path is resolved first, so that nothing outside
+    is ever opened. A folder on the way may be exchanged for a link meanwhile, so the system is
+    asked afterwards which file was opened. Raises OSError.
     """
     path = os.path.realpath(os.path.join(folder, *names))
     if not (_is_inside(path, folder) and _is_served(os.lstat(path).st_mode)):
@@ -276,7 +277,7 @@ def _is_served(mode: int) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
-# --- pages and addresses -----------------------------------------------------------------------------
+# --- pages and addresses --------------------------------------------------------------------------
 
 
 def _path(names: Sequence[str]) -> str:

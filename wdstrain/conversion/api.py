@@ -43,12 +43,13 @@ Note = Callable[[str], None]
 def pack(options: PackOptions) -> Index:
     """Pack any iterable of samples, or a torch data set, into shards.
 
-        wt.pack(({"jpg": data, "cls": 3} for data in images), "shards/mine", split={"train": 0.9, "val": 0.1})
+        samples = ({"jpg": data, "cls": 3} for data in images)
+        wt.pack(samples, "shards/mine", split={"train": 0.9, "val": 0.1})
 
-    A sample is a dict of fields, or a tuple that `fields` names. Values are bytes, which are stored as
-    they are, or images, numbers, texts and arrays, which are encoded by the name of the field: "png",
-    "cls", "txt", "json", "x.npy". "__key__" names the sample. A class may be given by its name.
-    The samples are read once and may be more than memory holds.
+    A sample is a dict of fields, or a tuple that `fields` names. Values are bytes, which are stored
+    as they are, or images, numbers, texts and arrays, which are encoded by the name of the field:
+    "png", "cls", "txt", "json", "x.npy". "__key__" names the sample. A class may be given by its
+    name. The samples are read once and may be more than memory holds.
     """
     return run_conversion(options).index
 
@@ -88,7 +89,7 @@ def convert_arrays(options: ArraysOptions) -> Index:
 
 @takes(TarsOptions)
 def convert_tars(options: TarsOptions) -> Index:
-    """Pack samples of existing shards again: resized, shuffled, merged, split, or with fewer fields.
+    """Pack samples of existing shards again: resized, shuffled, merged, split, with fewer fields.
 
     With overwrite=True the output may be the folder of the source, if all its shards are named.
     """
@@ -186,5 +187,5 @@ _SOURCES: Mapping[type[Options], Callable[[Any, Note], Source]] = {
 
 
 def _first_quality(options: Options) -> int:
-    """Return the JPEG quality of stored pixels: nearly lossless if `quality` re-encodes them later."""
+    """Return the JPEG quality of stored pixels: 100 if `quality` re-encodes them later."""
     return 95 if options.quality is None else 100

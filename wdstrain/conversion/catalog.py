@@ -1,8 +1,8 @@
-"""Catalogs: numbered samples whose order, splits and shards are planned before their bytes are read.
+"""Catalogs of numbered samples, from which shards are planned before bytes are read.
 
-A catalog holds arrays of integers, and fetches the bytes of a group of samples in the order in which
-they lie on the disk. A `FileCatalog` holds the samples of a listing. A `SpanCatalog` holds samples
-that lie in tars: existing shards, the files of an external shuffle, re-encoded images.
+A catalog holds arrays of integers, and fetches the bytes of a group of samples in the order in
+which they lie on the disk. A `FileCatalog` holds the samples of a listing. A `SpanCatalog` holds
+samples that lie in tars: existing shards, the files of an external shuffle, re-encoded images.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def fixed_classes(
         if len(able) != 1:
             raise UsageError(
                 f"classes needs one label of classes, but there are {len(able)}: "
-                f"{', '.join(able) or 'none'}. Use like=... for several labels, or write LABEL:number "
-                f"for numbers."
+                f"{', '.join(able) or 'none'}. Use like=... for several labels, or write "
+                "LABEL:number for numbers."
             )
         return {able[0]: Label(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
@@ -63,13 +63,14 @@ def fixed_classes(
             )
         if kind not in (None, labels[name].kind):
             raise UsageError(
-                f"like={like}: the label {name!r} is of the kind {labels[name].kind} there, not {kind}."
+                f"like={like}: the label {name!r} is of the kind {labels[name].kind} there, not "
+                f"{kind}."
             )
     return {name: labels[name] for name, _ in asked}
 
 
 def class_names(classes: Sequence[str], like: Urls | None) -> tuple[str, ...]:
-    """Return the given classes of the field `cls`, whose label is called "label"; () if none are given."""
+    """Return the given classes of the field `cls`, whose label is called "label"; () if none."""
     fixed = fixed_classes(classes, like, [("label", None)])
     return fixed["label"].classes if fixed else ()
 
@@ -126,9 +127,10 @@ class Numbered:
         count = max(self._seen, default=-1) + 1
         if not self._stated and count > max(RANGE, _GAP * len(self._seen)):
             raise UsageError(
-                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: as "
-                f"classes counted from 0 they would make {count}, nearly all of them empty. Number "
-                f"them anew, name the classes with classes=[...], or store them under another name. "
-                f"For arrays, state the kind: {self._name}:class or {self._name}:number."
+                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: "
+                f"as classes counted from 0 they would make {count}, nearly all of them empty. "
+                "Number them anew, name the classes with classes=[...], or store them under "
+                f"another name. For arrays, state the kind: {self._name}:class or "
+                f"{self._name}:number."
             )
         return tuple(map(str, range(count)))

@@ -1,7 +1,7 @@
 """Bytes of the values of Python samples, by the name of the field.
 
     jpg png webp ...   a PIL image, or uint8 pixels: [h, w], [h, w, c], or a tensor [c, h, w]
-    cls                a whole number, or the name of a class where the classes are known; stored as a number
+    cls                a whole number, or the name of a known class; stored as a number
     txt                text
     json               anything JSON can hold
     NAME.npy           an array, a tensor or a number (of shape ())
@@ -88,8 +88,8 @@ def encode(
         except UnicodeEncodeError as error:
             raise SampleError(f"its {name} cannot be written as UTF-8 ({error.reason})") from None
     raise SampleError(
-        f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an array "
-        f"{name}.npy"
+        f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an "
+        f"array {name}.npy"
     )
 
 
@@ -108,7 +108,7 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
 
 
 def _class_in(data: bytes, classes: Mapping[str, int]) -> int | str:
-    """Return the class that bytes mean: a number of one of the classes as readers take it, else a name.
+    """Return the class that bytes mean: a class number if readers take it as one, else a name.
 
     Raises SampleError for bytes that are the number of one class and the name of another.
     """
@@ -155,8 +155,8 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
             pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
         ):
             raise SampleError(
-                f"its {name} is an array of {value.dtype} {list(value.shape)}, but pixels must be uint8 "
-                f"[h, w] or [h, w, 3]; store it as {name.rpartition('.')[0] or 'image'}.npy"
+                f"its {name} is an array of {value.dtype} {list(value.shape)}, but pixels must be "
+                f"uint8 [h, w] or [h, w, 3]; store it as {name.rpartition('.')[0] or 'image'}.npy"
             )
         if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
             return bytes(

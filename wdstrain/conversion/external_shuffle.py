@@ -1,9 +1,9 @@
 """First pass of an external shuffle: write a stream into files from which any order can be read.
 
 Samples are written into buckets, with the headers that they have in a shard. Each bucket is a file
-for a range of shuffle ranks, or of sample numbers if the order is kept. A shard is then read forward
-from one bucket or two. Data is written twice in all, sequentially. Memory holds the write buffers,
-within `memory`, and about 100 bytes per sample.
+for a range of shuffle ranks, or of sample numbers if the order is kept. A shard is then read
+forward from one bucket or two. Data is written twice in all, sequentially. Memory holds the write
+buffers, within `memory`, and about 100 bytes per sample.
 
 A shuffle buffer is not used: its order would depend on its size, and a small one mixes badly.
 """
@@ -79,7 +79,7 @@ def shuffle_stream(
 def restore_shuffle(
     stream: Stream, folder: str, options: Options, bad_samples: BadSamples
 ) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
-    """Return what `shuffle_stream` returned in an earlier run, if it read this stream to its end."""
+    """Return the result of `shuffle_stream` in an earlier run; None if it did not finish."""
     try:
         with open(os.path.join(folder, _ABOUT), encoding="utf-8") as file:
             about = json.load(file)
@@ -264,6 +264,6 @@ def _disk_errors(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space, then run this again with "
-            f"resume=True."
+            f"{path} cannot be written: {error.strerror}. Free some space, then run this again "
+            "with resume=True."
         ) from error

@@ -1,9 +1,9 @@
 """Kind of a label column: a class, a number, or several classes at once.
 
-The user states it with `name:class`, `name:number` or `name:multi`. Otherwise the type of nearly all
-cells decides: text, booleans and whole numbers from 0 to 999 are classes, other numbers are numbers,
-lists are several classes. Cells that do not fit are bad and never change the kind. A column that may
-be of two kinds is refused, and the error names both.
+The user states it with `name:class`, `name:number` or `name:multi`. Otherwise the type of nearly
+all cells decides: text, booleans and whole numbers from 0 to 999 are classes, other numbers are
+numbers, lists are several classes. Cells that do not fit are bad and never change the kind. A
+column that may be of two kinds is refused, and the error names both.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def decide(
         label = with_classes(column, label, classes)
     if len(column.bad) == len(column.values):
         raise UsageError(
-            f"{place}: no value fits {name}:{kind}: {next(iter(column.bad.values()))}. Name another "
-            f"column, or another kind."
+            f"{place}: no value fits {name}:{kind}: {next(iter(column.bad.values()))}. Name "
+            "another column, or another kind."
         )
     return Decision(label, column.values, column.bad, [*_lines(label, column), *column.notes])
 
@@ -110,8 +110,8 @@ def _guess(column: LabelCells) -> str:
     if len(types["other"]) > few:
         holds = shown(column.values[types["other"][0]])
         raise UsageError(
-            f"{column.place}: the column '{column.name}' holds {holds}, which is neither a class nor a "
-            f"number. Leave it out of the labels: it is kept in the json field."
+            f"{column.place}: the column '{column.name}' holds {holds}, which is neither a class "
+            "nor a number. Leave it out of the labels: it is kept in the json field."
         )
     if len(types["list"]) > few:
         return _guess_lists(column, types["list"])
@@ -187,15 +187,16 @@ def _guess_numbers(column: LabelCells, rows: list[int]) -> str:
     negative = {value for value in whole if value < 0}
     if negative == {-1} and 0 not in whole:
         raise column.ask(
-            f"-1 and whole numbers from {min(v for v in whole if v >= 0) if max(whole) >= 0 else -1}",
+            "-1 and whole numbers from "
+            f"{min(v for v in whole if v >= 0) if max(whole) >= 0 else -1}",
             *KINDS[:2],
         )
     if negative - {-1}:
         return "number"
     if max(whole) >= RANGE:
         holds = (
-            f"{len(set(whole))} different whole numbers up to {max(whole)}, which may be classes or "
-            f"numbers"
+            f"{len(set(whole))} different whole numbers up to {max(whole)}, which may be classes "
+            "or numbers"
         )
         raise column.ask(holds, "class", "number")
     for row in rows:
@@ -215,9 +216,9 @@ def _guess_lists(column: LabelCells, rows: list[int]) -> str:
     ]
     if len(wrong) > max(1, int(_FEW * len(members))):
         raise UsageError(
-            f"{column.place}: the column '{column.name}' holds lists of {shown(wrong[0])} and the like, "
-            f"but a list of classes must hold names or class numbers. Leave it out of the labels: it is "
-            f"kept in the json field."
+            f"{column.place}: the column '{column.name}' holds lists of {shown(wrong[0])} and the "
+            "like, but a list of classes must hold names or class numbers. Leave it out of the "
+            "labels: it is kept in the json field."
         )
     lengths = {len(column.values[row]) for row in rows}
     if (
@@ -261,6 +262,7 @@ def _lines(label: Label, column: LabelCells) -> list[str]:
     barred = Counter("|" in name for name in label.classes)[True]
     if label.kind == "class" and barred:
         lines.append(
-            f"label {label.name}: {barred} classes hold '|'; {label.name}:multi takes a|b as two classes"
+            f"label {label.name}: {barred} classes hold '|'; {label.name}:multi takes a|b as two "
+            "classes"
         )
     return lines

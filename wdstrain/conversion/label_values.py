@@ -112,8 +112,8 @@ def _strip(column: LabelCells) -> None:
             spellings.setdefault(value.strip(), {})[value] = None
     for several in [list(some) for some in spellings.values() if len(some) > 1][:_SHOWN]:
         column.notes.append(
-            f"label {column.name}: {' and '.join(map(shown, several))} are one class: blanks around "
-            f"names are removed"
+            f"label {column.name}: {' and '.join(map(shown, several))} are one class: blanks "
+            "around names are removed"
         )
 
 
@@ -147,7 +147,10 @@ def with_classes(column: LabelCells, label: Label, classes: tuple[str, ...]) -> 
 
 
 def multi_label(column: LabelCells, names: tuple[str, ...]) -> Label:
-    """Return a label of several classes at once; the values become lists. names: as `class_label`."""
+    """Return a label of several classes at once; the values become lists.
+
+    names: as in `class_label`.
+    """
     members: dict[str, None] = {}
     for row, value in column.good():
         texts = value.split("|") if isinstance(value, str) else [value]

@@ -63,7 +63,8 @@ class Options:
 
     max_shard_size: int | str = option(
         "256MB",
-        "largest size of a shard, in bytes or such as 256MB; a larger sample gets a shard of its own",
+        "largest size of a shard, in bytes or such as 256MB; a larger sample gets a shard of its "
+        "own",
         metavar="SIZE",
         parse=parse_size,
     )
@@ -192,9 +193,10 @@ def _size(name: str, value: Any) -> int:
 
 
 def check_splits(names: Iterable[str]) -> None:
-    """Raise UsageError for names of splits that are no beginning of a shard's name, NAME-000000.tar."""
+    """Raise UsageError for names of splits that cannot begin the name of a shard."""
     for name in names:
         if not isinstance(name, str) or not _SPLIT.fullmatch(name):
             raise UsageError(
-                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, digits, _ and -."
+                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, "
+                "digits, _ and -."
             )

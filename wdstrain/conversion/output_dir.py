@@ -55,7 +55,8 @@ class OutputTransaction:
     ) -> None:
         """update: `out` holds a finished set that is to be changed.
 
-        publish: called before an update ends, and again after a kill. Raises UsageError if the folder is in use and no option allows it.
+        publish: called before an update ends, and again after a kill. Raises UsageError if the
+        folder is in use and no option allows it.
         """
         self.out, self.path = out, os.path.join(out, UNFINISHED)
         self.shown, self._publish = shown or out, publish
@@ -114,7 +115,8 @@ class OutputTransaction:
         data = read_whole(listed)
         if self._exchange.is_begun or data is None or is_foreign(data):
             raise UsageError(
-                f"{self.shown} holds no finished set of shards with an index. Name the folder of one."
+                f"{self.shown} holds no finished set of shards with an index. Name the folder of "
+                "one."
             )
         begun = os.path.exists(os.path.join(self.path, _CALL))
         if begun and not resume:
@@ -378,7 +380,7 @@ class FolderLock:
 
 
 def _try_lock(fd: int) -> bool:
-    """Lock a file; return False if another process holds the lock. True where locks do not exist."""
+    """Lock a file; return False if another process holds it. True where locks do not exist."""
     try:
         import fcntl
     except ImportError:

@@ -290,7 +290,7 @@ class Packer:
 
     @contextmanager
     def _refusal(self) -> Iterator[None]:
-        """Remove the staging directory if the samples do not fit the set: nothing can be resumed."""
+        """Remove the staging directory if the samples do not fit the set."""
         try:
             yield
         except UsageError:
@@ -319,8 +319,8 @@ def _check_sum(listed: int, packed: int, skipped: int, limited: int) -> None:
     """Raise SourceError if a sample was lost."""
     if listed != packed + skipped + limited:
         raise SourceError(
-            f"{listed} samples were listed, but {packed} were packed, {skipped} skipped and {limited} "
-            f"left out by limit. Please report this."
+            f"{listed} samples were listed, but {packed} were packed, {skipped} skipped and "
+            f"{limited} left out by limit. Please report this."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a conversion knows of each sample before it copies a byte: order, splits, classes, images."""
+"""Properties of samples that are known before bytes are copied: order, split, class, image."""
 
 from __future__ import annotations
 
@@ -118,10 +118,11 @@ class MetaBuilder:
 def sides_of(
     groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool
 ) -> U64:
-    """Return the hash of each sample that decides its split. It is independent of the shuffle's rank.
+    """Return the hash of each sample that decides its split: uint64[n].
 
-    Without groups it also depends on the split that the sample comes from. The samples of `train`
-    were chosen by this very hash, so without that a second split of them would be uneven.
+    It is independent of the shuffle's rank. Without groups it also depends on the split that the
+    sample comes from. The samples of `train` were chosen by this very hash, so without that a
+    second split of them would be uneven.
     """
     sides = np.zeros(len(groups), np.uint64)
     for code, name in enumerate(splits):

@@ -1,7 +1,7 @@
 """Replacement of one set of shards by another in the same folder.
 
-The new files lie in `.swapping` while they are exchanged for the old ones. Readers refuse the folder
-as long as it exists. An exchange that was killed is completed from any point.
+The new files lie in `.swapping` while they are exchanged for the old ones. Readers refuse the
+folder as long as it exists. An exchange that was killed is completed from any point.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> Iterator[Ints]:
 
 
 def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> Iterator[Ints]:
-    """Yield runs of at most `most` bytes and `count` samples. A larger sample is a run by itself."""
+    """Yield runs of at most `most` bytes and `count` samples; a larger sample is a run alone."""
     stops = np.cumsum(sizes)
     first = 0
     while first < len(numbers):

@@ -170,7 +170,8 @@ def _in_processes(
     waiting: deque[Future[Any]] = deque()  # few, so that an interrupt waits for few tasks
     try:
         for number in range(count):
-            # Python warns of forks beside threads. Those of libraries are idle, and workers use none.
+            # Python warns of forks beside threads. Those of libraries are idle, and workers use
+            # none.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append(pool.submit(_do, number))
@@ -267,8 +268,8 @@ def _on_ray(work: Work[R], count: int, report: Progress) -> Generator[R, None, N
             except ray.exceptions.RayError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise WdstrainError(
-                    f"a task of the Ray cluster was lost {_RAY_RETRIES + 1} times: {reason} Check the "
-                    f"nodes and their memory, then run it again with resume=True."
+                    f"a task of the Ray cluster was lost {_RAY_RETRIES + 1} times: {reason} Check "
+                    "the nodes and their memory, then run it again with resume=True."
                 ) from error
             waiting.popleft()
             samples, size = samples + some, size + more

@@ -201,8 +201,8 @@ def write_shard(
         return Packed(Index((), (), IndexBuilder().offsets()), shard.numbers[:0], bad)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space or choose another folder, "
-            f"then continue with resume=True."
+            f"{path} cannot be written: {error.strerror}. Free some space or choose another "
+            "folder, then continue with resume=True."
         ) from error
     return Packed(index, shard.numbers[np.array(places, np.int64)], bad)
 

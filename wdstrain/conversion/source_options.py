@@ -250,5 +250,6 @@ class RemoveOptions:
     def __post_init__(self) -> None:
         if (self.where is None) == (self.keys is None):
             raise UsageError(
-                "the samples to remove are named by where=... or keys=..., not by both. Give one of these."
+                "the samples to remove are named by where=... or keys=..., not by both. Give one "
+                "of these."
             )

@@ -5,9 +5,9 @@ and its local file gives its disk space back. At the end the server copies them 
 object is whole or missing, and without an index there is no set, so nobody reads half of one.
 `resume` uploads only what is missing.
 
-A change goes through a local folder that holds the index of the set, and a file of the same name and
-size without disk blocks for each of its shards. `OutputTransaction` changes it like any folder, and
-calls `publish` before it ends: new shards first, then the index, then old shards are deleted. A
+A change goes through a local folder that holds the index of the set, and a file of the same name
+and size without disk blocks for each of its shards. `OutputTransaction` changes it like any folder,
+and calls `publish` before it ends: new shards first, then the index, then old shards are deleted. A
 killed change is completed by the next one, from the same folder.
 """
 
@@ -179,8 +179,8 @@ def _deliver(
 def _check_index(address: str, listed: bytes | None) -> None:
     if listed is not None and is_foreign(listed):
         raise UsageError(
-            f"{object_in(address, INDEX_NAME)} is no index of this package and would be replaced. Choose "
-            f"another place, or move it away."
+            f"{object_in(address, INDEX_NAME)} is no index of this package and would be replaced. "
+            "Choose another place, or move it away."
         )
 
 
@@ -194,8 +194,8 @@ def _check_names(address: str, former: set[str], splits: set[str] | None) -> Non
         shard = name.endswith(".tar") and (splits is None or split in splits)
         if name not in former and (shard or name in _BESIDE):
             raise UsageError(
-                f"{address} holds {name}, which no index lists and which would be replaced or taken "
-                f"for part of the new set. Choose another place, or move it away."
+                f"{address} holds {name}, which no index lists and which would be replaced or "
+                "taken for part of the new set. Choose another place, or move it away."
             )
 
 

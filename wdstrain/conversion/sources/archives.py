@@ -150,8 +150,8 @@ def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Par
             key, parts = split[0], []
             if key in seen:
                 raise ShardError(
-                    f"{shown(path)} holds members of '{printable(key)}' in two places. The fields of "
-                    f"a sample must be adjacent. Repack it from a sorted list."
+                    f"{shown(path)} holds members of '{printable(key)}' in two places. The fields "
+                    "of a sample must be adjacent. Repack it from a sorted list."
                 )
             seen.add(key)
         if any(field == split[1] for field, _ in parts):

@@ -104,16 +104,21 @@ def stream_rows(
         len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"
     ):
         raise UsageError(
-            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}. They "
-            f"must be one text or whole number per row."
+            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}. "
+            "They must be one text or whole number per row."
         )
     try:
-        fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
+        fields = {
+            name: array_field(name, array)  # type: ignore[arg-type]
+            for name, array in arrays.items()
+            if name != keys
+        }
     except SampleError as error:
         raise UsageError(f"{error}. Choose another name.") from None
     if len(set(fields.values())) < len(fields):
         raise UsageError(
-            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename one."
+            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename "
+            "one."
         )
     names = check_classes(classes)
     asked = list(labels)
@@ -207,8 +212,8 @@ class _Scalar:
         array = arrays[self.name]
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
             raise UsageError(
-                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}. A label "
-                f"must be one number per row."
+                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}. A "
+                "label must be one number per row."
             )
         self._field = fields[self.name]
         self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
@@ -277,7 +282,8 @@ def _open(name: str, array: Any) -> Rows:
             with np.load(f"{path}.npz", allow_pickle=False) as archive:
                 if member not in archive.files:
                     raise UsageError(
-                        f"{path}.npz has no member '{member}'. Use one of: {', '.join(archive.files)}"
+                        f"{path}.npz has no member '{member}'. Use one of: "
+                        f"{', '.join(archive.files)}"
                     )
                 return np.asarray(archive[member])
         found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
@@ -291,7 +297,8 @@ def _open(name: str, array: Any) -> Rows:
         members = ", ".join(found.files)
         found.close()
         raise UsageError(
-            f"{path} holds several arrays: {members}. Name one: {name}={path}:{members.split(', ')[0]}"
+            f"{path} holds several arrays: {members}. Name one: "
+            f"{name}={path}:{members.split(', ')[0]}"
         )
     rows: Rows = found
     return rows

@@ -1,8 +1,8 @@
-"""Images of a folder as a listing: SRC/<class>/.../image.jpg, or SRC/train/<class>/... beside SRC/val.
+"""Images of a folder as a listing.
 
-The class is the first folder level. Its number is its place among the sorted names, as in
-torchvision's ImageFolder. File bytes are kept. Files without the extension of an image are ignored
-and counted.
+SRC/<class>/.../image.jpg, or SRC/train/<class>/... beside SRC/val. The class is the first folder
+level. Its number is its place among the sorted names, as in torchvision's ImageFolder. File bytes
+are kept. Files without the extension of an image are ignored and counted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def list_folder(
     """Return the images of a folder.
 
     flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
-    images without a mask are left out and counted. fixed: names of the classes in the order of their
-    numbers (default: the sorted class folders). Raises UsageError for a folder that is missing, and
-    for a class folder that is not in `fixed`; SourceError for one without images or class folders.
+    images without a mask are left out and counted. fixed: names of the classes in the order of
+    their numbers (default: the sorted class folders). Raises UsageError for a folder that is
+    missing, and for a class folder that is not in `fixed`; SourceError for one without images or
+    class folders.
     """
     check_there(source, kind="folder")
     if not os.path.isdir(source):
@@ -68,13 +69,13 @@ def list_folder(
     if other:
         raise UsageError(
             f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
-            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at the "
-            f"end of the classes."
+            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
+            "the end of the classes."
         )
     if not found and outside:
         raise SourceError(
-            f"{source} holds {outside} images and no class folders. Make a folder for each class, or "
-            f"use flat=True for images without labels."
+            f"{source} holds {outside} images and no class folders. Make a folder for each class, "
+            "or use flat=True for images without labels."
         )
     if not found:
         seen = (
@@ -142,8 +143,8 @@ def _find_masks(
     inside = os.path.commonpath([os.path.realpath(source), os.path.realpath(masks)])
     if inside == os.path.realpath(source):
         raise UsageError(
-            f"masks={masks}: it is inside of {source}, so masks would be packed as images. Name the "
-            f"folder of the images alone."
+            f"masks={masks}: it is inside of {source}, so masks would be packed as images. Name "
+            "the folder of the images alone."
         )
     by_stem: dict[str, tuple[str, str]] = {}
     for below, folder, names in _files(masks, {}):
@@ -186,8 +187,8 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
         return {}
     if len(set(named.values())) < len(named):
         raise SourceError(
-            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. Keep "
-            f"one folder for each split."
+            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. "
+            "Keep one folder for each split."
         )
     _count(ignored, "folders beside the splits", len(folders) - len(named))
     with os.scandir(source) as entries:

@@ -75,7 +75,8 @@ def stream_hdf5(
     files = sorted({place for rows in found.values() for place in rows.files} - {file})
     return replace(
         stream,
-        mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}",
+        mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} "
+        f"{quality}",
     )
 
 

@@ -2,8 +2,8 @@
 
 A sample is a dict of fields, a tuple or a single value. In a dict, "__key__" is the key, and other
 names that begin with two underscores are ignored. The values of a tuple are named by `fields`, by
-default ("png", "cls"). A map-style data set is read by number, so an item that raises can be skipped.
-An iterable that raises ends the conversion.
+default ("png", "cls"). A map-style data set is read by number, so an item that raises can be
+skipped. An iterable that raises ends the conversion.
 """
 
 from __future__ import annotations

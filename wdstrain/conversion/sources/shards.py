@@ -1,7 +1,8 @@
-"""Samples of existing shards as a stream, in one forward pass: filtered, with fields dropped or renamed.
+"""Samples of existing shards as a stream, in one forward pass.
 
-Splits and labels of the index are kept. A sample whose bytes differ from the checksums of the index
-is bad. Sets that number their classes differently are not merged: a number would mean two classes.
+Samples may be filtered, and fields dropped or renamed. Splits and labels of the index are kept. A
+sample whose bytes differ from the checksums of the index is bad. Sets that number their classes
+differently are not merged: a number would mean two classes.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     wanted = read_keys(keys) if keys is not None else None
     if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
         raise SourceError(
-            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A "
-            f"key is the name of a member up to its first dot. Remove the keys that do not exist."
+            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
+            f"'{min(missing)}'. A key is the name of a member up to its first dot. Remove the keys "
+            "that do not exist."
         )
     names = {
         field: (rename or {}).get(field, field)
@@ -92,8 +94,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         raise UsageError(f"{error}. Choose another name.") from None
     if not names or len(set(names.values())) < len(names):
         raise UsageError(
-            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They need "
-            f"one or more fields with different names."
+            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They "
+            "need one or more fields with different names."
         )
     labels = _labels(index, names)
     if options.label is not None:
@@ -236,7 +238,7 @@ def _origin(index: Index) -> list[dict[str, Any]]:
 
 
 def _check_replaced(index: Index, out: str) -> None:
-    """Raise UsageError if only some shards of the set in `out` are sources: the others would be lost."""
+    """Raise UsageError if the set in `out` has shards that are no sources: they would be lost."""
     place = f"{out.rstrip('/')}/{INDEX_NAME}"
     mine = {_real(shard.path) for shard in index.shards}
     if not out or not mine & {
@@ -249,9 +251,9 @@ def _check_replaced(index: Index, out: str) -> None:
     left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
     if left:
         raise UsageError(
-            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, which "
-            f"would be lost: the result replaces all shards of that folder. Name all of its shards as "
-            f"sources, or choose another folder."
+            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, "
+            "which would be lost: the result replaces all shards of that folder. Name all of its "
+            "shards as sources, or choose another folder."
         )
 
 
@@ -289,7 +291,7 @@ def _check(index: Index, number: int, parts: list[Part]) -> None:
 
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
-    """Return the labels whose fields are kept. Raises UsageError if the sets have different ones."""
+    """Return the labels whose fields are kept. Raises UsageError if the sets differ in them."""
     found: dict[tuple[Label, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         labels: tuple[Label, ...] = ()
@@ -300,9 +302,9 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
         found.setdefault(labels, place)
     if len(found) > 1 and any(found):
         raise UsageError(
-            f"these sets have different labels, or some have none: a class number would mean two "
-            f"classes. Convert each set by itself, or drop the field of the label. A set with labels: "
-            f"{folder_of(next(place for labels, place in found.items() if labels))}"
+            "these sets have different labels, or some have none: a class number would mean two "
+            "classes. Convert each set by itself, or drop the field of the label. A set with "
+            f"labels: {folder_of(next(place for labels, place in found.items() if labels))}"
         )
     return next(iter(found), ())
 
@@ -316,7 +318,8 @@ def _with_declared(
     stays = declared.field in options.keep if options.keep else declared.field not in options.drop
     if not stays:
         raise UsageError(
-            f"label={options.label!r}: its field would be left out. Keep the field {declared.field!r}."
+            f"label={options.label!r}: its field would be left out. Keep the field "
+            f"{declared.field!r}."
         )
     others = [
         label for label in labels if declared.place != label.place and declared.name != label.name

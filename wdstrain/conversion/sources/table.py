@@ -1,9 +1,9 @@
 """A table as a source: images, label columns, and all other columns as JSON.
 
-Labels are decided from all rows before the first is packed (`label_kinds`). A single class column is
-stored as `cls`, as all readers expect; others are read from the JSON by their column. Images that
-are files make a `Listing`; images whose bytes are in the table make a `Stream`, so that memory does
-not grow with them.
+Labels are decided from all rows before the first is packed (`label_kinds`). A single class column
+is stored as `cls`, as all readers expect; others are read from the JSON by their column. Images
+that are files make a `Listing`; images whose bytes are in the table make a `Stream`, so that memory
+does not grow with them.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by
 def open_table(options: TableOptions) -> Source:
     """Return the rows of a table as a source.
 
-    options.table: a file, folder or glob, an address hf://datasets/OWNER/NAME, several of them, or a
-    pandas DataFrame. Decisions about labels and images are in `source["decided"]`. Raises UsageError
-    for columns that are missing or ambiguous, SourceError for a table that cannot be read.
+    options.table: a file, folder or glob, an address hf://datasets/OWNER/NAME, several of them, or
+    a pandas DataFrame. Decisions about labels and images are in `source["decided"]`. Raises
+    UsageError for columns that are missing or ambiguous, SourceError for a table that cannot be
+    read.
     """
     table = options.table
     bad_samples = BadSamples(collect=options.on_error == "skip")
@@ -169,8 +170,8 @@ class _Rows:
             self._bad = {**decision.bad, **self._bad}
         if len(self._bad) == int(self._chosen.sum()):
             raise SourceError(
-                f"{table.name}: no row has values for all labels ({', '.join(self._values)}). Name other "
-                f"columns."
+                f"{table.name}: no row has values for all labels ({', '.join(self._values)}). Name "
+                "other columns."
             )
         self._decided = [line for decision in decisions for line in decision.lines]
         return tuple(decision.label for decision in decisions)

@@ -71,8 +71,8 @@ def joined_column(name: str, columns: Iterable[str]) -> str:
         for delimiter in "\t;|,: ":
             if delimiter in column and name in [part.strip() for part in column.split(delimiter)]:
                 return (
-                    f" The header has {delimiter!r} between its columns. Separate cells by commas, by "
-                    f"semicolons if the header has no comma, or by tabs in a .tsv file."
+                    f" The header has {delimiter!r} between its columns. Separate cells by commas, "
+                    "by semicolons if the header has no comma, or by tabs in a .tsv file."
                 )
     return ""
 
@@ -125,6 +125,6 @@ def _plain(value: Any, changed: Counter[str]) -> Any:
     if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or is_pandas:
         return str(value)
     raise UsageError(
-        f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, numbers, "
-        f"bytes, lists or dicts."
+        f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, "
+        "numbers, bytes, lists or dicts."
     )

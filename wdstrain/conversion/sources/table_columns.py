@@ -31,8 +31,8 @@ def asked_labels(
     names = [*image, *(name for name, _ in asked)]
     if len(set(names)) < len(names):
         raise UsageError(
-            f"a column is named twice: {', '.join(names)}. The image and each label must be different "
-            f"columns."
+            f"a column is named twice: {', '.join(names)}. The image and each label must be "
+            "different columns."
         )
     return asked
 
@@ -50,13 +50,13 @@ def check_column(table: Table, name: str) -> None:
     """Raise UsageError if a table lacks a column."""
     if name not in table.columns:
         raise UsageError(
-            f"{table.name} has no column '{name}'. Use one of its columns: {', '.join(table.columns)}."
-            f"{joined_column(name, table.columns)}"
+            f"{table.name} has no column '{name}'. Use one of its columns: "
+            f"{', '.join(table.columns)}.{joined_column(name, table.columns)}"
         )
 
 
 def check_spellings(table: Table, name: str, chosen: npt.NDArray[np.bool_]) -> None:
-    """Raise UsageError if two texts of a class column are the same fraction, such as 1.1 and 1.10."""
+    """Raise UsageError if two texts of a class column are one fraction, such as 1.1 and 1.10."""
     first: dict[float, str] = {}
     number = 0
     for texts, values in zip(table.batches([name], raw=[name]), table.batches([name]), strict=True):
@@ -67,9 +67,9 @@ def check_spellings(table: Table, name: str, chosen: npt.NDArray[np.bool_]) -> N
             text = cell.strip()
             if chosen[number - 1] and first.setdefault(value, text) != text:
                 raise UsageError(
-                    f"{table.name}: the column '{name}' holds {first[value]} and {text}, which are the "
-                    f"same number but different names. Write both the same way if they are one class, "
-                    f"or put a letter before each, such as v{text}."
+                    f"{table.name}: the column '{name}' holds {first[value]} and {text}, which are "
+                    "the same number but different names. Write both the same way if they are one "
+                    f"class, or put a letter before each, such as v{text}."
                 )
 
 

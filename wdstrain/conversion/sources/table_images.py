@@ -1,9 +1,10 @@
 """Where the images of a table are: one rule for all rows, chosen before the first image is read.
 
 A column holds the bytes of images, or paths; or a template such as `images/{id}.jpg` makes paths of
-columns. Relative paths begin at the root. If no path with backslashes exists, backslashes become slashes. If
-a root is given and no absolute path exists, the paths are of another machine. Then the same beginning
-is removed from all: the shortest common one without which a file exists below the root.
+columns. Relative paths begin at the root. If no path with backslashes exists, backslashes become
+slashes. If a root is given and no absolute path exists, the paths are of another machine. Then the
+same beginning is removed from all: the shortest common one without which a file exists below the
+root.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
 
 
 class Image(NamedTuple):
-    """The image of a row. name: with an extension, for the key. identity: equal for equal images."""
+    """The image of a row. name: with extension, for the key. identity: equal for equal images."""
 
     name: str
     field: str
@@ -42,8 +43,8 @@ class ImageColumn:
         if missing or not names:
             name = missing[0] if names else image
             raise UsageError(
-                f"{table.name} has no column '{name}'. Use one of its columns: {', '.join(table.columns)}."
-                f"{joined_column(name, table.columns)}"
+                f"{table.name} has no column '{name}'. Use one of its columns: "
+                f"{', '.join(table.columns)}.{joined_column(name, table.columns)}"
             )
         self.columns = list(dict.fromkeys(names))
         self.holds_bytes = not self._template and any(

@@ -47,8 +47,8 @@ def find_files(table: Any) -> TableFiles:
     """
     if not isinstance(table, (str, os.PathLike, list, tuple)) or not table:
         raise UsageError(
-            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, several "
-            f"of them, or a pandas DataFrame."
+            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, "
+            "several of them, or a pandas DataFrame."
         )
     named = [table] if isinstance(table, (str, os.PathLike)) else list(table)
     addresses = [str(os.fspath(address)) for address in named]
@@ -96,8 +96,9 @@ def _find_on_hub(address: str) -> tuple[list[str], str]:
     tables = [path for path in tables if format_of(path) == "parquet"] or tables
     if not tables:
         raise SourceError(
-            f"{address} holds no tables. Check the address. Tables end in {', '.join(_EXTENSIONS)}. "
-            f"Shards of webdataset need no conversion: wdstrain info {address}"
+            f"{address} holds no tables. Check the address. Tables end in "
+            f"{', '.join(_EXTENSIONS)}. Shards of webdataset need no conversion: wdstrain info "
+            f"{address}"
         )
     return list(map(files.address, tables)), files.base
 

@@ -1,7 +1,7 @@
 """Tables in CSV, TSV and JSON lines, with the line of each row.
 
-They are read with the standard library. pyarrow's readers take the rows behind an unclosed quote for
-one cell, turn texts that look like dates into times, and give no line numbers.
+They are read with the standard library. pyarrow's readers take the rows behind an unclosed quote
+for one cell, turn texts that look like dates into times, and give no line numbers.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class JsonTable:
 
 def _not_utf8(path: str, line: int, byte: int) -> SourceError:
     return SourceError(
-        f"{path} is not UTF-8: line {line} has the byte 0x{byte:02x}. A table must be UTF-8. Save it "
-        f"as UTF-8."
+        f"{path} is not UTF-8: line {line} has the byte 0x{byte:02x}. A table must be UTF-8. Save "
+        "it as UTF-8."
     )
 
 

@@ -1,7 +1,7 @@
 """A torchvision data set, by the name of its class, as a stream. Its splits are kept.
 
-If the data set lists its files (`samples`), their bytes are packed. Otherwise its items are read and
-their images stored as PNG, which is lossless. Nothing is downloaded.
+If the data set lists its files (`samples`), their bytes are packed. Otherwise its items are read
+and their images stored as PNG, which is lossless. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -70,22 +70,25 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
             found["val" if split == "valid" else split] = kind(root, **arguments)
         except Exception as error:  # data sets raise any type for missing files and splits
             reasons.append(
-                f"{split or name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                f"{split or name}: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             failed.append(split)
             if splits:
                 raise SourceError(
-                    f"{name} in {root} has no split '{split}' ({reasons[-1]}). Check splits and root."
+                    f"{name} in {root} has no split '{split}' ({reasons[-1]}). Check splits and "
+                    "root."
                 ) from error
     if not found:
         check_there(root, kind="folder")
         raise SourceError(
-            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download it first."
+            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download "
+            "it first."
         )
     if failed and known is not None:
         raise SourceError(
-            f"{name} in {root}: the split '{failed[0]}' is missing or cannot be read ({reasons[0]}). "
-            f"Fix it, or name the splits to convert: "
+            f"{name} in {root}: the split '{failed[0]}' is missing or cannot be read "
+            f"({reasons[0]}). Fix it, or name the splits to convert: "
             f"splits={[split for split in wanted if split not in failed]}"
         )
     passed = [

@@ -1,7 +1,8 @@
 """`wt.plan_epoch`: what an epoch of a `Loader` will do, without reading a sample.
 
-The orders are those of real plans: of the chosen buffer, and of others. Of a large epoch, memory and
-shuffle quality are computed for some steps in its middle. Classes come from the column of the index.
+The orders are those of real plans: of the chosen buffer, and of others. Of a large epoch, memory
+and shuffle quality are computed for some steps in its middle. Classes come from the column of the
+index.
 """
 
 from __future__ import annotations

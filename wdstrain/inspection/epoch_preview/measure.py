@@ -1,8 +1,8 @@
 """What a rank reads and holds in an epoch, and how well its order is shuffled.
 
-Reads are planned with the reader's own functions, and the order is that of the plan. Shuffle quality
-is compared with a perfectly random order: neighbors on disk that share a batch, and classes in
-batches. Neighbors reveal what classes do not, such as frames of one video. A batch is the global
+Reads are planned with the reader's own functions, and the order is that of the plan. Shuffle
+quality is compared with a perfectly random order: neighbors on disk that share a batch, and classes
+in batches. Neighbors reveal what classes do not, such as frames of one video. A batch is the global
 batch of all ranks.
 """
 
@@ -91,7 +91,7 @@ class RankShare:
 def rank_share(
     index: Index, plan: Plan, rank: int, lanes: Sequence[Reads], steps: tuple[int, int]
 ) -> RankShare:
-    """Return what a rank does. lanes: reads of each of its lanes. steps: at which it is measured."""
+    """Return the share of a rank. lanes: reads of each of its lanes. steps: measured steps."""
     samples = sum(plan.lane_samples(lane) for lane in plan.lanes_of(rank))
     held = np.sum([held_in(index, plan, lane, *steps) for lane in plan.lanes_of(rank)], axis=0)
     first = sum(int(held_in(index, plan, lane, 0, 1).bytes[0]) for lane in plan.lanes_of(rank))
@@ -136,7 +136,7 @@ class LanePlaces(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is held when the batch of a step is requested, that batch included. int64[steps] each."""
+    """Samples and bytes in memory when the batch of a step is requested: int64[steps] each."""
 
     samples: Ints
     bytes: Ints
@@ -188,7 +188,7 @@ def held_in(
 
 @dataclass(frozen=True)
 class Neighbors:
-    """How many of the 16 samples nearest on disk share a sample's batch. ideal: in a random order."""
+    """Number of the 16 nearest samples on disk in a sample's batch. ideal: in a random order."""
 
     nearest: float
     nearest_ideal: float
@@ -249,7 +249,10 @@ class BufferQuality:
 def buffer_quality(
     index: Index, plan: Plan, codes: Ints | None, steps: tuple[int, int]
 ) -> BufferQuality:
-    """Return how well a plan shuffles. codes: class of each sample, -1: unknown; None: no classes."""
+    """Return how well a plan shuffles.
+
+    codes: class of each sample, -1: unknown; None: no classes.
+    """
     lanes = [places_in(plan, lane, *steps) for lane in range(plan.lane_count)]
     held = [held_in(index, plan, lane, *steps, places) for lane, places in enumerate(lanes)]
     ids, step = (np.concatenate([getattr(one, name) for one in lanes]) for name in ("ids", "step"))

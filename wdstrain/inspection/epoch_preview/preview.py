@@ -30,9 +30,9 @@ class EpochPreview:
 
     ranks: what each rank does. exactly_once: every sample that is not left out is read once.
     steps_measured: steps for which memory was computed. quality: of the chosen order; sizes: of all
-    tried buffers, the smallest first. was_shuffled: the conversion shuffled the shards. label: whose
-    classes were measured; labels_read: values that were read from shards, because the index has no
-    column of them; why_no_classes: why no classes were measured.
+    tried buffers, the smallest first. was_shuffled: the conversion shuffled the shards. label:
+    whose classes were measured; labels_read: values that were read from shards, because the index
+    has no column of them; why_no_classes: why no classes were measured.
     """
 
     samples: int
@@ -136,7 +136,8 @@ def _verdict(preview: EpochPreview) -> str:
         none_is_enough = ", and no buffer mixes them well" if good is None else ""
         sentences.append(
             f"Samples of a class lie together on disk{none_is_enough}. Pack them in random order: "
-            f"wdstrain convert tars URLS OUT - then a buffer of {_buffer_text(separated)} is enough."
+            f"wdstrain convert tars URLS OUT - then a buffer of {_buffer_text(separated)} is "
+            "enough."
         )
     return " ".join(sentences)
 

@@ -1,1 +1,1 @@
-"""What is in shards, at once or exactly: counts and sizes, what values are, pictures, labels, how they were made."""
+"""Counts, sizes, values, images, labels and provenance of shards, estimated or exact."""

@@ -44,8 +44,8 @@ _LISTED = 1000  # lost samples of one shard that are listed
 class Repair:
     """What was copied, and what was lost.
 
-    samples: copied. lost: samples that are known to be lost. findings: each of them, and byte ranges
-    without samples; each with shard, key, field, offset, reason and `sentence`.
+    samples: copied. lost: samples that are known to be lost. findings: each of them, and byte
+    ranges without samples; each with shard, key, field, offset, reason and `sentence`.
     """
 
     out: str
@@ -107,7 +107,8 @@ def repair(options: RepairOptions) -> Repair:
         stage.clear()
         if isinstance(error, OSError):
             raise StorageError(
-                f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another folder."
+                f"{result.out} cannot be written: {error.strerror}. Free some space, or choose "
+                "another folder."
             ) from error
         raise
     result.shards, result.samples = len(index.shards), len(index)
@@ -115,7 +116,7 @@ def repair(options: RepairOptions) -> Repair:
     return result
 
 
-# --- shards ----------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 def _one(
@@ -148,7 +149,8 @@ def _one(
             )
     except OSError as error:
         raise StorageError(
-            f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another folder."
+            f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another "
+            "folder."
         ) from error
     result.lost += len(lost_here)
     result.findings += [*lost_here[:_LISTED], *saved.gaps]
@@ -203,7 +205,7 @@ def _refusal(one: IntactSample) -> str:
     )
 
 
-# --- the set ---------------------------------------------------------------------------------------------------------
+# --- the set --------------------------------------------------------------------------------------
 
 
 def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
@@ -252,7 +254,7 @@ def _check(out: str, paths: list[str]) -> None:
 
 
 def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
-    """Labels and making as the old index says; what it counted is not kept where samples are lost."""
+    """Return the index with labels and provenance of the old one; counts only if none is lost."""
     labels = (
         known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
     )

@@ -2,8 +2,8 @@
 
 With checksums in the index, a sample is intact if its bytes match them: at the offset in the index,
 where the scan found it, or shifted like its neighbors. Without, the headers decide: all samples are
-taken; those next to damage only if they have the fields that most samples have. Changed bytes within
-a field are then not noticed.
+taken; those next to damage only if they have the fields that most samples have. Changed bytes
+within a field are then not noticed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown:
     return result
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def _members(found: ShardScan, table: Offsets, place: int) -> list[Member]:
@@ -225,7 +225,10 @@ def _unlisted(found: ShardScan, table: Offsets, expected: Index, shown: str) -> 
     if not unknown:
         return []
     where = f"the first '{key_of(table, unknown[0])}' at offset {table.start[unknown[0]]}"
-    reason = f"holds {len(unknown)} samples that its index does not list, {where}; they are not copied. Run: wdstrain index on it first"
+    reason = (
+        f"holds {len(unknown)} samples that its index does not list, {where}; they are not copied. "
+        "Run: wdstrain index on it first"
+    )
     return [Finding(shown, "", "", int(table.start[unknown[0]]), reason)]
 
 

@@ -1,1 +1,1 @@
-"""Samples for a person's eyes: which, decoded and in words, as a table, as figures of a page, as one picture."""
+"""Decoded samples as a table, as figures of a page, or as one picture."""

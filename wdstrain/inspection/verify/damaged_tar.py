@@ -1,8 +1,8 @@
 """Walk over a damaged shard: its samples, and the byte ranges that hold none.
 
-`tar.samples` raises at the first fault, since a reader must not guess. This walk reports the damage,
-finds the next header and continues. It reads forward, searches each byte once, and needs a few MB of
-memory whatever the headers claim.
+`tar.samples` raises at the first fault, since a reader must not guess. This walk reports the
+damage, finds the next header and continues. It reads forward, searches each byte once, and needs a
+few MB of memory whatever the headers claim.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def walk_damaged(
 ) -> Iterator[FoundSample | Damage]:
     """Yield samples and damage of a shard, by offset; damage comes before the sample that it ends.
 
-    read: called with offsets that ascend, except for steps back of less than 2 MiB. look: called for
-    each member, returns its crc32 and a hash. skipped: counts ignored members.
+    read: called with offsets that ascend, except for steps back of less than 2 MiB. look: called
+    for each member, returns its crc32 and a hash. skipped: counts ignored members.
     """
     current: FoundSample | None = None
     after = False
@@ -118,7 +118,7 @@ def walk_damaged(
         yield current
 
 
-# --- headers ---------------------------------------------------------------------------------------------------------
+# --- headers --------------------------------------------------------------------------------------
 
 
 def _members(
@@ -223,8 +223,11 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
                 stop,
                 f"has a zero block at offset {offset} that is not the end: it is damaged",
             )
-        what = f"ends at offset {offset}, and more follows at offset {stop}: several tars in one, or zeroed in part"
-        return Damage(begun, stop, what, is_join=True)
+        reason = (
+            f"ends at offset {offset}, and more follows at offset {stop}: several tars in one, "
+            "or zeroed in part"
+        )
+        return Damage(begun, stop, reason, is_join=True)
     if begun < offset:
         return Damage(
             begun, size, f"ends at offset {offset} after an extension header without its member"
@@ -236,8 +239,11 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
             f"ends at byte {size} within the two zero blocks that end a tar: it was cut",
         )
     if not padding_fits:
-        what = f"ends at offset {offset}, {size - offset} bytes before the file does, more than tar adds: it was zeroed in part"
-        return Damage(offset, size, what)
+        reason = (
+            f"ends at offset {offset}, {size - offset} bytes before the file does, more than tar "
+            "adds: it was zeroed in part"
+        )
+        return Damage(offset, size, reason)
     return None
 
 

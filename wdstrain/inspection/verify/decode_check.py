@@ -83,7 +83,7 @@ def decode_error(read: Read, data: bytes) -> str:
 
 
 class DecodeCheck:
-    """Decodes the fields of one shard in threads. failures: fields that cannot be decoded, in order."""
+    """Decodes the fields of one shard in threads. failures: undecodable fields, in order."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads

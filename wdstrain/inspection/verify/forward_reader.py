@@ -1,7 +1,7 @@
 """Read a shard once, forward, in large blocks, and hash it meanwhile.
 
-Reading and hashing release the GIL, so shards are checked in parallel threads. Files are not mapped:
-a file that is truncated meanwhile would kill the process.
+Reading and hashing release the GIL, so shards are checked in parallel threads. Files are not
+mapped: a file that is truncated meanwhile would kill the process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ForwardReader:
         self._base, self._held = 0, memoryview(b"")  # the bytes from base on that are held
 
     def read(self, offset: int, length: int) -> memoryview:
-        """Return bytes, fewer only at the end. offset: at most 2 MiB before that of the last call."""
+        """Return bytes, fewer only at the end. offset: at most 2 MiB before the last call's."""
         if self._base <= offset and (at := offset - self._base) + length <= len(
             self._held
         ):  # the usual case
@@ -119,7 +119,8 @@ class ForwardReader:
         data = self._source.read(offset, length)
         if not data:
             raise ShardError(
-                f"{self.shown} ends at offset {offset}: it was cut while it was read. Run this again."
+                f"{self.shown} ends at offset {offset}: it was cut while it was read. Run this "
+                "again."
             )
         return data
 

@@ -39,8 +39,8 @@ _COMPARED = (
 class ShardCheck:
     """Result of checking a shard. scan: None if it could not be read to its end.
 
-    table: keys and offsets of the samples. compared: the index has checksums. columns: samples whose value
-    was compared with the index, by column. left_out: findings that are only counted.
+    table: keys and offsets of the samples. compared: the index has checksums. columns: samples
+    whose value was compared with the index, by column. left_out: findings that are only counted.
     """
 
     path: str
@@ -119,7 +119,7 @@ def key_of(table: Offsets, place: int) -> str:
 
 
 def repeated_keys(scan: ShardScan, table: Offsets) -> list[tuple[int, int]]:
-    """Return (number, number of the first) of each sample whose key occurred before in the shard."""
+    """Return (number, number of the first) of each sample whose key came before in the shard."""
     names = scan.key_hashes
     order = np.argsort(names, kind="stable")
     again = np.flatnonzero(names[order][1:] == names[order][:-1]) + 1
@@ -143,8 +143,8 @@ def _grouping(done: ShardCheck, scan: ShardScan, table: Offsets) -> None:
         )
     for place, first in repeated_keys(scan, table):
         where = (
-            f"its members are in two places, the first at offset {table.start[first]}; the fields of "
-            f"a sample must be adjacent"
+            f"its members are in two places, the first at offset {table.start[first]}; the fields "
+            "of a sample must be adjacent"
         )
         done.add(key_of(table, place), "", int(table.start[place]), where)
 
@@ -188,7 +188,10 @@ def _compare(
     same["member_field"] = np.array_equal(numbers[table.member_field], listed.member_field)
     differing = [name for name in _COMPARED if not same[name]]
     if clean and differing:
-        others = f"holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it"
+        others = (
+            f"holds other samples than its index says ({', '.join(differing)}). "
+            "Run: wdstrain index on it"
+        )
         done.add("", "", 0, others)
     elif clean and mine and changed and len(done.findings) == before:
         said = ", though every field is as packed" if len(listed.member_crc) else ""
