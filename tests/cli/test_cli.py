@@ -1,4 +1,4 @@
-"""What is typed: results on stdout, sentences on stderr, exit statuses that scripts can trust."""
+"""The command line: results on stdout, messages on stderr, reliable exit statuses."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_convert_index_info_and_verify_print_a_summary(
 def test_json_is_one_object_on_stdout(photos: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert convert(photos, out, "--json", "--max-shard-samples", "15") == 0
-    made = json.loads(capsys.readouterr().out)
-    assert (made["samples"], made["shards"], made["splits"]) == (40, 3, {"train": 40})
+    document = json.loads(capsys.readouterr().out)
+    assert (document["samples"], document["shards"], document["splits"]) == (40, 3, {"train": 40})
     assert main(["verify", str(out), "--json"]) == 0
     checked = json.loads(capsys.readouterr().out)
     assert checked["ok"] is True
@@ -54,7 +54,7 @@ def test_json_is_one_object_on_stdout(photos: Path, tmp_path: Path, capsys: Any)
     assert json.loads(capsys.readouterr().out)["labels"][0]["classes"] == ["cat", "dog"]
 
 
-def test_damage_is_exit_status_one_with_its_place(
+def test_damage_is_printed_with_its_place_and_exits_with_1(
     photos: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out"
@@ -100,7 +100,7 @@ def test_damage_is_exit_status_one_with_its_place(
         (["evaluate", "log.csv", "plain"], 2, "log.csv is no checkpoint"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     photos: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -220,7 +220,7 @@ def test_a_dry_run_does_not_claim_that_shards_were_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
+def test_wrong_usage_exits_with_2(capsys: Any) -> None:
     for words in (["nonsense"], [], ["convert"], ["convert", "folder", "a", "b", "--split", "x"]):
         assert main(words) == 2
         assert capsys.readouterr().err.startswith("error: ")
@@ -241,19 +241,19 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
         ["evaluate"],
     ],
 )
-def test_every_verb_helps_with_an_example(words: list[str], capsys: Any) -> None:
+def test_the_help_of_every_verb_has_an_example(words: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*words, "--help"])
     assert stopped.value.code == 0
     assert f"example: wdstrain {' '.join(words)}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_sizes_are_typed_as_people_write_them(photos: Path, tmp_path: Path) -> None:
+def test_sizes_may_have_units(photos: Path, tmp_path: Path) -> None:
     assert convert(photos, tmp_path / "a", "--max-shard-size", "16KB") == 0
     assert len(list((tmp_path / "a").glob("*.tar"))) > 3
 
 
-def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(photos: Path, tmp_path: Path) -> None:
     convert(photos, tmp_path / "out")
     command = (
         f"{sys.executable} -m wdstrain info {tmp_path / 'out'} | true; echo ${{PIPESTATUS[0]}}"
@@ -262,7 +262,7 @@ def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any) -> None:
+def test_an_interrupted_conversion_prints_how_to_resume(tmp_path: Path, capsys: Any) -> None:
     photos, out = write_class_folder(tmp_path / "many", {"a": 1000}), tmp_path / "out"
     command = [
         sys.executable,
@@ -286,12 +286,14 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
     assert "Traceback" not in err
     assert [path.name for path in out.iterdir()] == [".unfinished"]
     assert convert(photos, out, "--max-shard-samples", "2", "--resume", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["kept_shards"] >= 3  # the last may lack its record
+    assert (
+        json.loads(capsys.readouterr().out)["kept_shards"] >= 3
+    )  # the record of the last shard may be missing
     assert main(["verify", str(out)]) == 0
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
+def test_a_killed_conversion_is_refused_as_input(tmp_path: Path, capsys: Any) -> None:
     photos = write_class_folder(tmp_path / "many", {"a": 1000})
     out = tmp_path / "out"
     command = [
@@ -340,10 +342,10 @@ def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:
         time.sleep(0.002)
 
 
-def test_an_option_that_is_none_is_refused_with_the_one_it_resembles(capsys: Any) -> None:
+def test_an_unknown_option_is_refused_with_a_similar_option(capsys: Any) -> None:
     assert main(["train", "shards", "--out", "run", "--wieght-decay", "3"]) == 2
-    said = "error: unrecognized option '--wieght-decay'.\nhint: Did you mean --weight-decay?\n"
-    assert capsys.readouterr().err == said
+    message = "error: unrecognized option '--wieght-decay'.\nhint: Did you mean --weight-decay?\n"
+    assert capsys.readouterr().err == message
     assert main(["convert", "folder", "a", "b", "--spilt", "train=1"]) == 2
     assert "Did you mean --split?" in capsys.readouterr().err
 
@@ -357,5 +359,5 @@ def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path, closed: boo
         ["bash", "-c", script, sys.executable, *words], capture_output=True, text=True
     )
     assert done.returncode == (0 if closed else 1)
-    told = "error: the work is done, but its result cannot be written to stdout: No space left on device."
-    assert done.stderr == ("" if closed else f"{told}\nhint: Write it elsewhere.\n")
+    message = "error: the work is done, but its result cannot be written to stdout: No space left on device."
+    assert done.stderr == ("" if closed else f"{message}\nhint: Write it elsewhere.\n")

@@ -1,4 +1,4 @@
-"""Options are declared once: functions, flags, help texts and errors say the same."""
+"""Options are declared once: functions, flags, help texts and errors agree."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def helped(words: list[str], capsys: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_argument_of_a_conversion_has_a_flag_and_a_meaning(kind: str, capsys: Any) -> None:
+def test_each_argument_of_a_conversion_has_a_flag_and_a_help_text(kind: str, capsys: Any) -> None:
     function = getattr(wt, f"convert_{kind}")
     parameters = inspect.signature(function).parameters
-    assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
     documented = inspect.getdoc(function) or ""
     shown = helped(["convert", kind], capsys)
     for name in parameters:
@@ -56,7 +56,7 @@ VERBS: dict[str, Any] = {
 PYTHON_ONLY = {
     *("progress", "note", "fields", "transform", "normalize", "tail", "lanes", "rank"),
     *("world_size", "on_error", "max_errors", "multiprocessing_context", "patience", "collate_fn"),
-}  # of bench and show; plan has flags for some of them
+}  # arguments of bench and show; plan has flags for some of them
 OTHER_NAMES = {"n": "limit", "order": "random", "keys": "keys?", "as_bytes": "bytes"}
 
 
@@ -123,7 +123,7 @@ def test_help_fits_80_columns(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert "example: wdstrain " in text
 
 
-def test_an_unknown_argument_is_refused_with_the_one_it_resembles() -> None:
+def test_an_unknown_argument_is_refused_with_a_similar_argument() -> None:
     with pytest.raises(TypeError, match=r"convert_folder\(\) .*'max_samples'.*max_shard_samples\?"):
         wt.convert_folder("in", "out", max_samples=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"convert_table\(\) missing.*'image'"):
@@ -143,7 +143,7 @@ def test_python_names_arguments_and_the_shell_names_flags(tmp_path: Path, capsys
     assert capsys.readouterr().err == "error: --max-shard-samples 0: must be >= 1.\n"
 
 
-def test_errors_are_objects_with_json(tmp_path: Path, capsys: Any) -> None:
+def test_errors_with_json_are_json_objects(tmp_path: Path, capsys: Any) -> None:
     absent = str(tmp_path / "absent")
     for words, status, error in (
         (["convert", "folder", absent, absent, "--json"], 2, "there is no such folder"),
@@ -172,7 +172,7 @@ def test_sizes_are_written_with_or_without_a_unit(text: str, size: int, tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-3MB", "1e400", "nan", "3XB"])
-def test_sizes_that_are_none_are_refused(text: str, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_sizes_are_refused(text: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(wt.UsageError, match="max_shard_size="):
         wt.convert_folder(str(tmp_path), str(tmp_path / "out"), max_shard_size=text)
     words = ["convert", "folder", str(tmp_path), str(tmp_path / "out")]
@@ -180,7 +180,7 @@ def test_sizes_that_are_none_are_refused(text: str, tmp_path: Path, capsys: Any)
     assert "--max-shard-size" in capsys.readouterr().err
 
 
-def test_quiet_prints_nothing_but_the_result(tmp_path: Path, capsys: Any) -> None:
+def test_quiet_prints_only_the_result(tmp_path: Path, capsys: Any) -> None:
     source, out = write_class_folder(tmp_path / "in", {"a": 2}), str(tmp_path / "out")
     assert main(["convert", "folder", str(source), out, "--json", "-q"]) == 0
     printed = capsys.readouterr()
@@ -194,9 +194,7 @@ def test_options_are_not_abbreviated(tmp_path: Path, capsys: Any) -> None:
     assert "hint: Did you mean --max-shard-samples?" in capsys.readouterr().err
 
 
-def test_hints_name_flags_that_are_not_options_of_the_function_alone(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_hints_name_flags_of_the_shell(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.toml").touch()
     assert main(["train", "shards", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err

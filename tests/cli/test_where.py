@@ -1,4 +1,4 @@
-"""`--where` and `--balance`: every verb that reads samples takes only the chosen ones."""
+"""`--where` and `--balance`: verbs that read samples read only the selected ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOSEN = [n for n in range(60) if n % 3 and n >= 10]  # 34 samples
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 pictures of three kinds."""
+    """60 images of three kinds."""
     out = tmp_path_factory.mktemp("where") / "out"
     kinds = ["Other", "Pants", "Shirts"]
     samples = [
@@ -38,39 +38,41 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     return printed
 
 
-def test_looking_at_chosen_samples(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_show_and_plan_use_the_selection(
+    packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     info = run(capsys, "info", packed, "--where", WHERE)
     assert info["samples"] == len(CHOSEN) == 34
     assert info["shards"] == 3
-    whole = run(capsys, "info", packed)
-    assert info["bytes"] < whole["bytes"]
+    all_samples = run(capsys, "info", packed)
+    assert info["bytes"] < all_samples["bytes"]
     plan = run(capsys, "plan", packed, "--where", WHERE, "--batch-size", 11)
     assert plan["steps"] == 3
     shown = run(capsys, "show", packed, "--where", WHERE, "-n", 100)
-    assert [one["key"] for one in shown["samples"]] == [f"k{n:03d}" for n in CHOSEN]
+    assert [sample["key"] for sample in shown["samples"]] == [f"k{n:03d}" for n in CHOSEN]
     words = ("--where", WHERE, "--bytes", "--batch-size", 4, "--seconds", 0.1)
     assert run(capsys, "bench", packed, *words)["samples"] == 34
 
 
-def test_packing_chosen_samples(
+def test_convert_packs_the_selection(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new"
     run(capsys, "convert", "tars", packed, out, "--where", WHERE, "--no-shuffle")
-    made = wt.open(out)
-    assert [made.key(i) for i in range(len(made))] == [f"k{n:03d}" for n in CHOSEN]
-    assert made.table.column("year").to_pylist() == [2000 + n for n in CHOSEN]
+    index = wt.open(out)
+    assert [index.key(i) for i in range(len(index))] == [f"k{n:03d}" for n in CHOSEN]
+    assert index.table.column("year").to_pylist() == [2000 + n for n in CHOSEN]
 
 
-def test_packing_with_a_declared_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shards are somebody else's; the new ones know what their labels are."""
+def test_convert_keeps_declared_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The input shards are foreign; the index of the output declares their labels."""
     samples = [(f"k{n}", {"txt": b"t", "cls": str(n % 2).encode()}) for n in range(8)]
     write_tar(tmp_path / "old" / "s.tar", samples)
     words = ["convert", "tars", tmp_path / "old", tmp_path / "new", "--no-shuffle"]
     run(capsys, *words, "--label", "cls", "--classes", "cat,dog")
-    made = wt.open(tmp_path / "new")
-    assert made.labels == (wt.Label("label", "class", "cls", None, ("cat", "dog")),)
-    assert made.table.column("label").to_pylist() == ["cat", "dog"] * 4
+    index = wt.open(tmp_path / "new")
+    assert index.labels == (wt.Label("label", "class", "cls", None, ("cat", "dog")),)
+    assert index.table.column("label").to_pylist() == ["cat", "dog"] * 4
     renamed = [*words, "--overwrite", "--label", "cls", "--rename", "cls=kind"]
     run(capsys, *renamed)
     assert wt.open(tmp_path / "new").labels[0].field == "kind"
@@ -83,10 +85,10 @@ def test_packing_with_a_declared_label(tmp_path: Path, capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
 
 
-def test_samples_of_several_splits_are_not_mixed(
+def test_a_selection_over_several_splits_is_refused(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a condition as without one: training samples must not be scored as validation."""
+    """Training samples must not be scored as validation, with or without a condition."""
     both = tmp_path / "both"
     wt.convert_tars(packed, both, split={"train": 0.5, "val": 0.5})
     (model := tmp_path / "x.pt").write_bytes(b"x")
@@ -96,7 +98,7 @@ def test_samples_of_several_splits_are_not_mixed(
     assert run(capsys, "info", both, "--where", "year > 2000")["samples"] == 59
 
 
-def test_learning_from_chosen_samples(
+def test_train_and_evaluate_use_the_selection(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder = tmp_path / "run"

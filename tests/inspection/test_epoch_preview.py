@@ -1,4 +1,6 @@
-"""What `plan` says of an epoch is what the epoch does, and its shuffle statistics are true."""
+"""The preview of `plan` equals the epoch that loaders deliver, and its shuffle statistics are
+true.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_ranks_deliver_and_read_what_was_planned(tmp_path: Path, options: dict[s
         delivered = [key for batch in batches for key in batch["__key__"]]
         assert len(delivered) == rank.samples + rank.padding
         keys += delivered
-        assert loader.report()["bytes"] >= rank.bytes  # it may read on into the next epoch
+        assert loader.report()["bytes"] >= rank.bytes  # it may read ahead into the next epoch
         loader.close()
     assert len(set(keys)) == 222 - planned.left_out
     assert planned.exactly_once
@@ -77,7 +79,7 @@ def held(index: wt.Index, loader: wt.Loader, planned: Any) -> np.ndarray[Any, An
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_memory_is_that_of_a_replay(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_planned_memory_equals_a_replay(tmp_path: Path, options: dict[str, Any]) -> None:
     index = wt.index(write_shards(tmp_path, [70, 113, 40]))
     planned, loaders = plan_and_loaders(index, options)
     for rank, loader in zip(planned.ranks, loaders, strict=True):
@@ -88,7 +90,7 @@ def test_memory_is_that_of_a_replay(tmp_path: Path, options: dict[str, Any]) -> 
         assert rank.first_batch_bytes == size[0]
 
 
-def test_reads_and_requests_are_those_of_a_server(tmp_path: Path) -> None:
+def test_planned_requests_equal_the_requests_at_a_server(tmp_path: Path) -> None:
     """In file order and without a second epoch, each byte of a sample is requested once."""
     index = wt.index(write_shards(tmp_path, [70, 113, 40]))
     with Server(tmp_path, "127.0.0.1", 0) as server:
@@ -116,7 +118,7 @@ def test_a_gap_is_a_seek_only_if_it_is_large(tmp_path: Path) -> None:
     assert (rank.reads, rank.seeks) == (3, 3)
 
 
-# --- shuffle quality ------------------------------------------------------------------------------
+# --- shuffle quality ---
 
 
 def by_class(folder: Path, counts: list[int], classes: int) -> Path:
@@ -157,7 +159,7 @@ def measured(index: wt.Index, codes: np.ndarray[Any, Any], **options: Any) -> tu
 
 
 @pytest.mark.parametrize("buffer", [1, 40, 400])
-def test_shuffle_quality_is_that_of_the_delivered_batches(tmp_path: Path, buffer: int) -> None:
+def test_shuffle_quality_equals_that_of_delivered_batches(tmp_path: Path, buffer: int) -> None:
     folder = by_class(tmp_path, [800], 4)
     wt.index(folder, columns=["cls"])
     codes = np.repeat(np.arange(4), 200)
@@ -169,7 +171,7 @@ def test_shuffle_quality_is_that_of_the_delivered_batches(tmp_path: Path, buffer
     assert quality.classes.design_effect == pytest.approx(effect)
 
 
-def test_a_random_order_is_ideal_and_a_sorted_one_has_a_design_effect_of_the_batch(
+def test_a_random_order_is_ideal_and_a_sorted_order_is_not(
     tmp_path: Path,
 ) -> None:
     draws = uniform(np.arange(3000), 1, "classes")[:, 0]
@@ -191,7 +193,7 @@ def test_a_random_order_is_ideal_and_a_sorted_one_has_a_design_effect_of_the_bat
     assert lined_up.classes.design_effect == pytest.approx(50)
 
 
-def test_sorted_shards_get_the_advice_to_repack_which_helps(
+def test_sorted_shards_get_helpful_advice_to_repack(
     tmp_path: Path,
 ) -> None:
     folder = by_class(tmp_path / "sorted", [500, 500, 500, 500], 4)
@@ -227,13 +229,13 @@ def test_classes_come_from_the_index_without_a_read(tmp_path: Path) -> None:
     assert read.labels_read == 1200
     wt.index(folder, columns=["cls"])
     with Server(folder, "127.0.0.1", 0) as server:
-        found = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
+        preview = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
         assert server.requests == 2  # index.json and index.arrow
-    assert found.labels_read == 0
-    assert found.quality.classes == read.quality.classes
-    assert found.quality.classes is not None
-    assert found.quality.classes.design_effect > 5
-    assert "requests" in str(found)
+    assert preview.labels_read == 0
+    assert preview.quality.classes == read.quality.classes
+    assert preview.quality.classes is not None
+    assert preview.quality.classes.design_effect > 5
+    assert "requests" in str(preview)
     chosen = wt.plan_epoch(folder, where="cls != 2", batch_size=20)
     assert chosen.samples == 800
 
@@ -245,7 +247,7 @@ def test_a_condition_limits_the_epoch(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["samples"] == 200
 
 
-# --- what is typed ---------------------------------------------------------------------------------------------------
+# --- command line ---
 
 
 @pytest.fixture
@@ -271,11 +273,11 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
     assert "Remove --no-shuffle" in printed.out or "Not well shuffled" in printed.out
 
 
-def test_of_many_ranks_those_that_read_least_and_most_are_shown(folder: Path) -> None:
-    found = wt.plan_epoch(folder, world_size=20, batch_size=3)
+def test_with_many_ranks_the_extremes_are_shown(folder: Path) -> None:
+    preview = wt.plan_epoch(folder, world_size=20, batch_size=3)
     rows = [
         line.split()[0]
-        for line in str(found).splitlines()
+        for line in str(preview).splitlines()
         if line.split()[:1] in (["least"], ["most"], ["all"], ["0"], ["19"])
     ]
     assert rows == ["least", "most"]
@@ -289,7 +291,7 @@ def test_of_many_ranks_those_that_read_least_and_most_are_shown(folder: Path) ->
     ]
 
 
-def test_json_says_all_of_it(folder: Path, capsys: Any) -> None:
+def test_json_contains_the_complete_preview(folder: Path, capsys: Any) -> None:
     assert (
         main(
             [
@@ -306,34 +308,39 @@ def test_json_says_all_of_it(folder: Path, capsys: Any) -> None:
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert (told["epoch"], told["steps"], told["left_out"], told["exactly_once"]) == (
+    document = json.loads(capsys.readouterr().out)
+    assert (
+        document["epoch"],
+        document["steps"],
+        document["left_out"],
+        document["exactly_once"],
+    ) == (
         3,
         42,
         12,
         True,
     )
-    assert [rank["samples"] for rank in told["ranks"]] == [294, 294]
-    assert told["labels_read"] == 600
-    assert told["verdict"]
-    assert {mix["buffer"] for mix in told["sizes"]} >= {told["shuffle_buffer"], 64}
+    assert [rank["samples"] for rank in document["ranks"]] == [294, 294]
+    assert document["labels_read"] == 600
+    assert document["verdict"]
+    assert {mix["buffer"] for mix in document["sizes"]} >= {document["shuffle_buffer"], 64}
 
 
-def test_the_page_is_one_file_with_figures(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_html_page_is_one_file_with_figures(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "plan.html"
     assert main(["plan", str(folder), "-o", str(out)]) == 0
     assert str(out) in capsys.readouterr().err
     text = out.read_text()
     assert text.count("<svg") == 2
     assert "http" not in text
-    found = wt.plan_epoch(folder)
-    assert found._repr_html_().count("<svg") == 2
-    assert found.as_dict()["verdict"] in unescape(found._repr_html_())
-    for size in ("64", "256"):  # axes are in samples, not in exponents
+    preview = wt.plan_epoch(folder)
+    assert preview._repr_html_().count("<svg") == 2
+    assert preview.as_dict()["verdict"] in unescape(preview._repr_html_())
+    for size in ("64", "256"):  # axis labels are sample counts, not exponents
         assert f">{size}<" in text
 
 
-def test_plan_helps_with_an_example(capsys: Any) -> None:
+def test_the_help_of_plan_has_an_example(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--help"])
     assert stopped.value.code == 0
@@ -351,7 +358,7 @@ def test_plan_helps_with_an_example(capsys: Any) -> None:
         (["-o", "plan.png"], "plan.png: the file must end in .html."),
     ],
 )
-def test_impossible_options_are_one_error(
+def test_impossible_options_are_a_usage_error(
     folder: Path, capsys: Any, words: list[str], sentence: str
 ) -> None:
     assert main(["plan", str(folder), *words]) == 2
@@ -362,7 +369,7 @@ def test_impossible_options_are_one_error(
     assert printed.out == ""
 
 
-def test_sizes_that_cannot_be_are_the_errors_of_a_loader(folder: Path) -> None:
+def test_impossible_sizes_raise_the_errors_of_a_loader(folder: Path) -> None:
     with pytest.raises(PlanError, match="Use a world size that divides lanes"):
         wt.plan_epoch(folder, lanes=3, world_size=2)
     index = open_index(folder)

@@ -1,4 +1,4 @@
-"""What is in shards: told at once within bounds, or exactly; of anybody's shards, here or on a server."""
+"""`info`: bounded estimates or exact counts, for any shards, local or on a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHARDS, _FIRST_BYTES, _READS = 8, 1 << 20, 16  # promised limits of an excerpt
 
 
 def content(folder: Path, name: str, *values: bytes, exact: bool = False) -> Any:
-    """Return what `info` reports of a field with these values."""
+    """Return the report of `info` about a field with these values."""
     rows: list[Sample] = [(f"k{i:03d}", {name: data}) for i, data in enumerate(values)]
     return wt.info(write_tar(folder / "values" / "a.tar", rows), exact=exact).contents[0].content
 
@@ -64,28 +64,28 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def foreign(written: Path, tmp_path: Path) -> Path:
-    """Twelve shards as webdataset writes them, 150 samples of about 14 KB each, without an index."""
+    """Twelve shards by webdataset, 150 samples of about 14 KB each, without an index."""
     return Path(shutil.copytree(written, tmp_path / "foreign"))
 
 
-# --- with our index --------------------------------------------------------------------------------------------------
+# --- with an index ---
 
 
-def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
+def test_an_indexed_set_is_reported_exactly(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 30, "dog": 10})
     wt.convert_folder(
         str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, max_shard_samples=10
     )
     index = wt.index(tmp_path / "out")
-    found = wt.info(tmp_path / "out")
-    assert found.exact
-    assert found.ok
-    assert (found.samples, found.shards) == (40, len(index.shards))
-    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
-    assert sum(found.splits.values()) == 40
-    assert sum(found.split_shards.values()) == found.shards
+    info = wt.info(tmp_path / "out")
+    assert info.exact
+    assert info.ok
+    assert (info.samples, info.shards) == (40, len(index.shards))
+    assert info.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
+    assert sum(info.splits.values()) == 40
+    assert sum(info.split_shards.values()) == info.shards
     sizes = [path.stat().st_size for path in photos.rglob("*.png")]
-    png, cls = found.contents
+    png, cls = info.contents
     assert (png.name, png.samples, png.sizes.total, png.sizes.smallest) == (
         "png",
         40,
@@ -93,16 +93,16 @@ def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
         min(sizes),
     )
     assert png.sizes.largest == max(sizes)
-    assert found.overhead == found.bytes - sum(sizes) - 40
+    assert info.overhead == info.bytes - sum(sizes) - 40
     assert cls.content.what == "integer, 0 to 1"
     assert png.content.images.width == (24, 24, 24)  # type: ignore[union-attr]
     assert png.content.images.height == (20, 20, 20)  # type: ignore[union-attr]
-    (column,) = found.columns
+    (column,) = info.columns
     assert column.classes == {"cat": 30, "dog": 10}
     assert column.exact
     assert column.imbalance == 3
-    assert "from folder (classes 2)" in found.made[0]
-    assert "split train=0.8,val=0.2" in found.made[0]
+    assert "from folder (classes 2)" in info.made[0]
+    assert "split train=0.8,val=0.2" in info.made[0]
 
 
 def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
         str(tmp_path / "out"),
         classes=["a", "b", "c"],
     )
-    found = wt.info(tmp_path / "out")
-    assert found.columns[0].classes == {"a": 1, "b": 0, "c": 3}
-    assert found.columns[0].empty == ("b",)
-    assert "float32 array [5]" in repr(found)
+    info = wt.info(tmp_path / "out")
+    assert info.columns[0].classes == {"a": 1, "b": 0, "c": 3}
+    assert info.columns[0].empty == ("b",)
+    assert "float32 array [5]" in repr(info)
 
 
 def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> N
     assert tags.empty == ("c",)
 
 
-def test_columns_that_are_no_labels_have_statistics_too(tmp_path: Path, capsys: Any) -> None:
+def test_columns_that_are_not_labels_have_statistics(tmp_path: Path, capsys: Any) -> None:
     rows = [
         {"__key__": f"k{i}", "cls": i % 2, "json": {"age": i, "kids": i > 3, "town": f"t{i % 5}"}}
         for i in range(10)
@@ -177,107 +177,107 @@ def test_a_condition_limits_what_is_reported(tmp_path: Path, capsys: Any) -> Non
         str(tmp_path / "out"),
         classes=["a", "b", "c"],
     )
-    found = wt.info(tmp_path / "out", where="age < 9 and label != 'c'")
-    assert found.exact
-    assert found.samples == 6
-    assert found.columns[0].classes == {"a": 3, "b": 3, "c": 0}
+    info = wt.info(tmp_path / "out", where="age < 9 and label != 'c'")
+    assert info.exact
+    assert info.samples == 6
+    assert info.columns[0].classes == {"a": 3, "b": 3, "c": 0}
     assert main(["info", str(tmp_path / "out"), "--where", "age < 9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 9
 
 
-# --- without an index ------------------------------------------------------------------------------------------------
+# --- without an index ---
 
 
-def test_shards_of_others_are_told_of_at_once(foreign: Path) -> None:
+def test_unindexed_shards_are_estimated_from_an_excerpt(foreign: Path) -> None:
     before = sorted(path.name for path in foreign.iterdir())
-    found = wt.info(foreign)
-    assert not found.exact
-    assert abs(found.samples - 1800) <= 0.1 * 1800
-    assert found.excerpt is not None
-    assert found.excerpt.shards == _SHARDS
-    assert found.excerpt.bytes <= found.bytes / 2
-    assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
-    assert [one.name for one in found.contents] == ["cls", "json", "png"]
-    assert {one.samples for one in found.contents} == {found.samples}
-    assert found.columns[0].classes.keys() == {"0", "1", "2"}
-    assert sum(found.columns[0].classes.values()) == pytest.approx(found.samples, abs=2)
-    assert not found.columns[0].exact
-    assert "about" in repr(found)
+    info = wt.info(foreign)
+    assert not info.exact
+    assert abs(info.samples - 1800) <= 0.1 * 1800
+    assert info.excerpt is not None
+    assert info.excerpt.shards == _SHARDS
+    assert info.excerpt.bytes <= info.bytes / 2
+    assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
+    assert [item.name for item in info.contents] == ["cls", "json", "png"]
+    assert {item.samples for item in info.contents} == {info.samples}
+    assert info.columns[0].classes.keys() == {"0", "1", "2"}
+    assert sum(info.columns[0].classes.values()) == pytest.approx(info.samples, abs=2)
+    assert not info.columns[0].exact
+    assert "about" in repr(info)
     assert sorted(path.name for path in foreign.iterdir()) == before
 
 
-def test_exact_counts_everything_and_remembers_it(foreign: Path) -> None:
-    told: list[str] = []
-    found = wt.info(foreign, exact=True, note=told.append)
-    assert found.exact
-    assert found.samples == 1800
-    assert found.columns[0].classes == {"0": 600, "1": 600, "2": 600}
-    assert found.per_shard == (150, 150, 150)
-    assert "1800 samples" in told[0]
+def test_exact_counts_all_samples_and_caches_the_result(foreign: Path) -> None:
+    reported: list[str] = []
+    info = wt.info(foreign, exact=True, note=reported.append)
+    assert info.exact
+    assert info.samples == 1800
+    assert info.columns[0].classes == {"0": 600, "1": 600, "2": 600}
+    assert info.per_shard == (150, 150, 150)
+    assert "1800 samples" in reported[0]
     again = wt.info(foreign)
     assert again.exact
     assert again.samples == 1800
 
 
-def test_few_small_shards_of_others_are_exact_at_once(shards: Path) -> None:
-    found = wt.info(shards)
-    assert found.exact
-    assert found.samples == 21
-    assert found.columns[0].exact
+def test_a_few_small_unindexed_shards_are_exact(shards: Path) -> None:
+    info = wt.info(shards)
+    assert info.exact
+    assert info.samples == 21
+    assert info.columns[0].exact
     assert not (shards / ".wdstrain").exists()
 
 
-def test_a_huge_shard_is_answered_from_its_beginning(tmp_path: Path) -> None:
+def test_a_huge_shard_is_estimated_from_its_beginning(tmp_path: Path) -> None:
     rows: list[Sample] = [(f"k{i:04d}", {"bin": bytes(20_000)}) for i in range(200)]
     path = write_tar(tmp_path / "s" / "huge.tar", rows)
     os.truncate(path, path.stat().st_size - len(END))
     os.truncate(path, 1 << 36)
-    found = wt.info(path)
-    assert found.excerpt is not None
-    assert found.excerpt.bytes <= _FIRST_BYTES + 2 * (128 << 10) + len(END)
-    assert found.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
+    info = wt.info(path)
+    assert info.excerpt is not None
+    assert info.excerpt.bytes <= _FIRST_BYTES + 2 * (128 << 10) + len(END)
+    assert info.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
 
 
-def test_large_samples_are_found_by_their_headers_within_bounds(tmp_path: Path) -> None:
+def test_large_samples_are_counted_by_their_headers_within_bounds(tmp_path: Path) -> None:
     rows: list[Sample] = [
         (f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(3_000_000), "cls": b"1"})
         for i in range(30)
     ]
     path = write_tar(tmp_path / "s" / "films.tar", rows)
-    found = wt.info(path)
-    assert found.excerpt is not None
-    assert found.excerpt.bytes <= _FIRST_BYTES + _READS * (128 << 10) + len(END)
-    assert found.samples == pytest.approx(30, rel=0.05)
-    assert found.contents[0].content.what == "MP4 video"
-    assert found.columns[0].classes.keys() == {"1"}
+    info = wt.info(path)
+    assert info.excerpt is not None
+    assert info.excerpt.bytes <= _FIRST_BYTES + _READS * (128 << 10) + len(END)
+    assert info.samples == pytest.approx(30, rel=0.05)
+    assert info.contents[0].content.what == "MP4 video"
+    assert info.columns[0].classes.keys() == {"1"}
 
 
-# --- on a server -----------------------------------------------------------------------------------------------------
+# --- on a server ---
 
 
-def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path) -> None:
+def test_unindexed_shards_on_a_server_are_estimated_from_an_excerpt(foreign: Path) -> None:
     with Server(foreign) as server:
-        found = wt.info(f"{server.url}s-{{00..11}}.tar")
-        asked, sent = server.requests, server.bytes
-    assert not found.exact
-    assert abs(found.samples - 1800) <= 0.1 * 1800
-    assert found.excerpt is not None
-    assert found.excerpt.bytes <= _SHARDS * (_FIRST_BYTES + len(END))
-    assert sent <= found.excerpt.bytes + 12  # a byte of each, for its size
-    assert asked == found.excerpt.requests + 1  # and one for an index beside them
-    assert asked <= 2 * _SHARDS + 4 + 1
-    assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
-    assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
+        info = wt.info(f"{server.url}s-{{00..11}}.tar")
+        requests, sent = server.requests, server.bytes
+    assert not info.exact
+    assert abs(info.samples - 1800) <= 0.1 * 1800
+    assert info.excerpt is not None
+    assert info.excerpt.bytes <= _SHARDS * (_FIRST_BYTES + len(END))
+    assert sent <= info.excerpt.bytes + 12  # one byte of each shard, for its size
+    assert requests == info.excerpt.requests + 1  # one request for an index beside them
+    assert requests <= 2 * _SHARDS + 4 + 1
+    assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
+    assert info.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
-def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -> None:
+def test_an_indexed_set_on_a_server_is_exact_with_few_requests(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 120, "dog": 80})
     wt.convert_folder(str(photos), str(tmp_path / "out"), max_shard_samples=15)
-    here = wt.info(tmp_path / "out")
+    local = wt.info(tmp_path / "out")
     with Server(tmp_path / "out") as server:
-        there = wt.info(server.url)
+        remote = wt.info(server.url)
         assert server.requests <= 2 + _SHARDS
-    assert there.exact
+    assert remote.exact
     for name in (
         "samples",
         "shards",
@@ -289,39 +289,41 @@ def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -
         "columns",
         "keys",
     ):
-        assert getattr(there, name) == getattr(here, name)
-    assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
-    assert there.contents[0].content.images.formats == {"PNG": there.contents[0].content.looked_at}  # type: ignore[union-attr]
+        assert getattr(remote, name) == getattr(local, name)
+    assert [item.sizes for item in remote.contents] == [item.sizes for item in local.contents]
+    assert remote.contents[0].content.images.formats == {
+        "PNG": remote.contents[0].content.looked_at
+    }  # type: ignore[union-attr]
 
 
-def test_exact_is_the_same_from_a_server_as_from_a_disk(
+def test_exact_counts_are_equal_on_a_server_and_on_disk(
     foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with Server(foreign) as server:
-        there = wt.info(f"{server.url}s-{{00..02}}.tar", exact=True)
+        remote = wt.info(f"{server.url}s-{{00..02}}.tar", exact=True)
         size = sum((foreign / f"s-{number:02d}.tar").stat().st_size for number in range(3))
         assert (
             server.bytes < 4 * size
-        )  # walked over, read for its labels, and what was on its way when a connection ended
-    here = wt.info(f"{foreign}/s-0[0-2].tar", exact=True)
-    assert there.samples == here.samples == 450
-    assert there.columns == here.columns
-    assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
+        )  # scanned, read for its labels, and in flight when a connection ended
+    local = wt.info(f"{foreign}/s-0[0-2].tar", exact=True)
+    assert remote.samples == local.samples == 450
+    assert remote.columns == local.columns
+    assert [item.sizes for item in remote.contents] == [item.sizes for item in local.contents]
 
 
-def test_labels_far_inside_large_samples_are_asked_for(tmp_path: Path) -> None:
+def test_labels_far_inside_large_samples_are_requested(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{i}", "bin": bytes(1_200_000), "json": {"x": i}} for i in range(5)]
     wt.pack(
         rows, str(tmp_path / "out"), labels=[wt.Label("x", "number", "json", "x")], shuffle=False
     )
     with Server(tmp_path / "out") as server:
-        found = wt.info(server.url)
-    assert found.columns[0].numbers is not None
-    assert found.columns[0].numbers.mean == 2
+        info = wt.info(server.url)
+    assert info.columns[0].numbers is not None
+    assert info.columns[0].numbers.mean == 2
 
 
-def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path) -> None:
+def test_an_interrupt_does_not_wait_for_a_stalled_server(foreign: Path) -> None:
     released = threading.Event()
     try:
         with serving(foreign) as server:
@@ -334,7 +336,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path)
                     lambda: any(path.endswith(".tar") for path, _ in list(server.requests)), process
                 )
                 process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=10)  # a stalled read is given up after 20 s
+                out, err = process.communicate(timeout=10)  # a stalled read times out after 20 s
             released.set()
     finally:
         released.set()
@@ -344,46 +346,48 @@ def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path)
     assert "Traceback" not in err
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
+# --- damage ---
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_damaged_shard_of_many_is_named_and_the_others_are_told_of(
+def test_a_damaged_shard_is_named_and_the_others_are_reported(
     shards: Path, exact: bool, capsys: Any
 ) -> None:
     os.truncate(shards / "part-001.tar", 4000)
-    found = wt.info(shards, exact=exact)
-    assert found.samples == 8
-    assert found.shards == 2
-    assert "part-001.tar ends" in found.findings[0]
+    info = wt.info(shards, exact=exact)
+    assert info.samples == 8
+    assert info.shards == 2
+    assert "part-001.tar ends" in info.findings[0]
     assert main(["info", str(shards), *["--exact"] * exact]) == 1
     printed = capsys.readouterr()
     assert "part-001.tar ends" in printed.err
     assert "samples" in printed.out
 
 
-def test_a_shard_cut_far_behind_what_is_looked_at_is_found_by_its_end(foreign: Path) -> None:
+def test_a_truncated_shard_is_detected_by_its_end(foreign: Path) -> None:
     size = (foreign / "s-04.tar").stat().st_size
     os.truncate(foreign / "s-04.tar", size - 20_480)
-    found = wt.info(foreign)
-    assert found.shards == 11
-    assert f"s-04.tar ends at byte {size - 20_480} without the two zero blocks" in found.findings[0]
+    info = wt.info(foreign)
+    assert info.shards == 11
+    assert f"s-04.tar ends at byte {size - 20_480} without the two zero blocks" in info.findings[0]
     with Server(foreign) as server:
         far = wt.info(f"{server.url}s-{{04..05}}.tar")
     assert "s-04.tar ends at byte" in far.findings[0]
 
 
-def test_a_shard_that_is_not_as_indexed_is_left_away(shards: Path) -> None:
+def test_a_shard_that_differs_from_its_index_is_excluded(shards: Path) -> None:
     wt.index(shards)
     os.truncate(shards / "part-000.tar", 1024)
     (shards / "part-002.tar").unlink()
-    found = wt.info(shards)
-    assert (found.samples, found.shards) == (13, 1)
-    assert "part-000.tar has 1024 bytes, its index says" in found.findings[0]
-    assert "part-002.tar is in the index but cannot be found" in found.findings[1]
+    info = wt.info(shards)
+    assert (info.samples, info.shards) == (13, 1)
+    assert "part-000.tar has 1024 bytes, its index says" in info.findings[0]
+    assert "part-002.tar is in the index but cannot be found" in info.findings[1]
 
 
-def test_compressed_tars_pages_and_empty_folders_are_refused(tmp_path: Path, shards: Path) -> None:
+def test_compressed_tars_html_pages_and_empty_folders_are_refused(
+    tmp_path: Path, shards: Path
+) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match="holds no index.json and no .tar file"):
         wt.info(tmp_path / "none")
@@ -403,20 +407,20 @@ def test_compressed_tars_pages_and_empty_folders_are_refused(tmp_path: Path, sha
         wt.info([shards, shards / "part-000.tar"])
 
 
-def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Path) -> None:
+def test_indexed_and_unindexed_shards_are_reported_together(shards: Path, foreign: Path) -> None:
     wt.index(shards)
-    found = wt.info([shards, foreign])
-    assert not found.exact
-    assert found.shards == 15
-    assert abs(found.samples - 1821) <= 0.1 * 1821
-    assert [one.samples for one in found.contents if one.name == "txt"] == [21]
+    info = wt.info([shards, foreign])
+    assert not info.exact
+    assert info.shards == 15
+    assert abs(info.samples - 1821) <= 0.1 * 1821
+    assert [item.samples for item in info.contents if item.name == "txt"] == [21]
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "what"),
+    ("name", "values", "description"),
     [
         ("cls", [b"3", b"12\n"], "integer, 3 to 12"),
         ("score", [b"0.5", b"-2"], "number, -2 to 0.5"),
@@ -444,12 +448,12 @@ def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Pa
     ],
 )
 def test_a_field_is_described_by_its_bytes(
-    name: str, values: list[bytes], what: str, tmp_path: Path
+    name: str, values: list[bytes], description: str, tmp_path: Path
 ) -> None:
-    assert content(tmp_path, name, *values).what.startswith(what)
+    assert content(tmp_path, name, *values).what.startswith(description)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_info_unpickles_no_value(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> Any:
             return (os.mkdir, (str(tmp_path / "sprung"),))
@@ -469,17 +473,17 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
+def test_images_are_described_by_their_headers(tmp_path: Path) -> None:
     turned, plain = io.BytesIO(), Image.new("RGB", (40, 30))
     exif = Image.Exif()
     exif[274] = 6
     plain.save(turned, "JPEG", exif=exif)
     late = io.BytesIO()
-    plain.save(late, "JPEG", icc_profile=bytes(200_000))  # its size stands behind the first 64 KB
-    half = picture(1, size=(600, 400), kind="JPEG")[:2000]  # its pixels are not there
+    plain.save(late, "JPEG", icc_profile=bytes(200_000))  # its size is stored after the first 64 KB
+    half = picture(1, size=(600, 400), kind="JPEG")[:2000]  # truncated before its pixels
     grey = io.BytesIO()
     Image.new("L", (10, 10)).save(grey, "PNG")
-    found = content(
+    images = content(
         tmp_path,
         "jpg",
         turned.getvalue(),
@@ -488,12 +492,12 @@ def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
         grey.getvalue(),
         b"\xff\xd8\xff\xe0 no picture",
     ).images
-    assert found.formats == {"JPEG": 3, "PNG": 1}
-    assert found.modes == {"RGB": 3, "L": 1}
-    assert found.width == (10, 40, 600)
-    assert found.rotated == 0.25
-    assert found.unreadable == 1
-    assert found.reason
+    assert images.formats == {"JPEG": 3, "PNG": 1}
+    assert images.modes == {"RGB": 3, "L": 1}
+    assert images.width == (10, 40, 600)
+    assert images.rotated == 0.25
+    assert images.unreadable == 1
+    assert images.reason
 
 
 def test_images_that_break_decoders_are_described(data: Any, tmp_path: Path) -> None:
@@ -503,14 +507,14 @@ def test_images_that_break_decoders_are_described(data: Any, tmp_path: Path) -> 
         if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif") and path.stat().st_size
     ]
     # exact: the excerpt of a shard ends at a number of samples that depends on their sizes
-    found = content(tmp_path, "jpg", *(path.read_bytes() for path in files), exact=True)
-    images = found.images
+    described = content(tmp_path, "jpg", *(path.read_bytes() for path in files), exact=True)
+    images = described.images
     assert images.looked_at == len(files)
     assert images.unreadable < images.looked_at / 3
     assert {"JPEG", "PNG", "GIF", "WEBP", "TIFF"} <= set(images.formats)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- output ---
 
 
 def test_a_table_is_readable_at_eighty_columns(
@@ -534,9 +538,9 @@ def test_a_table_is_readable_at_eighty_columns(
         assert word in text
 
 
-def test_json_has_the_whole_of_it(foreign: Path, capsys: Any) -> None:
+def test_json_contains_the_complete_report(foreign: Path, capsys: Any) -> None:
     assert main(["info", str(foreign), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     assert {
         "samples",
         "shards",
@@ -547,13 +551,13 @@ def test_json_has_the_whole_of_it(foreign: Path, capsys: Any) -> None:
         "info",
         "exact",
         "ok",
-    } <= found.keys()
-    assert found["fields"] == ["cls", "json", "png"]
-    assert found["contents"][0]["sizes"]["total"] == found["samples"]
-    assert found == wt.info(foreign).as_dict()
+    } <= document.keys()
+    assert document["fields"] == ["cls", "json", "png"]
+    assert document["contents"][0]["sizes"]["total"] == document["samples"]
+    assert document == wt.info(foreign).as_dict()
 
 
-def test_many_classes_are_shown_as_twenty_and_a_rest(tmp_path: Path, capsys: Any) -> None:
+def test_many_classes_are_shown_as_twenty_and_a_remainder(tmp_path: Path, capsys: Any) -> None:
     rows: list[Sample] = [(f"k{i:04d}", {"cls": str(min(i % 40, 29)).encode()}) for i in range(400)]
     write_tar(tmp_path / "s" / "a.tar", rows)
     assert main(["info", str(tmp_path / "s")]) == 0
@@ -575,14 +579,14 @@ def test_a_notebook_shows_escaped_tables(tmp_path: Path) -> None:
     assert "&lt;i&gt;" in index
 
 
-def test_a_shard_without_samples_is_told_of(tmp_path: Path, capsys: Any) -> None:
+def test_a_shard_without_samples_is_reported(tmp_path: Path, capsys: Any) -> None:
     path = write_tar(tmp_path / "s" / "a.tar", [])
     assert main(["info", str(path)]) == 0
     assert "samples" in capsys.readouterr().out
     assert (wt.info(path).samples, wt.info(path).exact) == (0, True)
 
 
-def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> None:
+def test_terminal_escapes_are_not_printed(tmp_path: Path, capsys: Any) -> None:
     name = b"k\x1b[31m\xff"
     rows: list[Sample] = [
         (name.decode("utf-8", "surrogateescape"), {"json": b'{"\\u001b[2J": 1}', "cls": b"\x1b"})
@@ -594,7 +598,7 @@ def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> N
 
 
 @pytest.mark.parametrize("other", ["unlabelled", "numbered"])
-def test_a_label_that_differs_between_sets_is_shown_with_what_differs(
+def test_a_label_that_differs_between_sets_is_shown_with_the_difference(
     tmp_path: Path, other: str, capsys: Any
 ) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
@@ -608,13 +612,13 @@ def test_a_label_that_differs_between_sets_is_shown_with_what_differs(
     )
     why = {"unlabelled": "no label", "numbered": "2 classes without names"}[other]
     for urls in ([a, b], [b, a]):
-        found = wt.info(urls)
-        assert found.ok
-        assert found.labels == ()
-        assert list(found.disagreements) == list(found.as_dict()["disagreements"]) == ["cls"]
-        assert "0 cat, 1 dog" in found.disagreements["cls"]
-        assert why in found.disagreements["cls"]
-        assert f"label cls: {found.disagreements['cls']}" in repr(found)
+        info = wt.info(urls)
+        assert info.ok
+        assert info.labels == ()
+        assert list(info.disagreements) == list(info.as_dict()["disagreements"]) == ["cls"]
+        assert "0 cat, 1 dog" in info.disagreements["cls"]
+        assert why in info.disagreements["cls"]
+        assert f"label cls: {info.disagreements['cls']}" in repr(info)
         assert main(["info", *urls]) == 0
         assert "0 cat, 1 dog" in capsys.readouterr().out
     assert wt.info(a).disagreements == {}

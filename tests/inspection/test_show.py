@@ -1,4 +1,4 @@
-"""Samples are shown as they are: of shards, of a loader, of a batch; what is broken is shown too."""
+"""`show` and `peek`: samples of shards, loaders and batches as delivered, broken ones included."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def npy(value: Any) -> bytes:
 
 
 def opened(file: Any) -> np.ndarray:
-    """The pixels of a picture. uint8[h, w, 3]"""
+    """Return the pixels of an image file. uint8[h, w, 3]"""
     with Image.open(file) as image:
         return np.array(image)
 
 
-def of_colour(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
-    return int((pixels == colour).all(2).sum())
+def of_color(pixels: np.ndarray, color: tuple[int, int, int]) -> int:
+    return int((pixels == color).all(2).sum())
 
 
 def pixels_of(number: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def pixels_of(number: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 pictures of three classes, 30, 20 and 10, in four shards."""
+    """60 images of three classes, 30, 20 and 10, in four shards."""
     folder = tmp_path_factory.mktemp("looking")
     write_class_folder(folder / "photos", {"cat": 30, "dog": 20, "owl": 10})
     wt.convert_folder(
@@ -57,7 +57,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def foreign(folder: Path, count: int = 40, size: tuple[int, int] = (24, 20)) -> Path:
-    """Two shards of somebody else's, without an index."""
+    """Write two foreign shards without an index."""
     samples = [
         (f"s{i:04d}", {"png": picture(i, size=size), "cls": b"%d" % (i % 4)}) for i in range(count)
     ]
@@ -66,42 +66,47 @@ def foreign(folder: Path, count: int = 40, size: tuple[int, int] = (24, 20)) -> 
     return folder
 
 
-# --- what lies in shards ---------------------------------------------------------------------------------------------
+# --- samples of shards ---
 
 
-def test_the_first_samples_are_shown_decoded_with_the_names_of_their_classes(packed: Path) -> None:
-    found, index = wt.peek(packed, 5), wt.Loader(packed, batch_size=1).index
-    assert [one.key for one in found] == index.keys(np.arange(5))
-    for one in found:
-        name, _, number = one.key.partition("/")
-        assert one.labels == {"label": name}
-        np.testing.assert_array_equal(one.picture, pixels_of(int(number)))
-        assert (one.shard, one.split, one.error) == (str(packed / "train-000000.tar"), "train", "")
-    assert [one.offset for one in found] == index.offsets.start[:5].tolist()
-    assert found.title == f"{packed}: the first 5 of 60 samples"
+def test_the_first_samples_are_decoded_and_have_class_names(packed: Path) -> None:
+    shown, index = wt.peek(packed, 5), wt.Loader(packed, batch_size=1).index
+    assert [sample.key for sample in shown] == index.keys(np.arange(5))
+    for sample in shown:
+        name, _, number = sample.key.partition("/")
+        assert sample.labels == {"label": name}
+        np.testing.assert_array_equal(sample.picture, pixels_of(int(number)))
+        assert (sample.shard, sample.split, sample.error) == (
+            str(packed / "train-000000.tar"),
+            "train",
+            "",
+        )
+    assert [sample.offset for sample in shown] == index.offsets.start[:5].tolist()
+    assert shown.title == f"{packed}: the first 5 of 60 samples"
 
 
-def test_the_same_seed_shows_the_same_samples_at_random(packed: Path) -> None:
+def test_random_samples_depend_on_the_seed(packed: Path) -> None:
     keys = [
-        [one.key for one in wt.peek(packed, 20, order="random", seed=seed)] for seed in (3, 3, 4)
+        [sample.key for sample in wt.peek(packed, 20, order="random", seed=seed)]
+        for seed in (3, 3, 4)
     ]
     assert keys[0] == keys[1] != keys[2]
     assert len(set(keys[0])) == 20
-    assert len({one.shard for one in wt.peek(packed, 20, order="random")}) > 1
+    assert len({sample.shard for sample in wt.peek(packed, 20, order="random")}) > 1
     assert len(wt.peek(packed, 100, order="random")) == 60
 
 
-def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(packed: Path) -> None:
-    evenly = [one.labels["label"] for one in wt.peek(packed, 25, order="classes")]
+def test_samples_are_selected_evenly_over_all_or_the_named_classes(packed: Path) -> None:
+    evenly = [sample.labels["label"] for sample in wt.peek(packed, 25, order="classes")]
     assert [evenly.count(name) for name in ("cat", "dog", "owl")] == [9, 8, 8]
     assert len(wt.peek(packed, 60, order="classes")) == 60
-    assert [one.labels["label"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == [
+    assert [sample.labels["label"] for sample in wt.peek(packed, 2, classes=["owl", "cat"])] == [
         "owl",
         "owl",
         "cat",
         "cat",
     ]
-    assert {one.labels["label"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
+    assert {sample.labels["label"] for sample in wt.peek(packed, 3, classes=["1"])} == {"dog"}
     few = wt.peek(packed, 12, classes=["owl"])
     assert len(few) == 10
     assert few.notes == ("fewer than 12 samples of owl",)
@@ -110,14 +115,14 @@ def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(pa
 def test_a_class_without_samples_is_an_error(packed: Path) -> None:
     index = wt.Loader(packed, batch_size=1).index
     label = dataclasses.replace(index.labels[0], classes=(*index.labels[0].classes, "yak"))
-    found = wt.peek(dataclasses.replace(index, labels=(label,)), 8, order="classes")
-    assert found.notes == ("no samples of yak",)
-    assert len(found) == 8
+    shown = wt.peek(dataclasses.replace(index, labels=(label,)), 8, order="classes")
+    assert shown.notes == ("no samples of yak",)
+    assert len(shown) == 8
 
 
-def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path) -> None:
+def test_samples_are_selected_by_key_in_the_requested_order(packed: Path) -> None:
     keys = ["owl/055", "cat/003", "dog/031"]
-    assert [one.key for one in wt.peek(packed, 1, keys=keys)] == keys
+    assert [sample.key for sample in wt.peek(packed, 1, keys=keys)] == keys
 
 
 @pytest.mark.parametrize(
@@ -136,14 +141,14 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
         ({"keys": ["cat/003"], "classes": ["cat"]}, "by key, by class or at random"),
     ],
 )
-def test_unknown_keys_are_refused_with_the_nearest(
+def test_unknown_keys_are_refused_with_the_nearest_keys(
     packed: Path, asked: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=re.escape(sentence)):
         wt.peek(packed, **asked)
 
 
-def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) -> None:
+def test_an_undecodable_image_is_replaced_by_its_error(tmp_path: Path) -> None:
     good, objects = picture(1), npy(np.array([{"a": 1}], object))
     samples = [
         ("a", {"png": good}),
@@ -151,20 +156,20 @@ def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) 
         ("c", {"png": b"", "cls": b"2"}),
         ("d", {"npy": objects}),
     ]
-    found = wt.peek(
+    shown = wt.peek(
         write_tar(tmp_path / "x.tar", [*samples, ("e", {"json": b"{", "txt": b"\xff"})]), 9
     )
-    assert [bool(one.error) for one in found] == [False, True, True, True, True]
-    assert found.broken == 4
-    assert found[1].error.startswith("png: ")
-    assert "no image of a known format (0 bytes" in found[2].error
-    assert found[2].labels == {"cls": "2"}
-    assert "Object arrays cannot be loaded" in found[3].error or "Python objects" in found[3].error
-    assert "json: " in found[4].error
-    assert "txt: it is not UTF-8 text" in found[4].error
+    assert [bool(sample.error) for sample in shown] == [False, True, True, True, True]
+    assert shown.broken == 4
+    assert shown[1].error.startswith("png: ")
+    assert "no image of a known format (0 bytes" in shown[2].error
+    assert shown[2].labels == {"cls": "2"}
+    assert "Object arrays cannot be loaded" in shown[3].error or "Python objects" in shown[3].error
+    assert "json: " in shown[4].error
+    assert "txt: it is not UTF-8 text" in shown[4].error
 
 
-def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_is_shown_as_a_checksum_error(packed: Path, tmp_path: Path) -> None:
     for path in packed.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     offset = next(
@@ -173,7 +178,7 @@ def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> 
     with open(tmp_path / "train-000000.tar", "r+b") as file:
         file.seek(offset + 40)
         file.write(b"\xaa")
-    assert [one.error for one in wt.peek(tmp_path, 4)] == [
+    assert [sample.error for sample in wt.peek(tmp_path, 4)] == [
         "",
         "",
         "png: its bytes are not those that were packed (crc32)",
@@ -181,9 +186,9 @@ def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> 
     ]
 
 
-def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path: Path) -> None:
+def test_texts_json_numbers_and_arrays_are_shown_by_type(tmp_path: Path) -> None:
     rows, columns = np.mgrid[:20, :30]
-    plane, colours = (
+    plane, colors = (
         (rows * columns).astype(np.float32),
         np.stack([rows, columns, rows]).astype(np.uint8),
     )
@@ -191,8 +196,8 @@ def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path:
         "txt": b"a cat\n on a mat",
         "json": b'{"angle": 0.25, "kind": {"of": [1, 2]}}',
         "depth.npy": npy(plane),
-        "planes.npy": npy(colours),
-        "grey.npy": npy(colours[0][:, :, None]),
+        "planes.npy": npy(colors),
+        "grey.npy": npy(colors[0][:, :, None]),
         "vector.npy": npy(np.arange(100.0)),
         "cls": b"7",
         "bin": bytes(50),
@@ -207,11 +212,11 @@ def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path:
     assert seen.fields["depth.npy"] == "float32[20, 30], 0 to 551"
     assert list(seen.pictures) == ["depth.npy", "planes.npy", "grey.npy"]
     np.testing.assert_array_equal(seen.pictures["depth.npy"][:, :, 1], np.rint(plane * (255 / 551)))
-    np.testing.assert_array_equal(seen.pictures["planes.npy"], np.moveaxis(colours, 0, -1))
-    np.testing.assert_array_equal(seen.pictures["grey.npy"][:, :, 2], colours[0])
+    np.testing.assert_array_equal(seen.pictures["planes.npy"], np.moveaxis(colors, 0, -1))
+    np.testing.assert_array_equal(seen.pictures["grey.npy"][:, :, 2], colors[0])
 
 
-def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
+def test_labels_of_a_table_are_shown_by_name(tmp_path: Path) -> None:
     write_class_folder(tmp_path, {"cat": 3})
     (tmp_path / "t.csv").write_text(
         "f,angle,kind,speed\n" + "".join(f"cat/00{i}.png,{i / 4},k{i % 2},{i}\n" for i in range(3))
@@ -224,64 +229,66 @@ def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
         shuffle=False,
         num_workers=1,
     )
-    found = wt.peek(tmp_path / "out")
-    assert [one.label_text for one in found] == [
+    shown = wt.peek(tmp_path / "out")
+    assert [sample.label_text for sample in shown] == [
         "angle 0, kind k0",
         "angle 0.25, kind k1",
         "angle 0.5, kind k0",
     ]
-    assert [one.labels for one in wt.peek(tmp_path / "out", label="kind")] == [
+    assert [sample.labels for sample in wt.peek(tmp_path / "out", label="kind")] == [
         {"kind": "k0"},
         {"kind": "k1"},
         {"kind": "k0"},
     ]
-    assert found[1].fields["json"] == "{speed: 1}"
+    assert shown[1].fields["json"] == "{speed: 1}"
 
 
-def test_a_condition_limits_the_samples_that_are_shown(packed: Path) -> None:
-    found = wt.peek(packed, 100, where="label == 'owl'")
-    assert len(found) == 10
-    assert {one.labels["label"] for one in found} == {"owl"}
+def test_a_condition_limits_the_shown_samples(packed: Path) -> None:
+    shown = wt.peek(packed, 100, where="label == 'owl'")
+    assert len(shown) == 10
+    assert {sample.labels["label"] for sample in shown} == {"owl"}
 
 
-def test_classes_are_found_in_the_index_without_reading_labels(packed: Path) -> None:
+def test_classes_come_from_the_index_without_reading_labels(packed: Path) -> None:
     with serving(packed) as served:
         wt.peek(f"{served.url}/index.json", 2, classes=["owl"])
-        asked = [path for path, _ in served.requests]
-    assert len([path for path in asked if path.endswith(".tar")]) == 2
+        requested = [path for path, _ in served.requests]
+    assert len([path for path in requested if path.endswith(".tar")]) == 2
 
 
-# --- how much is read ------------------------------------------------------------------------------------------------
+# --- bytes read ---
 
 
 def test_only_shown_samples_of_unindexed_shards_on_a_server_are_read(tmp_path: Path) -> None:
     foreign(tmp_path)
     with serving(tmp_path) as served:
-        found = wt.peek([f"{served.url}/a.tar?sig=hush", f"{served.url}/b.tar?sig=hush"], 5)
-        asked = [(path.split("?")[0], ranged) for path, ranged in served.requests]
-    assert [one.key for one in found] == [f"s{i:04d}" for i in range(5)]
-    np.testing.assert_array_equal(found[4].picture, pixels_of(4))
-    assert len([path for path, _ in asked if path == "/a.tar"]) == 6  # headers, and each sample
-    assert not [path for path, _ in asked if path == "/b.tar"]
-    assert "hush" not in found.title + found[0].shard + repr(found) + found._repr_html_()
-    assert "unknown without an index" in found.title
+        shown = wt.peek([f"{served.url}/a.tar?sig=hush", f"{served.url}/b.tar?sig=hush"], 5)
+        requested = [(path.split("?")[0], ranged) for path, ranged in served.requests]
+    assert [sample.key for sample in shown] == [f"s{i:04d}" for i in range(5)]
+    np.testing.assert_array_equal(shown[4].picture, pixels_of(4))
+    assert len([path for path, _ in requested if path == "/a.tar"]) == 6  # headers, and each sample
+    assert not [path for path, _ in requested if path == "/b.tar"]
+    assert "hush" not in shown.title + shown[0].shard + repr(shown) + shown._repr_html_()
+    assert "unknown without an index" in shown.title
 
 
-def test_a_walk_goes_on_into_the_next_shard_as_far_as_needed(tmp_path: Path) -> None:
-    found = wt.peek(foreign(tmp_path), 25)
-    assert [one.key for one in found] == [f"s{i:04d}" for i in range(25)]
+def test_a_scan_continues_into_the_next_shard_if_needed(tmp_path: Path) -> None:
+    shown = wt.peek(foreign(tmp_path), 25)
+    assert [sample.key for sample in shown] == [f"s{i:04d}" for i in range(25)]
     assert not (tmp_path / ".wdstrain").exists()
 
 
-def test_samples_with_an_index_take_a_request_each_wherever_they_lie(packed: Path) -> None:
+def test_indexed_samples_take_one_request_each(packed: Path) -> None:
     with serving(packed) as served:
-        found = wt.peek(f"{served.url}/index.json", 7, order="random")
-        asked = [path for path, _ in served.requests]
-    assert len([path for path in asked if path.endswith(".tar")]) == 7
-    assert [one.key for one in found] == [one.key for one in wt.peek(packed, 7, order="random")]
+        shown = wt.peek(f"{served.url}/index.json", 7, order="random")
+        requested = [path for path, _ in served.requests]
+    assert len([path for path in requested if path.endswith(".tar")]) == 7
+    assert [sample.key for sample in shown] == [
+        sample.key for sample in wt.peek(packed, 7, order="random")
+    ]
 
 
-def test_what_cannot_be_shown_is_not_read(tmp_path: Path) -> None:
+def test_fields_that_cannot_be_shown_are_not_read(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar", [("a", {"cls": b"1", "mp4": bytes(3_000_000), "png": picture(1)})]
     )
@@ -299,12 +306,12 @@ def test_what_cannot_be_shown_is_not_read(tmp_path: Path) -> None:
 def test_selecting_from_unindexed_shards_reports_the_bytes_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = wt.peek(foreign(tmp_path), 8, order="classes")
+    shown = wt.peek(foreign(tmp_path), 8, order="classes")
     assert "scanned the headers of 40 samples" in caplog.text
-    assert [one.labels["cls"] for one in found] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert [sample.labels["cls"] for sample in shown] == ["0", "0", "1", "1", "2", "2", "3", "3"]
 
 
-# --- what a loader delivers ------------------------------------------------------------------------------------------
+# --- samples of a loader ---
 
 
 def fields(**options: Any) -> dict[str, wt.Field]:
@@ -312,68 +319,69 @@ def fields(**options: Any) -> dict[str, wt.Field]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_peeking_into_a_loader_shows_the_next_epoch_and_disturbs_no_loop(
+def test_peeking_into_a_loader_shows_the_next_epoch_and_affects_no_loop(
     packed: Path, workers: int
 ) -> None:
     options: Any = {"batch_size": 8, "seed": 5}
     with_others = [list(wt.Loader(packed, fields(), **options).epoch(epoch)) for epoch in (0, 1)]
     loader = wt.Loader(packed, fields(), num_workers=workers, **options)
-    given = []
+    delivered = []
     for step, batch in enumerate(loader):
-        given.append(batch)
+        delivered.append(batch)
         if step == 2:
             before, threads = loader.state_dict(), threading.active_count()
-            found = wt.peek(loader, 12)
+            shown = wt.peek(loader, 12)
             assert (loader.state_dict(), threading.active_count()) == (before, threads)
     rows = [(batch, row) for batch in with_others[1] for row in range(8)][:12]
-    assert [one.key for one in found] == [batch["__key__"][row] for batch, row in rows]
-    for one, (batch, row) in zip(found, rows, strict=True):
-        np.testing.assert_array_equal(one.picture, batch["image"][row].permute(1, 2, 0))
-        assert one.labels == {"label": one.key.split("/")[0]}
-        assert Path(one.shard).parent == packed
+    assert [sample.key for sample in shown] == [batch["__key__"][row] for batch, row in rows]
+    for sample, (batch, row) in zip(shown, rows, strict=True):
+        np.testing.assert_array_equal(sample.picture, batch["image"][row].permute(1, 2, 0))
+        assert sample.labels == {"label": sample.key.split("/")[0]}
+        assert Path(sample.shard).parent == packed
     assert all(
-        torch.equal(one["image"], other["image"])
-        for one, other in zip(given, with_others[0], strict=True)
+        torch.equal(item["image"], other["image"])
+        for item, other in zip(delivered, with_others[0], strict=True)
     )
-    assert found.title == f"{packed}: the first 12 samples of epoch 1 of a Loader"
+    assert shown.title == f"{packed}: the first 12 samples of epoch 1 of a Loader"
     loader.close()
 
 
-def test_peeking_shows_where_a_loaded_state_goes_on(packed: Path) -> None:
+def test_peeking_starts_at_a_loaded_state(packed: Path) -> None:
     loader = wt.Loader(packed, fields(), batch_size=8)
     loader.load_state_dict({**loader.state_dict(), "epoch": 2, "step": 3})
-    found = wt.peek(loader, 3)
-    assert "epoch 2 from step 3 on" in found.title
+    shown = wt.peek(loader, 3)
+    assert "epoch 2 from step 3 on" in shown.title
     batch = next(iter(loader))
-    assert [one.key for one in found] == batch["__key__"][:3]
+    assert [sample.key for sample in shown] == batch["__key__"][:3]
     loader.close()
 
 
-def test_rows_in_which_another_stands_in_for_a_bad_sample_say_so(tmp_path: Path) -> None:
+def test_rows_of_substitutes_are_marked(tmp_path: Path) -> None:
     samples = [(f"s{i}", {"png": picture(i) if i != 2 else b"no picture"}) for i in range(6)]
     shard = write_tar(tmp_path / "x.tar", samples)
     options: Any = {"batch_size": 6, "shuffle": False}
-    found = wt.peek(
+    shown = wt.peek(
         wt.Loader(
             shard, {"image": wt.image(size=8)}, on_error="replace", max_errors=1.0, **options
         ),
         6,
     )
-    assert [one.error for one in found] == ["", "", "it replaces a bad sample", "", "", ""]
-    assert found[2].key == "s1"
-    assert any("'s2', field 'png'" in note for note in found.notes)
+    assert [sample.error for sample in shown] == ["", "", "it replaces a bad sample", "", "", ""]
+    assert shown[2].key == "s1"
+    assert any("'s2', field 'png'" in note for note in shown.notes)
     with pytest.raises(wt.SampleError, match="'s2'"):
         wt.peek(wt.Loader(shard, {"image": wt.image(size=8)}, **options))
 
 
-def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(
+def test_loaders_without_fields_with_transforms_and_mixtures_are_shown(
     packed: Path, tmp_path: Path
 ) -> None:
     plain = wt.peek(wt.Loader(packed, batch_size=4), 3)
     assert all(
-        one.picture is not None and one.labels == {"label": one.key.split("/")[0]} for one in plain
+        item.picture is not None and item.labels == {"label": item.key.split("/")[0]}
+        for item in plain
     )
-    made = wt.peek(
+    shown = wt.peek(
         wt.Loader(
             packed,
             transform=lambda sample: {"size": len(sample["png"]), "x": torch.ones(3)},
@@ -381,44 +389,44 @@ def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(
         ),
         2,
     )
-    assert made[0].fields == {"x": "float32[3] 1 1 1"}
-    assert made[0].labels["size"].isdecimal()
+    assert shown[0].fields == {"x": "float32[3] 1 1 1"}
+    assert shown[0].labels["size"].isdecimal()
     mixed = wt.peek(
         wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10),
         20,
     )
-    assert {one.labels["source"] for one in mixed} == {"a", "b"}
+    assert {item.labels["source"] for item in mixed} == {"a", "b"}
 
 
 def size_and_draw(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {"size": len(sample["png"]), "draw": float(rng.random())}
 
 
-def test_what_a_transform_makes_in_workers_is_shown_without_starting_one(packed: Path) -> None:
+def test_peek_runs_the_transform_of_a_loader_without_workers(packed: Path) -> None:
     loader = wt.Loader(packed, transform=size_and_draw, batch_size=4, num_workers=1, seed=2)
     iterator = iter(loader.epoch(0))
     next(iterator)
     children = multiprocessing.active_children()
-    found = wt.peek(loader, 4)
+    shown = wt.peek(loader, 4)
     assert multiprocessing.active_children() == children
     batch = next(iter(loader))
-    assert [one.labels["draw"] for one in found] == [
+    assert [sample.labels["draw"] for sample in shown] == [
         f"{value:.4g}" for value in batch["draw"].tolist()
     ]
-    assert [one.key for one in found] == batch["__key__"]
+    assert [sample.key for sample in shown] == batch["__key__"]
     loader.close()
 
 
-def test_a_normalized_batch_is_brought_back_and_its_mixed_labels_are_shares(packed: Path) -> None:
+def test_a_batch_is_denormalized_and_mixed_labels_are_shares(packed: Path) -> None:
     plain = wt.Loader(packed, {"image": wt.image(size=20), "label": wt.label()}, batch_size=16)
-    (given,) = [batch for batch in plain.epoch(0)][:1]
+    (expected_batch,) = [batch for batch in plain.epoch(0)][:1]
     normal = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)
     batch = next(iter(wt.to_device(plain.epoch(0), "cpu", normal)))
-    found = wt.peek(batch, 16, normalize="imagenet")
-    for one, pixels in zip(found, given["image"], strict=True):
-        assert one.picture is not None
-        assert np.abs(one.picture.astype(int) - pixels.permute(1, 2, 0).numpy()).max() <= 2
-    assert "the normalization is undone" in found.notes[0]
+    shown = wt.peek(batch, 16, normalize="imagenet")
+    for sample, pixels in zip(shown, expected_batch["image"], strict=True):
+        assert sample.picture is not None
+        assert np.abs(sample.picture.astype(int) - pixels.permute(1, 2, 0).numpy()).max() <= 2
+    assert "the normalization is undone" in shown.notes[0]
     assert "as black" in wt.peek(batch, 16).notes[0]  # never guessed
     with pytest.raises(wt.UsageError, match="normalize='mnist'"):
         wt.peek(batch, 16, normalize="mnist")
@@ -435,7 +443,7 @@ def test_a_normalized_batch_is_brought_back_and_its_mixed_labels_are_shares(pack
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("low", "high", "note"),
     [
         (0.0, 1.0, "0 as black and 1 as white"),
         (0.0, 200.0, "0 as black and 200 as white"),
@@ -443,17 +451,15 @@ def test_a_normalized_batch_is_brought_back_and_its_mixed_labels_are_shares(pack
         (-9.0, 7.0, "-9 as black and 7 as white"),
     ],
 )
-def test_float_pictures_are_shown_by_what_their_numbers_say(
-    low: float, high: float, said: str
-) -> None:
+def test_float_images_are_scaled_by_their_range(low: float, high: float, note: str) -> None:
     shares = torch.linspace(0, 1, 2 * 3 * 10 * 12).view(2, 3, 10, 12)
-    found = wt.peek({"image": low + shares * (high - low)}, 2)
-    assert said in found.notes[0]
+    shown = wt.peek({"image": low + shares * (high - low)}, 2)
+    assert note in shown.notes[0]
     expected = (shares * 255).round().permute(0, 2, 3, 1).numpy()
-    for one, wanted in zip(found, expected, strict=True):
-        assert one.picture is not None
-        assert np.abs(one.picture - wanted).max() <= 1
-    assert [one.key for one in found] == ["row 0", "row 1"]
+    for sample, expected_values in zip(shown, expected, strict=True):
+        assert sample.picture is not None
+        assert np.abs(sample.picture - expected_values).max() <= 1
+    assert [sample.key for sample in shown] == ["row 0", "row 1"]
 
 
 def test_images_are_augmented_as_a_loader_augments_them(
@@ -464,7 +470,7 @@ def test_images_are_augmented_as_a_loader_augments_them(
     words = ["-n", "6", "--random", "--seed", "9", "--augment", augment, "--image-size", "32"]
     words += ["--epoch", "3", "--copies", "3", "-o", str(page), "--json"]
     assert main(["show", str(packed), *words]) == 0
-    keys = [one["key"] for one in json.loads(capsys.readouterr().out)["samples"]]
+    keys = [load["key"] for load in json.loads(capsys.readouterr().out)["samples"]]
     shown = [
         opened(io.BytesIO(base64.b64decode(data)))
         for data in re.findall(r"data:image/png;base64,([^\"]*)", page.read_text())
@@ -481,7 +487,7 @@ def test_images_are_augmented_as_a_loader_augments_them(
     loader.close()
 
 
-def test_the_augmented_image_is_the_one_a_loader_takes(tmp_path: Path, capsys: Any) -> None:
+def test_show_augments_the_image_field_that_a_loader_reads(tmp_path: Path, capsys: Any) -> None:
     samples = [
         ("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}),
         ("b", {"txt": b"alone"}),
@@ -490,7 +496,7 @@ def test_the_augmented_image_is_the_one_a_loader_takes(tmp_path: Path, capsys: A
     page = tmp_path / "s.html"
     words = ["show", str(tmp_path), "-n", "2", "--image-size", "16", "-o", str(page), "--json"]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)["samples"]
+    document = json.loads(capsys.readouterr().out)["samples"]
     loader = wt.Loader(
         tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_error="replace", max_errors=1.0
     )
@@ -498,8 +504,8 @@ def test_the_augmented_image_is_the_one_a_loader_takes(tmp_path: Path, capsys: A
     np.testing.assert_array_equal(
         opened(io.BytesIO(base64.b64decode(data))), next(iter(loader))["image"][0].permute(1, 2, 0)
     )
-    assert [one["error"].split(",")[0] for one in found] == ["", "it has none of jpg"]
-    assert found[1]["text"] == "alone"
+    assert [sample["error"].split(",")[0] for sample in document] == ["", "it has none of jpg"]
+    assert document[1]["text"] == "alone"
     loader.close()
 
 
@@ -513,7 +519,7 @@ def test_a_source_with_its_own_order_refuses_a_selection(packed: Path) -> None:
         wt.peek({"a": 3})
 
 
-# --- sheets and pages ------------------------------------------------------------------------------------------------
+# --- sheets and pages ---
 
 ODD = [
     "<script>alert(1)<",
@@ -534,11 +540,11 @@ def odd(folder: Path) -> wt.Peek:
     return wt.peek(write_tar(folder / "odd.tar", samples), 20)
 
 
-def test_a_page_is_one_file_in_which_keys_stay_text(tmp_path: Path) -> None:
-    found = odd(tmp_path)
-    assert [one.key for one in found] == ODD
-    page = Path(found.save(tmp_path / "sheet.html")).read_text()
-    for text in (page, found._repr_html_()):
+def test_an_html_page_is_one_file_with_escaped_keys(tmp_path: Path) -> None:
+    actual = odd(tmp_path)
+    assert [sample.key for sample in actual] == ODD
+    page = Path(actual.save(tmp_path / "sheet.html")).read_text()
+    for text in (page, actual._repr_html_()):
         assert "<script" not in text
         assert "<b><" not in text
         assert "&lt;script&gt;alert(1)&lt;" in text
@@ -549,62 +555,62 @@ def test_a_page_is_one_file_in_which_keys_stay_text(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in page
 
 
-def test_a_sheet_holds_any_names_and_frames_what_is_broken(tmp_path: Path) -> None:
-    found = odd(tmp_path)
-    whole = opened(found.save(tmp_path / "whole.png"))
+def test_a_sheet_accepts_any_key_and_frames_broken_samples(tmp_path: Path) -> None:
+    actual = odd(tmp_path)
+    sheet = opened(actual.save(tmp_path / "whole.png"))
     shard = write_tar(tmp_path / "b.tar", [("a", {"png": picture(1)}), ("b", {"png": b"no"})])
     broken = opened(wt.peek(shard).save(tmp_path / "broken.PNG"))
-    assert of_colour(whole, RED) == 0 < of_colour(broken, RED)
+    assert of_color(sheet, RED) == 0 < of_color(broken, RED)
 
 
 def test_samples_without_images_are_shown_as_text(tmp_path: Path) -> None:
     rows = [(f"doc/{i}", {"txt": b"a few words", "json": b'{"age": 3}'}) for i in range(4)]
-    found = wt.peek(write_tar(tmp_path / "x.tar", rows))
-    page = Path(found.save(tmp_path / "s.html")).read_text()
+    shown = wt.peek(write_tar(tmp_path / "x.tar", rows))
+    page = Path(shown.save(tmp_path / "s.html")).read_text()
     assert all(text in page for text in ("a few words", "age: 3", "doc/3"))
     widths = re.findall(r"minmax\(min\(100%,(-?\d+)px\)", page)
     assert min(map(int, widths)) > 100
-    assert opened(found.save(tmp_path / "s.png")).std() > 0
+    assert opened(shown.save(tmp_path / "s.png")).std() > 0
 
 
-def test_tiny_pictures_are_enlarged_with_crisp_pixels(tmp_path: Path) -> None:
+def test_tiny_images_are_enlarged_without_interpolation(tmp_path: Path) -> None:
     checks = ((np.indices((8, 8)).sum(0) % 2) * 255).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(checks).save(buffer, "PNG")
-    found = wt.peek(write_tar(tmp_path / "x.tar", [("a", {"png": buffer.getvalue()})]))
-    assert of_colour(opened(found.save(tmp_path / "s.png")), (0, 0, 0)) == 192 * 192 / 2
+    shown = wt.peek(write_tar(tmp_path / "x.tar", [("a", {"png": buffer.getvalue()})]))
+    assert of_color(opened(shown.save(tmp_path / "s.png")), (0, 0, 0)) == 192 * 192 / 2
 
 
-def test_a_sheet_of_many_stays_bounded(tmp_path: Path) -> None:
+def test_a_sheet_of_many_samples_has_a_bounded_size(tmp_path: Path) -> None:
     samples = [(f"k{i:05d}", {"png": picture(i), "cls": b"%d" % i}) for i in range(600)]
-    found = wt.peek(write_tar(tmp_path / "x.tar", samples), 600, order="classes")
-    assert len({one.label_text for one in found}) == 600
-    height, width, _ = opened(found.save(tmp_path / "s.png")).shape
+    shown = wt.peek(write_tar(tmp_path / "x.tar", samples), 600, order="classes")
+    assert len({sample.label_text for sample in shown}) == 600
+    height, width, _ = opened(shown.save(tmp_path / "s.png")).shape
     assert width <= 4000
     assert width * height < 50e6
 
 
-def test_other_endings_are_refused_and_a_failed_write_leaves_nothing(
+def test_other_extensions_are_refused_and_a_failed_write_leaves_no_file(
     packed: Path, tmp_path: Path
 ) -> None:
-    found = wt.peek(packed, 2)
+    shown = wt.peek(packed, 2)
     with pytest.raises(wt.UsageError, match=r"must end in .png or .html"):
-        found.save(tmp_path / "sheet.jpg")
+        shown.save(tmp_path / "sheet.jpg")
     with pytest.raises(wt.StorageError, match="cannot be written"):
-        found.save(tmp_path / "absent" / "sheet.png")
+        shown.save(tmp_path / "absent" / "sheet.png")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_of_a_peek_is_a_peek_and_prints_as_a_table(packed: Path) -> None:
-    found = wt.peek(packed, 30)
-    assert isinstance(found[2:4], wt.Peek)
-    assert [one.key for one in found[2:4]] == [found[2].key, found[3].key]
-    lines = repr(found).splitlines()
-    assert lines[0] == found.title
-    assert found[0].key in lines[1]
+def test_a_slice_of_a_peek_is_a_peek_and_prints_as_a_table(packed: Path) -> None:
+    shown = wt.peek(packed, 30)
+    assert isinstance(shown[2:4], wt.Peek)
+    assert [sample.key for sample in shown[2:4]] == [shown[2].key, shown[3].key]
+    lines = repr(shown).splitlines()
+    assert lines[0] == shown.title
+    assert shown[0].key in lines[1]
     assert lines[-1] == "... and 10 more"
-    assert max(map(len, repr(found).splitlines()[1:])) <= 80
-    assert all(one.key in repr(found) for one in found[:20])
+    assert max(map(len, repr(shown).splitlines()[1:])) <= 80
+    assert all(sample.key in repr(shown) for sample in shown[:20])
     assert all(ord(letter) > 31 for letter in repr(odd(packed.parent)).replace("\n", ""))
 
 
@@ -628,7 +634,7 @@ def test_a_loader_shows_itself_as_a_small_table(packed: Path) -> None:
     loader.close()
 
 
-# --- the verb --------------------------------------------------------------------------------------------------------
+# --- the verb ---
 
 
 def test_show_writes_a_sheet_or_prints_a_table(packed: Path, tmp_path: Path, capsys: Any) -> None:
@@ -642,7 +648,7 @@ def test_show_writes_a_sheet_or_prints_a_table(packed: Path, tmp_path: Path, cap
     assert max(map(len, printed[1:])) <= 80
 
 
-def test_show_lists_what_it_showed(packed: Path, tmp_path: Path, capsys: Any) -> None:
+def test_show_lists_the_shown_samples(packed: Path, tmp_path: Path, capsys: Any) -> None:
     words = [
         "show",
         str(packed),
@@ -660,14 +666,23 @@ def test_show_lists_what_it_showed(packed: Path, tmp_path: Path, capsys: Any) ->
         "3",
     ]
     assert main([*words, "-o", str(tmp_path / "s.png")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["shown"], found["broken"], found["file"]) == (4, 0, str(tmp_path / "s.png"))
-    assert [one["labels"]["label"] for one in found["samples"]] == ["owl", "owl", "cat", "cat"]
-    assert found["samples"][0]["pictures"] == ["epoch 0", "epoch 1", "epoch 2"]
-    assert found["samples"][0]["shard"].startswith(str(packed))
+    document = json.loads(capsys.readouterr().out)
+    assert (document["shown"], document["broken"], document["file"]) == (
+        4,
+        0,
+        str(tmp_path / "s.png"),
+    )
+    assert [sample["labels"]["label"] for sample in document["samples"]] == [
+        "owl",
+        "owl",
+        "cat",
+        "cat",
+    ]
+    assert document["samples"][0]["pictures"] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert document["samples"][0]["shard"].startswith(str(packed))
 
 
-def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, capsys: Any) -> None:
+def test_show_counts_broken_samples_and_exits_with_0(tmp_path: Path, capsys: Any) -> None:
     shard = write_tar(
         tmp_path / "x.tar", [("a", {"png": b"no", "cls": b"1"}), ("bad\udce9", {"png": picture(1)})]
     )

@@ -1,4 +1,4 @@
-"""What is damaged is found with its place, and what damage left whole is saved, byte for byte."""
+"""Damage is reported with its place, and repair saves all intact samples byte for byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import Sample, alike, picture, write_shards, write_tar
+from tests.conftest import Sample, images_with_equal_crc32, picture, write_shards, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
@@ -53,7 +53,7 @@ def packed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """The same of 12 images."""
+    """The same set with 12 images."""
     wt.pack(
         [{"__key__": f"k{i:02d}", "png": picture(i), "cls": i % 3} for i in range(12)],
         str(tmp_path / "photos"),
@@ -63,21 +63,21 @@ def photos(tmp_path: Path) -> Path:
 
 
 def shard_of(folder: Path) -> Path:
-    (found,) = folder.glob("*.tar")
-    return found
+    (actual,) = folder.glob("*.tar")
+    return actual
 
 
 def contents(folder: Path) -> dict[str, dict[str, bytes]]:
-    """What all tars of a folder hold, by Python's tarfile."""
-    found: dict[str, dict[str, bytes]] = {}
+    """Return the contents of all tars of a folder, read by Python's tarfile."""
+    actual: dict[str, dict[str, bytes]] = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
-            for one in tar:
-                key, _, name = one.name.partition(".")
-                stream = tar.extractfile(one)
+            for member in tar:
+                key, _, name = member.name.partition(".")
+                stream = tar.extractfile(member)
                 assert stream is not None
-                found.setdefault(key, {})[name] = stream.read()
-    return found
+                actual.setdefault(key, {})[name] = stream.read()
+    return actual
 
 
 def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
@@ -86,78 +86,78 @@ def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
     return bytes(damaged)
 
 
-def walked(data: bytes) -> tuple[list[FoundSample], list[Damage]]:
-    found = list(
+def scanned(data: bytes) -> tuple[list[FoundSample], list[Damage]]:
+    actual = list(
         walk_damaged(
             lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), SkippedMembers()
         )
     )
-    return [one for one in found if isinstance(one, FoundSample)], [
-        one for one in found if isinstance(one, Damage)
+    return [sample for sample in actual if isinstance(sample, FoundSample)], [
+        sample for sample in actual if isinstance(sample, Damage)
     ]
 
 
 def places(count: int, below: int, *words: str) -> list[int]:
-    """Places all over a range, the same on every machine."""
+    """Return offsets spread over a range, the same on every machine."""
     return sorted(
         set((bits(np.arange(count, dtype=np.uint64), *words) % np.uint64(below)).tolist())
     )
 
 
-# --- the walk --------------------------------------------------------------------------------------------------------
+# --- the scan ---
 
 
-def test_a_sound_shard_is_walked_as_a_reader_walks_it(packed: Path) -> None:
+def test_an_intact_shard_is_scanned_as_a_reader_reads_it(packed: Path) -> None:
     data = shard_of(packed).read_bytes()
-    found, damages = walked(data)
+    samples, damages = scanned(data)
     assert not damages
-    assert [(f.key, f.start, f.stop, f.fields) for f in found] == list(
+    assert [(f.key, f.start, f.stop, f.fields) for f in samples] == list(
         strict(lambda at, n: data[at : at + n], len(data), "x")
     )
-    assert not any(one.is_suspect for one in found)
+    assert not any(sample.is_suspect for sample in samples)
 
 
-def test_a_shard_cut_at_any_byte_is_reported_and_its_whole_samples_are_found(
+def test_a_shard_truncated_at_any_byte_is_reported_with_its_intact_samples(
     packed: Path,
 ) -> None:
     data = shard_of(packed).read_bytes()
-    whole, _ = walked(data)
+    intact, _ = scanned(data)
     for size in [
         *range(0, len(data), 64),
         *range(1, len(data), 509),
         len(data) - 1,
-        whole[-1].stop,
-        whole[3].stop + 700,
+        intact[-1].stop,
+        intact[3].stop + 700,
     ]:
-        found, damages = walked(data[:size])
+        samples, damages = scanned(data[:size])
         assert len(damages) == 1
         assert "was cut" in damages[0].reason or "ends inside" in damages[0].reason, damages[0]
         assert damages[0].stop == size
-        inside = [one.key for one in whole if one.stop <= size]
-        assert [one.key for one in found][: len(inside)] == inside
-        assert len(found) <= len(inside) + 1
-        assert not found or found[-1].is_suspect
+        inside = [item.key for item in intact if item.stop <= size]
+        assert [sample.key for sample in samples][: len(inside)] == inside
+        assert len(samples) <= len(inside) + 1
+        assert not samples or samples[-1].is_suspect
 
 
 @pytest.mark.parametrize("gap", [1, 300, 512, 1500, 5000])
-def test_samples_behind_a_gap_are_found_wherever_they_begin(packed: Path, gap: int) -> None:
-    """Bytes were lost in the middle, so what follows does not begin at a multiple of 512."""
+def test_samples_after_a_gap_are_recovered_at_any_offset(packed: Path, gap: int) -> None:
+    """Bytes were lost in the middle, so the rest does not begin at a multiple of 512."""
     data = shard_of(packed).read_bytes()
-    whole, _ = walked(data)
-    cut = whole[4].start + 600
-    found, damages = walked(data[:cut] + data[cut + gap :])
-    keys = [one.key for one in found]
+    intact, _ = scanned(data)
+    cut = intact[4].start + 600
+    samples, damages = scanned(data[:cut] + data[cut + gap :])
+    keys = [sample.key for sample in samples]
     assert keys[:4] == [f"k{i:02d}" for i in range(4)]
-    behind = [one.key for one in whole if one.start >= cut + gap][1:]
+    behind = [item.key for item in intact if item.start >= cut + gap][1:]
     assert keys[-len(behind) :] == behind
     assert damages
-    assert {one.key for one in found if one.is_suspect} <= {"k04", *keys[4:7]}
+    assert {sample.key for sample in samples if sample.is_suspect} <= {"k04", *keys[4:7]}
 
 
 def test_concatenated_tars_are_reported_with_the_offset(packed: Path) -> None:
     data = shard_of(packed).read_bytes()
-    found, (damage,) = walked(data + data)
-    assert len(found) == 24
+    actual, (damage,) = scanned(data + data)
+    assert len(actual) == 24
     assert damage.is_join
     assert (damage.start, damage.stop) == (len(data) - 1024, len(data))
     assert "several tars in one" in damage.reason
@@ -180,12 +180,12 @@ def test_concatenated_tars_are_reported_with_the_offset(packed: Path) -> None:
     ],
 )
 def test_every_kind_of_damage_is_named(packed: Path, make: Any, words: str) -> None:
-    _, damages = walked(make(shard_of(packed).read_bytes()))
+    _, damages = scanned(make(shard_of(packed).read_bytes()))
     assert re.search(words, damages[0].reason), damages
 
 
-def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> None:
-    """Headers that all claim what cannot be, and nothing but zeros: each byte is looked at a bounded number of times."""
+def test_hostile_shards_are_scanned_in_linear_time_with_little_memory(tmp_path: Path) -> None:
+    """Impossible sizes, and only zeros: each byte is read a bounded number of times."""
     claim = header("a.bin", 1 << 32)
     looks = 0
     for data in (
@@ -202,17 +202,17 @@ def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> No
             read += n
             return data[at : at + n]
 
-        found = list(walk_damaged(counted, len(data), lambda *_: (0, 0), SkippedMembers()))
+        scan = list(walk_damaged(counted, len(data), lambda *_: (0, 0), SkippedMembers()))
         assert read < 5 * len(data) + (4 << 20)
-        assert sum(isinstance(one, Damage) for one in found) <= 1
-        looks += len(found)
+        assert sum(isinstance(item, Damage) for item in scan) <= 1
+        looks += len(scan)
     assert looks
 
 
-# --- verify: one shard -----------------------------------------------------------------------------------------------
+# --- verify: one shard ---
 
 
-def test_every_flipped_byte_and_every_cut_is_found_with_an_index(packed: Path) -> None:
+def test_every_flipped_byte_and_truncation_is_reported_with_an_index(packed: Path) -> None:
     path = shard_of(packed)
     data = path.read_bytes()
     for at in places(150, len(data), "flip"):
@@ -225,17 +225,17 @@ def test_every_flipped_byte_and_every_cut_is_found_with_an_index(packed: Path) -
     assert wt.verify(packed).ok
 
 
-def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path) -> None:
+def test_an_intact_set_passes_and_damage_is_reported_with_its_place(shards: Path) -> None:
     wt.index(shards)
     assert wt.verify(shards).ok
-    found = wt.verify(f"{shards}/part-*.tar")
-    assert (found.ok, found.shards, found.samples) == (True, 3, 21)
+    report = wt.verify(f"{shards}/part-*.tar")
+    assert (report.ok, report.shards, report.samples) == (True, 3, 21)
     os.truncate(shards / "part-002.tar", 100)
     findings = wt.verify(shards).findings
     assert any("part-002.tar has 100 bytes, its index says" in str(finding) for finding in findings)
 
 
-def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
+def test_one_changed_byte_is_reported_with_key_field_and_offset(tmp_path: Path) -> None:
     from wdstrain.conversion.options import Options
     from wdstrain.conversion.runner import convert
     from wdstrain.conversion.sources.folder import list_folder
@@ -255,7 +255,7 @@ def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> 
     assert findings[0][:4] == (str(path), index.key(2), name, offset)
 
 
-def test_other_samples_than_indexed_are_found(shards: Path) -> None:
+def test_samples_that_differ_from_the_index_are_reported(shards: Path) -> None:
     wt.index(shards)
     data = bytearray((shards / "part-000.tar").read_bytes())
     at = data.find(b"s000003.cls")
@@ -269,73 +269,73 @@ def test_other_samples_than_indexed_are_found(shards: Path) -> None:
     assert "holds other samples than its index says" in str(findings[0])
 
 
-def test_a_tar_beside_the_index_that_does_not_list_it_is_found(shards: Path) -> None:
+def test_a_tar_missing_from_the_index_is_reported(shards: Path) -> None:
     wt.index(shards)
     write_tar(shards / "stray.tar", [("k", {"txt": b"1"})])
     assert "stray.tar lies beside the index" in str(wt.verify(shards).findings[0])
 
 
-def test_a_finding_is_a_sentence_and_an_object(packed: Path, capsys: Any) -> None:
+def test_a_finding_has_a_text_and_a_json_form(packed: Path, capsys: Any) -> None:
     path = shard_of(packed)
     path.write_bytes(flipped(path.read_bytes(), 512))
-    (found,) = wt.verify(packed).findings
-    assert isinstance(found, Finding)
+    (finding,) = wt.verify(packed).findings
+    assert isinstance(finding, Finding)
     assert (
-        str(found)
-        == found.sentence
+        str(finding)
+        == finding.sentence
         == f"{path}: 'k00', field 'bin' at offset 512: the bytes are not those that were packed."
     )
     assert main(["verify", str(packed), "--json"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)["findings"]
-    assert told == {**found._asdict(), "sentence": found.sentence}
+    (document,) = json.loads(capsys.readouterr().out)["findings"]
+    assert document == {**finding._asdict(), "sentence": finding.sentence}
 
 
-def test_a_shard_is_read_once_also_where_it_is_far_away(packed: Path) -> None:
+def test_a_remote_shard_is_read_once(packed: Path) -> None:
     with serving(packed) as server:
         assert wt.verify(f"{server.url}/index.json").ok
-        asked = [path for path, _ in server.requests if path.endswith(".tar")]
-    assert len(asked) == 1
+        requested = [path for path, _ in server.requests if path.endswith(".tar")]
+    assert len(requested) == 1
 
 
-def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
+def test_any_number_of_threads_reports_the_same_findings(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [7, 13, 9, 4])
     wt.index(folder)
     for number in (0, 2):
         path = folder / f"part-{number:03d}.tar"
         path.write_bytes(flipped(path.read_bytes(), 1024))
-    found = [wt.verify(folder, num_workers=jobs) for jobs in (1, 2, 7)]
-    assert [one.shard for one in found[0].findings] == [
+    reports = [wt.verify(folder, num_workers=jobs) for jobs in (1, 2, 7)]
+    assert [finding.shard for finding in reports[0].findings] == [
         str(folder / "part-000.tar"),
         str(folder / "part-002.tar"),
     ]
-    assert found[0] == found[1] == found[2]
+    assert reports[0] == reports[1] == reports[2]
 
 
-def test_a_shard_of_the_index_that_is_missing_is_found_and_the_others_are_read(
+def test_a_missing_shard_is_reported_and_the_others_are_verified(
     shards: Path,
 ) -> None:
     wt.index(shards)
     (shards / "part-001.tar").unlink()
-    found = wt.verify(shards)
-    assert [str(one) for one in found.findings] == [
+    report = wt.verify(shards)
+    assert [str(finding) for finding in report.findings] == [
         f"{shards}/part-001.tar cannot be opened: No such file or directory."
     ]
-    assert (found.shards, found.samples) == (3, 8)
+    assert (report.shards, report.samples) == (3, 8)
 
 
 def test_shards_without_checksums_are_counted(shards: Path, packed: Path) -> None:
     assert wt.verify(shards).unindexed == 3
     wt.index(shards)
-    assert wt.verify(shards).unindexed == 3  # a walk over headers knows none
+    assert wt.verify(shards).unindexed == 3  # a scan of headers has no checksums
     assert wt.verify(packed).unindexed == 0
 
 
-def test_every_key_that_comes_back_and_every_second_member_is_found(tmp_path: Path) -> None:
+def test_repeated_keys_and_members_are_reported(tmp_path: Path) -> None:
     names = ["a.jpg", "b.jpg", "a.cls", "b.cls", "c.jpg", "c.jpg", "c.cls", "a.txt"]
     data = b"".join(member(name, b"x") for name in names) + END
     (tmp_path / "x.tar").write_bytes(data)
-    found = wt.verify(tmp_path / "x.tar").findings
-    assert [(one.key, one.field, one.offset) for one in found] == [
+    findings = wt.verify(tmp_path / "x.tar").findings
+    assert [(sample.key, sample.field, sample.offset) for sample in findings] == [
         ("c", "jpg", 5 * 1024 + 512),
         ("a", "", 2 * 1024),
         ("b", "", 3 * 1024),
@@ -343,10 +343,10 @@ def test_every_key_that_comes_back_and_every_second_member_is_found(tmp_path: Pa
     ]
 
 
-# --- verify: the whole set -------------------------------------------------------------------------------------------
+# --- verify: the complete set ---
 
 
-def test_a_field_that_nearly_all_have_is_missed_and_one_that_some_have_is_counted(
+def test_a_missing_common_field_is_reported_and_a_rare_field_is_counted(
     tmp_path: Path,
 ) -> None:
     samples: list[Sample] = [
@@ -356,81 +356,81 @@ def test_a_field_that_nearly_all_have_is_missed_and_one_that_some_have_is_counte
         samples[i][1]["txt"] = b"t"
     del samples[77][1]["cls"]
     write_tar(tmp_path / "a.tar", samples)
-    found = wt.verify(tmp_path)
-    assert [(one.key, one.reason) for one in found.findings] == [
+    report = wt.verify(tmp_path)
+    assert [(finding.key, finding.reason) for finding in report.findings] == [
         ("k077", "it has no cls, which 199 of 200 samples have")
     ]
-    assert found.fields == {"cls": 199, "jpg": 100, "png": 100, "txt": 60}
+    assert report.fields == {"cls": 199, "jpg": 100, "png": 100, "txt": 60}
     needed = wt.verify(tmp_path, need="jpg;png,cls").findings
-    assert [one.key for one in needed] == ["k077"]
+    assert [item.key for item in needed] == ["k077"]
     assert len(wt.verify(tmp_path, need=["txt"]).findings) == 140
 
 
-def test_a_shard_whose_samples_all_lack_a_field_says_so_a_hundred_times_and_then_how_many(
+def test_findings_of_a_missing_field_are_limited_to_a_hundred_per_shard(
     tmp_path: Path,
 ) -> None:
     write_tar(tmp_path / "a.tar", [(f"k{i:03d}", {"txt": b"t"}) for i in range(130)])
-    found = wt.verify(tmp_path, need="cls").findings
-    assert len([one for one in found if one.key]) == 100
-    assert str(found[-1]) == f"{tmp_path}/a.tar holds 30 more samples that have no cls."
+    findings = wt.verify(tmp_path, need="cls").findings
+    assert len([sample for sample in findings if sample.key]) == 100
+    assert str(findings[-1]) == f"{tmp_path}/a.tar holds 30 more samples that have no cls."
 
 
-def test_a_label_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+def test_a_missing_label_of_the_index_is_reported(tmp_path: Path) -> None:
     wt.pack(
         [{"__key__": f"k{i}", "txt": "t", **({"cls": i % 2} if i else {})} for i in range(5)],
         str(tmp_path / "s"),
         classes=["a", "b"],
     )
-    reasons = [one.reason for one in wt.verify(tmp_path / "s").findings]
+    reasons = [finding.reason for finding in wt.verify(tmp_path / "s").findings]
     assert reasons == ["it has no cls"]
 
 
-def test_empty_pictures_and_labels_are_found(tmp_path: Path) -> None:
+def test_empty_images_and_labels_are_reported(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar", [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})]
     )
-    found = wt.verify(tmp_path).findings
-    assert [(one.key, one.field, one.reason) for one in found] == [
+    findings = wt.verify(tmp_path).findings
+    assert [(sample.key, sample.field, sample.reason) for sample in findings] == [
         ("a", "jpg", "it has 0 bytes"),
         ("b", "cls", "it has 0 bytes"),
     ]
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None:
+def test_an_image_in_two_splits_is_reported(tmp_path: Path, indexed: bool) -> None:
     mask = picture(50)
     names = {"train": [0, 1, 2, 2], "val": [3, 1, 4, 2], "test": [5, 6]}
     for split, numbers in names.items():
         samples = [
-            (f"{split}{n}", {"png": picture(one), "mask.png": mask, "cls": b"0"})
-            for n, one in enumerate(numbers)
+            (f"{split}{n}", {"png": picture(finding), "mask.png": mask, "cls": b"0"})
+            for n, finding in enumerate(numbers)
         ]
         write_tar(tmp_path / f"{split}-000000.tar", samples)  # type: ignore[arg-type]
     if indexed:
         wt.index(tmp_path)
-    found = wt.verify(tmp_path)
-    (one,) = found.findings
-    assert not found.ok
-    assert (one.shard, one.key) == (f"{tmp_path}/val-000000.tar", "val1")
-    assert one.reason == (
+    report = wt.verify(tmp_path)
+    (finding,) = report.findings
+    assert not report.ok
+    assert (finding.shard, finding.key) == (f"{tmp_path}/val-000000.tar", "val1")
+    assert finding.reason == (
         f"its image is also in split 'train': key 'train1' in {tmp_path}/train-000000.tar; so are 1 more images of 'val'"
     )
     assert wt.verify(tmp_path / "train-000000.tar").ok
 
 
-def test_pictures_of_one_size_and_crc32_are_not_the_same_picture(tmp_path: Path) -> None:
-    mine, other = alike()
+def test_different_images_with_equal_size_and_crc32_are_not_reported(tmp_path: Path) -> None:
+    first, second = images_with_equal_crc32()
     write_tar(
         tmp_path / "train-000000.tar",
-        [("a", {"png": mine, "cls": b"0"}), ("b", {"png": other, "cls": b"0"})],
+        [("a", {"png": first, "cls": b"0"}), ("b", {"png": second, "cls": b"0"})],
     )
-    write_tar(tmp_path / "val-000000.tar", [("a", {"png": other, "cls": b"0"})])
+    write_tar(tmp_path / "val-000000.tar", [("a", {"png": second, "cls": b"0"})])
     findings = wt.verify(tmp_path).findings
-    assert [one.key for one in findings] == ["a"]
+    assert [finding.key for finding in findings] == ["a"]
     assert "its image is also in split 'train': key 'b' in" in findings[0].reason
 
 
-def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(
+def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_counted(
     tmp_path: Path,
 ) -> None:
     write_tar(
@@ -438,11 +438,11 @@ def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counte
         [("k0", {"txt": b"a", "cls": b"1"}), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})],
     )
     write_tar(tmp_path / "b.tar", [("k1", {"txt": b"other"}), ("k0", {"cls": b"1", "txt": b"a"})])
-    found = wt.verify(tmp_path)
-    (twin,) = found.findings
+    report = wt.verify(tmp_path)
+    (twin,) = report.findings
     assert (twin.shard, twin.key, twin.offset) == (str(tmp_path / "b.tar"), "k0", 1024)
     assert f"is in {tmp_path / 'a.tar'} at offset 0" in twin.reason
-    assert found.repeated == 1
+    assert report.repeated == 1
 
 
 def test_a_jpeg_that_is_followed_by_another_image_is_intact(
@@ -451,20 +451,20 @@ def test_a_jpeg_that_is_followed_by_another_image_is_intact(
     """Multi-picture files (MPO) hold several JPEGs. Only the first is decoded."""
     first, second = (picture(n, size=(160, 120), kind="JPEG") for n in (1, 2))
     multiple = io.BytesIO()
-    images = [Image.open(io.BytesIO(one)) for one in (first, second)]
+    images = [Image.open(io.BytesIO(item)) for item in (first, second)]
     images[0].save(multiple, "MPO", save_all=True, append_images=images[1:])
     real = (data("difficult") / "sugarshack.mpo").read_bytes()
-    whole = {"a": first + second, "b": multiple.getvalue(), "c": first + second[:-99], "d": real}
-    write_tar(tmp_path / "whole.tar", [(key, {"jpg": one}) for key, one in whole.items()])
+    intact = {"a": first + second, "b": multiple.getvalue(), "c": first + second[:-99], "d": real}
+    write_tar(tmp_path / "whole.tar", [(key, {"jpg": item}) for key, item in intact.items()])
     assert wt.verify(tmp_path / "whole.tar", decode=True).findings == []
     only_headers = (data("difficult") / "ultrahdr.jpg").read_bytes()  # ends where its pixels begin
     cut = {"a": only_headers, "b": real[: len(real) // 4], "c": first[:-99] + second}
-    write_tar(tmp_path / "cut.tar", [(key, {"jpg": one}) for key, one in cut.items()])
-    found = wt.verify(tmp_path / "cut.tar", decode=True).findings
-    assert [one.key for one in found] == ["a", "b", "c"]
+    write_tar(tmp_path / "cut.tar", [(key, {"jpg": item}) for key, item in cut.items()])
+    findings = wt.verify(tmp_path / "cut.tar", decode=True).findings
+    assert [sample.key for sample in findings] == ["a", "b", "c"]
 
 
-def test_decoding_finds_intact_bytes_that_are_not_an_image(tmp_path: Path) -> None:
+def test_decoding_reports_intact_bytes_that_are_not_an_image(tmp_path: Path) -> None:
     good = picture(1)
     arrays = io.BytesIO()
     np.save(arrays, np.array([{"code": 1}], dtype=object), allow_pickle=True)
@@ -483,26 +483,28 @@ def test_decoding_finds_intact_bytes_that_are_not_an_image(tmp_path: Path) -> No
     ]
     write_tar(tmp_path / "a.tar", samples)
     assert wt.verify(tmp_path).ok
-    found = wt.verify(tmp_path, decode=True)
-    assert {one.field for one in found.findings} == {"png", "json", "txt", "cls", "npy"}
-    assert {one.key for one in found.findings} == {"b"}
-    assert any("allow_pickle=False" in one.reason for one in found.findings)
-    assert found.not_decoded == {"bin": 1}
-    assert found.decoded["png"] == 2
+    report = wt.verify(tmp_path, decode=True)
+    assert {finding.field for finding in report.findings} == {"png", "json", "txt", "cls", "npy"}
+    assert {finding.key for finding in report.findings} == {"b"}
+    assert any("allow_pickle=False" in finding.reason for finding in report.findings)
+    assert report.not_decoded == {"bin": 1}
+    assert report.decoded["png"] == 2
 
 
-def test_a_label_that_is_no_class_of_the_index_is_found_when_decoding(photos: Path) -> None:
+def test_decoding_reports_labels_that_are_not_classes_of_the_index(photos: Path) -> None:
     document = json.loads((photos / "index.json").read_text())
     document["wdstrain"]["labels"] = [
         {"name": "class", "kind": "class", "field": "cls", "column": None, "classes": ["a", "b"]}
     ]
     (photos / "index.json").write_text(json.dumps(document))
-    found = wt.verify(photos, decode=True).findings
-    assert [one.key for one in found] == ["k02", "k05", "k08", "k11"]
-    assert "not a class" in found[0].reason
+    findings = wt.verify(photos, decode=True).findings
+    assert [sample.key for sample in findings] == ["k02", "k05", "k08", "k11"]
+    assert "not a class" in findings[0].reason
 
 
-def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsys: Any) -> None:
+def test_many_findings_are_grouped_by_kind_and_complete_in_json(
+    tmp_path: Path, capsys: Any
+) -> None:
     write_tar(
         tmp_path / "a.tar", [(f"k{i}", {"png": b"no picture", "json": b"{"}) for i in range(30)]
     )
@@ -515,7 +517,7 @@ def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsy
     assert len(json.loads(capsys.readouterr().out)["findings"]) == 60
 
 
-def test_wrong_wishes_are_wrong_usage(shards: Path, capsys: Any) -> None:
+def test_invalid_options_of_verify_are_wrong_usage(shards: Path, capsys: Any) -> None:
     assert main(["verify", str(shards), "--num-workers", "0"]) == 2
     assert main(["verify", str(shards), "--need", "jpg,,cls"]) == 2
     assert main(["repair", str(shards), "-o", str(shards)]) == 2
@@ -523,15 +525,15 @@ def test_wrong_wishes_are_wrong_usage(shards: Path, capsys: Any) -> None:
 
 
 def test_progress_is_reported_in_bytes(packed: Path) -> None:
-    told: list[tuple[int, int | None]] = []
-    wt.verify(packed, progress=lambda so_far, total: told.append((so_far.bytes, total)))
+    reported: list[tuple[int, int | None]] = []
+    wt.verify(packed, progress=lambda so_far, total: reported.append((so_far.bytes, total)))
     size = shard_of(packed).stat().st_size
-    assert told[-1] == (size, size)
+    assert reported[-1] == (size, size)
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_an_interruption_ends_what_is_under_way(tmp_path: Path, decode: bool) -> None:
-    """A shard that would take many seconds, of holes that take no room on the disk."""
+def test_an_interrupt_ends_a_running_verification(tmp_path: Path, decode: bool) -> None:
+    """A sparse shard that takes many seconds to read and no disk space."""
     size = (1 << 35) + 2048
     with open(tmp_path / "a.tar", "wb") as file:
         file.write(header("big.bin", 1 << 35))
@@ -548,62 +550,62 @@ def test_an_interruption_ends_what_is_under_way(tmp_path: Path, decode: bool) ->
     with pytest.raises(KeyboardInterrupt):
         wt.verify(tmp_path, num_workers=3, decode=decode, progress=interrupt)
     assert 0 < read < size
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("wdstrain")]
+    assert not [item.name for item in threading.enumerate() if item.name.startswith("wdstrain")]
 
 
-# --- repair ----------------------------------------------------------------------------------------------------------
+# --- repair ---
 
 
-def test_with_an_index_all_that_damage_did_not_touch_is_saved(packed: Path, tmp_path: Path) -> None:
+def test_with_an_index_all_undamaged_samples_are_saved(packed: Path, tmp_path: Path) -> None:
     path = shard_of(packed)
-    data, whole = path.read_bytes(), contents(packed)
-    found, _ = walked(data)
-    spans = {one.key: [(at, at + size) for _, at, size in one.fields] for one in found}
+    data, intact = path.read_bytes(), contents(packed)
+    samples, _ = scanned(data)
+    spans = {sample.key: [(at, at + size) for _, at, size in sample.fields] for sample in samples}
     out = tmp_path / "out"
     for at in places(50, len(data), "flip"):
         path.write_bytes(flipped(data, at))
         check(
             packed,
             out,
-            whole,
+            intact,
             {key for key, of in spans.items() if any(a <= at < b for a, b in of)},
         )
     for size in places(25, len(data), "cut"):
         path.write_bytes(data[:size])
         check(
-            packed, out, whole, {key for key, of in spans.items() if any(b > size for _, b in of)}
+            packed, out, intact, {key for key, of in spans.items() if any(b > size for _, b in of)}
         )
     for at in places(10, len(data) - 4000, "gap"):
         path.write_bytes(data[:at] + data[at + 777 :])
         touched = {key for key, of in spans.items() if any(a < at + 777 and b > at for a, b in of)}
-        check(packed, out, whole, touched)
+        check(packed, out, intact, touched)
 
 
-def check(folder: Path, out: Path, whole: dict[str, dict[str, bytes]], touched: set[str]) -> None:
-    """All but what was touched is saved byte for byte, what was is named, and the new set is sound."""
-    if touched == set(whole):
+def check(folder: Path, out: Path, intact: dict[str, dict[str, bytes]], touched: set[str]) -> None:
+    """Check that untouched samples are saved, touched ones named, and the new set is intact."""
+    if touched == set(intact):
         with pytest.raises(wt.ShardError, match="none of 1 shards holds an intact sample"):
             wt.repair(folder, out, overwrite=True)
         return
     done = wt.repair(folder, out, overwrite=True)
     saved = contents(out)
-    assert saved == {key: fields for key, fields in whole.items() if key not in touched}
-    assert {one.key for one in done.findings} == touched
+    assert saved == {key: fields for key, fields in intact.items() if key not in touched}
+    assert {finding.key for finding in done.findings} == touched
     assert (done.samples, done.lost, done.ok) == (
-        len(whole) - len(touched),
+        len(intact) - len(touched),
         len(touched),
         not touched,
     )
     assert wt.verify(out).ok
 
 
-def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(
+def test_without_an_index_only_neighbors_of_the_damage_are_lost(
     packed: Path, tmp_path: Path
 ) -> None:
-    whole, data = contents(packed), shard_of(packed).read_bytes()
-    found, _ = walked(data)
-    keys = [one.key for one in found]
-    heads = [at - 512 for one in found for _, at, _ in one.fields]
+    intact, data = contents(packed), shard_of(packed).read_bytes()
+    samples, _ = scanned(data)
+    keys = [sample.key for sample in samples]
+    heads = [at - 512 for sample in samples for _, at, _ in sample.fields]
     path, out = tmp_path / "foreign" / "x.tar", tmp_path / "out"
     path.parent.mkdir()
     damaged = [
@@ -618,12 +620,15 @@ def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(
         path.write_bytes(bad)
         done = wt.repair(path, out, overwrite=True)
         saved = contents(out)
-        assert all(whole[key] == fields for key, fields in saved.items())
-        hit = [i for i, one in enumerate(found) if one.start < stop and one.stop > start]
+        assert all(intact[key] == fields for key, fields in saved.items())
+        hit = [i for i, sample in enumerate(samples) if sample.start < stop and sample.stop > start]
         near = {keys[i] for h in hit for i in (h - 1, h, h + 1) if 0 <= i < len(keys)}
         assert set(keys) - set(saved) <= near
         assert not done.ok
-        assert any("hold no sample" in str(one) or "was cut" in str(one) for one in done.findings)
+        assert any(
+            "hold no sample" in str(finding) or "was cut" in str(finding)
+            for finding in done.findings
+        )
         assert wt.verify(out).ok
 
 
@@ -652,19 +657,19 @@ def test_a_repaired_set_has_labels_and_splits_and_trains(photos: Path, tmp_path:
     assert len(keys) == len(set(keys)) > 0
 
 
-def test_members_of_a_sample_that_lie_apart_come_together(tmp_path: Path) -> None:
+def test_separated_members_of_a_sample_are_joined(tmp_path: Path) -> None:
     names = ["a.jpg", "b.jpg", "a.cls", "b.cls", "a.jpg"]
     (tmp_path / "x.tar").write_bytes(b"".join(member(name, name.encode()) for name in names) + END)
     done = wt.repair(tmp_path / "x.tar", tmp_path / "out")
     assert contents(tmp_path / "out") == {
         key: {"jpg": f"{key}.jpg".encode(), "cls": f"{key}.cls".encode()} for key in "ab"
     }
-    assert [str(one) for one in done.findings] == [
+    assert [str(finding) for finding in done.findings] == [
         f"{tmp_path}/x.tar: 'a', the sample at offset 4096: its key came before, at offset 0."
     ]
 
 
-def test_repair_leaves_out_what_cannot_be_decoded_when_asked(tmp_path: Path) -> None:
+def test_repair_with_decode_skips_undecodable_samples(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", [("a", {"png": picture(1)}), ("b", {"png": picture(2)[:-40]})])
     assert wt.repair(tmp_path / "x.tar", tmp_path / "all").samples == 2
     done = wt.repair(tmp_path / "x.tar", tmp_path / "decoded", decode=True)
@@ -673,16 +678,16 @@ def test_repair_leaves_out_what_cannot_be_decoded_when_asked(tmp_path: Path) -> 
     assert wt.verify(tmp_path / "decoded", decode=True).ok
 
 
-def test_an_index_without_checksums_names_what_is_lost(shards: Path, tmp_path: Path) -> None:
+def test_an_index_without_checksums_names_the_lost_samples(shards: Path, tmp_path: Path) -> None:
     wt.index(shards)
     path = shards / "part-001.tar"
     path.write_bytes(flipped(path.read_bytes(), 4 * 2048 + 5))
     done = wt.repair(shards, tmp_path / "out")
-    assert [one.key for one in done.findings] == ["s000011"]
+    assert [finding.key for finding in done.findings] == ["s000011"]
     assert (done.samples, done.lost) == (20, 1)
 
 
-def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(
+def test_a_missing_shard_is_reported_with_its_number_of_samples(
     shards: Path, tmp_path: Path
 ) -> None:
     wt.index(shards)
@@ -692,15 +697,15 @@ def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(
     assert "its 13 samples are lost" in str(done.findings[0])
 
 
-def test_a_damaged_index_does_not_stop_a_repair(packed: Path, tmp_path: Path) -> None:
-    whole = contents(packed)
+def test_shards_with_a_damaged_index_can_be_repaired(packed: Path, tmp_path: Path) -> None:
+    intact = contents(packed)
     os.truncate(packed / "index.arrow", 100)
     done = wt.repair(packed, tmp_path / "out")
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == intact
     assert "repaired without an index" in done.notes[0]
 
 
-def test_shards_of_a_server_are_repaired_here(packed: Path, tmp_path: Path) -> None:
+def test_shards_on_a_server_are_repaired_locally(packed: Path, tmp_path: Path) -> None:
     path = shard_of(packed)
     path.write_bytes(flipped(path.read_bytes(), 600))
     with serving(packed) as server:
@@ -709,7 +714,7 @@ def test_shards_of_a_server_are_repaired_here(packed: Path, tmp_path: Path) -> N
     assert wt.verify(tmp_path / "out").ok
 
 
-def test_repair_tells_by_shard_what_was_lost_and_its_status(
+def test_repair_reports_losses_by_shard_and_exits_with_their_status(
     packed: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out, path = tmp_path / "out", shard_of(packed)
@@ -729,7 +734,7 @@ def test_repair_tells_by_shard_what_was_lost_and_its_status(
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """A file beyond 8 KB is refused, as on a full disk."""
+    """Files beyond 8 KB are refused, as on a full disk."""
     limits, old = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
@@ -740,13 +745,13 @@ def small_disk() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, old)
 
 
-def test_a_full_disk_leaves_nothing(packed: Path, tmp_path: Path, small_disk: None) -> None:
+def test_a_full_disk_leaves_no_files(packed: Path, tmp_path: Path, small_disk: None) -> None:
     with pytest.raises(StorageError, match="cannot be written: File too large"):
         wt.repair(packed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_two_shards_of_one_name_are_not_repaired_into_one_folder(
+def test_two_shards_with_equal_names_are_not_repaired_into_one_folder(
     shards: Path, tmp_path: Path
 ) -> None:
     write_shards(tmp_path / "other", [3])
@@ -768,20 +773,20 @@ def test_a_read_error_is_not_reported_as_a_write_error(
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(shard_of(packed), bare)
-    said = "cannot be read at offset [0-9]+: Input/output error"
+    message = "cannot be read at offset [0-9]+: Input/output error"
     for urls in (packed, bare):
-        with pytest.raises(wt.WdstrainError, match=said):
+        with pytest.raises(wt.WdstrainError, match=message):
             wt.convert_tars(str(urls), str(tmp_path / "again"))
-        with pytest.raises(wt.WdstrainError, match=said):
+        with pytest.raises(wt.WdstrainError, match=message):
             wt.repair(urls, tmp_path / "repaired")
         (finding,) = wt.verify(urls).findings
-        assert re.search(said, finding.sentence)
-    with pytest.raises(StorageError, match=said):
+        assert re.search(message, finding.sentence)
+    with pytest.raises(StorageError, match=message):
         wt.Loader(bare, batch_size=4)
 
 
-def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Path) -> None:
-    """Each label is told by its first sample and a count; a loader delivers such numbers, so a repair keeps them."""
+def test_non_finite_targets_are_one_finding_per_shard(tmp_path: Path) -> None:
+    """A finding has the first sample of each label and a count. Repair keeps such numbers."""
     texts = ["1.5", "nan", "inf", "2", "-inf", "NaN"]
     samples = [
         {"__key__": f"k{n}", "y": texts[n % 6], "json": b'{"z": NaN}' if n == 3 else b'{"z": 1}'}
@@ -790,9 +795,10 @@ def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Pat
     labels = [wt.Label("y", "number", "y"), wt.Label("z", "number", "json", "z")]
     wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, max_shard_samples=6)
     assert wt.verify(tmp_path / "set").ok
-    found = wt.verify(tmp_path / "set", decode=True)
+    report = wt.verify(tmp_path / "set", decode=True)
     assert [
-        (os.path.basename(one.shard), one.key, one.field, one.reason) for one in found.findings
+        (os.path.basename(finding.shard), finding.key, finding.field, finding.reason)
+        for finding in report.findings
     ] == [
         (
             "train-000000.tar",
@@ -811,8 +817,8 @@ def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Pat
     assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0
 
 
-def test_columns_are_compared_with_the_bytes_they_came_from(tmp_path: Path) -> None:
-    """Also where columns have another type in one shard than in the set, and where values are missing."""
+def test_columns_are_compared_with_the_bytes_of_their_fields(tmp_path: Path) -> None:
+    """Columns may have another type in one shard than in the set, and missing values."""
     samples = [
         {
             "__key__": f"k{n:02d}",
@@ -847,13 +853,13 @@ def test_columns_are_compared_with_the_bytes_they_came_from(tmp_path: Path) -> N
             assert file.read(1) != data
             file.seek(offset)
             file.write(data)
-    found = wt.verify(str(out))
-    assert {(one.key, one.field) for one in found.findings} == set(changed)
-    assert all("not those that were packed" in one.reason for one in found.findings)
+    report = wt.verify(str(out))
+    assert {(finding.key, finding.field) for finding in report.findings} == set(changed)
+    assert all("not those that were packed" in finding.reason for finding in report.findings)
 
 
-def test_a_column_that_says_something_else_is_a_finding(tmp_path: Path) -> None:
-    """The shards have no checksums, so only the columns tell that labels were changed."""
+def test_a_column_that_differs_from_its_field_is_reported(tmp_path: Path) -> None:
+    """The shards have no checksums, so only the columns show that labels were changed."""
     for number in range(3):
         write_tar(
             tmp_path / f"s-{number}.tar",
@@ -865,18 +871,20 @@ def test_a_column_that_says_something_else_is_a_finding(tmp_path: Path) -> None:
     with open(tmp_path / "s-1.tar", "r+b") as file:
         file.seek(offset)
         file.write(b"4")
-    found = wt.verify(str(tmp_path))
-    assert [(one.key, one.field, one.offset) for one in found.findings] == [("k12", "cls", offset)]
-    assert "the index has 'c' in its column label, the shard 'e'" in found.findings[0].reason
+    report = wt.verify(str(tmp_path))
+    assert [(finding.key, finding.field, finding.offset) for finding in report.findings] == [
+        ("k12", "cls", offset)
+    ]
+    assert "the index has 'c' in its column label, the shard 'e'" in report.findings[0].reason
     wt.index(str(tmp_path), label="cls", classes=list("abcde"))
     assert wt.verify(str(tmp_path)).ok
 
 
-# --- groups of a split -----------------------------------------------------------------------------------------------
+# --- groups of a split ---
 
 
 def table_of_patients(folder: Path, splits: list[str]) -> Path:
-    """A converted table of 12 images of 4 patients, whose rows are in these splits by turns."""
+    """Convert a table of 12 images of 4 patients, whose rows alternate between these splits."""
     folder.mkdir()
     rows = ["f,patient,label,part"]
     for i in range(12):
@@ -893,20 +901,20 @@ def table_of_patients(folder: Path, splits: list[str]) -> Path:
     return folder / "out"
 
 
-def test_a_group_in_two_splits_is_found(tmp_path: Path, capsys: Any) -> None:
+def test_a_group_in_two_splits_is_reported(tmp_path: Path, capsys: Any) -> None:
     out = table_of_patients(tmp_path / "a", ["train", "train", "val"])
     assert wt.verify(out).ok
-    found = wt.verify(out, group_by="patient")
-    (finding,) = found.findings
-    assert found.groups == {"patient": 4}
+    report = wt.verify(out, group_by="patient")
+    (finding,) = report.findings
+    assert report.groups == {"patient": 4}
     assert "4 groups of 'patient' are in both splits 'train' and 'val'" in finding.reason
     assert finding.key
     assert finding.shard.endswith("val-000000.tar")
     assert main(["verify", str(out), "--group-by", "patient"]) == 1
     assert "'patient'" in capsys.readouterr().err
     assert main(["verify", str(out), "--group-by", "doctor"]) == 2
-    whole = table_of_patients(tmp_path / "b", ["train"])
-    assert wt.verify(whole, group_by="patient").ok
+    one_split = table_of_patients(tmp_path / "b", ["train"])
+    assert wt.verify(one_split, group_by="patient").ok
 
 
 def test_the_groups_by_which_a_conversion_split_are_checked(tmp_path: Path) -> None:
@@ -920,13 +928,13 @@ def test_the_groups_by_which_a_conversion_split_are_checked(tmp_path: Path) -> N
         split={"train": 0.5, "val": 0.5},
         group_by="patient",
     )
-    found = wt.verify(out)
-    assert found.ok
-    assert found.groups == {"patient": 4}
+    report = wt.verify(out)
+    assert report.ok
+    assert report.groups == {"patient": 4}
     assert wt.verify(out, where="patient == 'p0'").shards == 1
 
 
-def test_only_shards_with_chosen_samples_are_read(tmp_path: Path, capsys: Any) -> None:
+def test_only_shards_with_selected_samples_are_read(tmp_path: Path, capsys: Any) -> None:
     wt.pack(
         [{"__key__": f"k{i:02d}", "json": {"age": i}} for i in range(12)],
         str(tmp_path / "set"),
