@@ -10,12 +10,13 @@ models.py         a model by name                            weights.py       we
 optim.py          optimizers, learning rate, EMA             trainer.py       epochs of training and validation
 train_step.py     one step of the optimizer                  evaluation.py    one pass without learning
 epoch_sums.py     sums and seconds of an epoch               epoch_report.py  reports of an epoch
-metrics.py        metrics of a pass                          distributed.py   the processes of a run
-fsdp.py           parameters split over processes            stop_signals.py  Ctrl-C and the signals of schedulers
+metrics.py        metrics of a pass                          head_metrics.py  metrics of each kind of head
+distributed.py    the processes of a run                     fsdp.py          parameters split over processes
+stop_signals.py   signals, and when checkpoints are due      callbacks.py     code of the user's during a run
 run_state.py      all that a checkpoint holds                checkpoint.py    atomic checkpoints
 run_dir.py        the folder of a run                        run_logger.py    writes all files of a run
 previews.py       some predictions with their images         report.py        report.html
 inference.py      predictions of a checkpoint                prediction_table.py  files of predictions
 loaded_checkpoint.py  a trained model                        export.py        models for other programs
-callbacks.py      code of the user's during a run            mask_head.py     outputs and loss of masks
+mask_head.py      outputs and loss of masks
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -58,17 +57,3 @@ class Callback:
 
     def on_train_end(self, trainer: RunningTrainer) -> None:
         """After the last epoch, or when the run ended early; not after an error."""
-
-
-class Callbacks:
-    """Several callbacks that are called in order."""
-
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        self._callbacks = tuple(callbacks)
-
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Call one method of each callback that has it."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook, None)
-            if method is not None:
-                method(*arguments)

@@ -88,11 +88,10 @@ class DistributedContext:
                 raise
             if _ENDS_WITH_RUN.get() and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[
-                :200
-            ]  # without torch's own file and line
+            line = str(error).strip().splitlines()[0]
+            cause = re.sub(r"^\[[^]]*\] ", "", line)[:200]  # without torch's own file and line
             raise WdstrainError(
-                f"rank {self.rank} of {self.size}: another process of this job ended ({first}). "
+                f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
                 f"Its own message stands above. Run the job again with resume=True."
             ) from error
 
@@ -170,12 +169,9 @@ class DistributedContext:
         """Return the most urgent wish of all processes at the step before."""
         if self.size == 1:
             return wish
-        before = self._asked
-        flag = torch.tensor([wish])
-        self._asked = (
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True),
-            flag,
-        )
+        before, flag = self._asked, torch.tensor([wish])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        self._asked = work, flag
         if before is None:
             return GO_ON
         before[0].wait()

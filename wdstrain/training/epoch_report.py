@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.errors import StorageError, WdstrainError
@@ -23,6 +24,10 @@ _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 
 _LOOK_SECONDS = 0.5  # between looks at the loss, for which a GPU is waited for
 _MOST_CLASSES = 8  # classes whose samples are counted in the first lines of a run
+_MOST_RECALLS = 100  # classes whose recalls are in the line of an epoch
+
+# (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
+Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
 
 
 def mean_loss(sums: Mapping[str, float]) -> float:
@@ -35,10 +40,34 @@ def stall_share(seconds: Mapping[str, float]) -> float:
     return (seconds["data"] + seconds["copy"]) / max(1e-9, sum(seconds.values()))
 
 
-def epoch_metrics(
+def epoch_metrics(run: RunState, passes: Passes) -> dict[str, Any]:
+    """Return the line of the epoch in metrics.jsonl. Collective.
+
+    Seconds and verdict are those of the first process.
+    """
+    state, sums = run.position, run.total_sums()
+    metrics = {"epoch": state.epoch, **_training_figures(run.task, sums, state.seconds)}
+    metrics["left_out"] = run.loader.plan(state.epoch).left_out
+    metrics["lr"] = run.optimizer.param_groups[0]["lr"]
+    metrics["verdict"] = state.verdict
+    if run.scaler.is_enabled():
+        metrics["skipped_steps"] = int(sums["skipped"])
+    if not passes:
+        return metrics
+    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
+    _add_baselines(run.task, metrics)
+    classes = {
+        name: head["classes"]
+        for name, head in passes["val"][1]["heads"].items()
+        if 0 < len(head.get("classes", ())) <= _MOST_RECALLS
+    }
+    return metrics | ({"classes": classes} if classes else {})
+
+
+def _training_figures(
     task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the figures of an epoch. sums: of all processes. seconds: by stage."""
+    """Return loss, rates and times of an epoch. sums: of all processes. seconds: by stage."""
     samples, total = sums["samples"], sum(seconds.values())
     metrics: dict[str, Any] = {
         "loss": mean_loss(sums),
@@ -56,7 +85,7 @@ def epoch_metrics(
     return metrics
 
 
-def add_baselines(task: Task, metrics: dict[str, Any]) -> None:
+def _add_baselines(task: Task, metrics: dict[str, Any]) -> None:
     """Add to metrics["val"] the squared error of predicting the training data's mean."""
     val = metrics["val"]
     for head in task.heads:
@@ -76,7 +105,17 @@ def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, f
     return f"loss {mean_loss(sums):.3f}{accuracy}, stall {stall_share(seconds):.0%}"
 
 
-def epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
+def epoch_lines(title: str, history: Sequence[Mapping[str, Any]], monitor: str) -> Iterator[str]:
+    """Yield what is shown of the last epoch: its figures, and the verdict if it is a new one."""
+    metrics = history[-1]
+    yield f"{title}: {_epoch_sentence(metrics, monitor)}"
+    if metrics.get("skipped_steps"):
+        yield f"  {metrics['skipped_steps']} steps overflowed 16 bits and were skipped"
+    if metrics["verdict"] not in [epoch["verdict"] for epoch in history[-2:-1]]:
+        yield textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  ")
+
+
+def _epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
     """Return an epoch in one line."""
     val = metrics.get("val", {})
     validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""

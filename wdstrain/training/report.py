@@ -22,7 +22,7 @@ from wdstrain.training.data import class_counts
 from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.mask_head import MaskHead, color_of
-from wdstrain.training.metrics import default_monitor, head_texts, metric_text
+from wdstrain.training.metrics import Monitor, head_texts, metric_text
 from wdstrain.training.previews import PreviewSample
 from wdstrain.training.tasks import Task
 
@@ -154,7 +154,7 @@ def _curves(task: Task, config: Config, history: History, steps: History) -> lis
     loss += _val_lines(history, epochs, "loss")
     cards = [_card("Loss", charts.lines(loss, across="epoch", log=True))]
     names = {task.metric_name(head, head.main_metric): head for head in task.heads}
-    monitor = config.monitor or default_monitor(task)
+    monitor = Monitor(config, task).name
     if monitor not in names and monitor != "loss":
         names[monitor] = task.heads[0]
     for name, head in names.items():

@@ -17,16 +17,10 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime import file_locks
 from wdstrain.storage.files import check_folder_output, write_whole
 
-CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
-    "config.toml",
-    "metrics.jsonl",
-    "steps.jsonl",
-    "report.html",
-    "tensorboard",
-    "checkpoints",
-)
+CONFIG, METRICS, STEPS = "config.toml", "metrics.jsonl", "steps.jsonl"
+REPORT, BOARD, CHECKPOINTS = "report.html", "tensorboard", "checkpoints"
+_RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
 _LOCK = ".lock"
-_RUN_FILES = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS)
 
 
 def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
@@ -120,7 +114,7 @@ class RunDir:
 
     def _clear(self) -> None:
         """Remove the files of a run, and nothing else."""
-        for name in set(os.listdir(self.folder)) & set(_RUN_FILES):
+        for name in _RUN_FILES.intersection(os.listdir(self.folder)):
             if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
                 shutil.rmtree(self.path(name))
             else:

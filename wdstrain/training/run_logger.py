@@ -21,8 +21,8 @@ from wdstrain.training.tasks import Task
 class TrainerState:
     """Position and history of a run.
 
-    step: in the epoch, of batches. seconds: of the epoch so far, by stage. lr_scale: factor on the
-    learning rate, set by callbacks. plateaus: drops of the schedule "plateau" so far.
+    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs after it.
+    lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
     """
 
     epoch: int = 0
@@ -33,6 +33,16 @@ class TrainerState:
     lr_scale: float = 1.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     verdict: str = ""
+
+    def finish_epoch(self, metrics: dict[str, Any], *, is_best: bool) -> None:
+        """Add an epoch to the history, and go to the start of the next."""
+        if is_best:
+            self.best, self.since_best = metrics.get("val"), 0
+        else:
+            self.since_best += 1
+        self.history.append(metrics)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.seconds = dict.fromkeys(STAGES, 0.0)
 
 
 class RunLogger:

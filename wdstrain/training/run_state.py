@@ -35,8 +35,7 @@ class RunState:
     """Weights, optimizer, position and sums of a run. It writes and reads checkpoints.
 
     model: trained weights. average: their moving average, if there is one. steps: of an epoch.
-    sums: of the epoch so far. saved_at: time of the last checkpoint. write_error: of the last
-    checkpoint, if it could not be written. data_error: of a loader; the weights are sound.
+    sums: of the epoch so far. write_error: of the last checkpoint, if it could not be written. data_error: of a loader; the weights are sound.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class RunState:
         self.steps = min(len(loader), config.limit_train_batches or len(loader))
         self.position = TrainerState()
         self.sums = EpochSums(self.task, setup.device)
-        self.started_at = self.saved_at = time.monotonic()
+        self.started_at = time.monotonic()
         self.write_error: StorageError | None = None
         self.data_error: WdstrainError | None = None
 
@@ -106,7 +105,6 @@ class RunState:
         A failure is reported, and kept in `write_error`.
         """
         sums = self.total_sums()
-        self.saved_at = time.monotonic()
         self.check_loss(sums["loss"])
         checkpoint = self._checkpoint(sums)  # with FSDP all processes share its tensors
         if not self.setup.distributed.leads:

@@ -1,4 +1,4 @@
-"""Signals that stop a run: Ctrl-C, and those of schedulers (SIGTERM, SIGUSR1).
+"""Signals that stop a run (Ctrl-C, SIGTERM and SIGUSR1 of schedulers), and when checkpoints are due.
 
 A signal is recorded, the step is finished, a checkpoint is written, and the run ends with the
 status of the signal. A single process that waits for data ends at once, because no step is in
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import GO_ON, SAVE, STOP, DistributedContext
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -53,9 +57,7 @@ class SignalHandler:
             yield self
         finally:
             for number, before in self._before.items():
-                if (
-                    signal.getsignal(number) == self._record
-                ):  # else other code has replaced the handler
+                if signal.getsignal(number) == self._record:  # other code may have replaced it
                     signal.signal(number, before)
 
     @contextmanager
@@ -76,3 +78,41 @@ class SignalHandler:
         if self._may_raise:
             self._may_raise = False
             raise Stopped(number)
+
+
+def raise_stopped(signals: SignalHandler, distributed: DistributedContext) -> None:
+    """Raise Stopped if any process got a signal. Collective."""
+    if distributed.agreed(STOP if signals.number else GO_ON) == STOP:
+        raise Stopped(signals.number or signal.SIGTERM)
+
+
+class CheckpointSchedule:
+    """Decides between two steps whether a checkpoint is due, by count of steps or by the clock."""
+
+    def __init__(self, config: Config, distributed: DistributedContext) -> None:
+        self._config, self._distributed = config, distributed
+        self._saved_at = time.monotonic()
+        self._is_asked = False  # by the clock; all processes write it one step later
+
+    def is_due(self, step: int, signals: SignalHandler) -> bool:
+        """Return whether to write a checkpoint. Raises Stopped after a signal. Collective."""
+        every = self._config.checkpoint_every
+        is_late = self._is_late()
+        self._is_asked = self._is_asked or is_late
+        wish = self._distributed.agreed(STOP if signals.number else SAVE if is_late else GO_ON)
+        if wish == STOP:
+            raise Stopped(signals.number or signal.SIGTERM)
+        # A count of steps is the same on all processes and needs no exchange.
+        is_counted = bool(every) and step // every > (step - self._config.accumulate) // every
+        return is_counted or wish == SAVE
+
+    def restart(self) -> None:
+        """Count the time to the next checkpoint from now on."""
+        self._saved_at, self._is_asked = time.monotonic(), False
+
+    def _is_late(self) -> bool:
+        """Return whether the clock asks for a checkpoint, and did not do so before."""
+        minutes = self._config.checkpoint_minutes
+        if not minutes or self._is_asked or not self._distributed.leads:
+            return False
+        return time.monotonic() - self._saved_at > 60 * minutes

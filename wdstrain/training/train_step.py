@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.order.rng import key
 from wdstrain.training.epoch_sums import StageTimer, StepSnapshot
-from wdstrain.training.metrics import is_maximized
-from wdstrain.training.optim import Schedule, count_plateaus, set_learning_rate
+from wdstrain.training.metrics import Monitor
+from wdstrain.training.optim import Schedule, set_learning_rate
 from wdstrain.training.run_state import RunState
 from wdstrain.training.stop_signals import SignalHandler
 from wdstrain.training.weights import set_frozen
@@ -29,7 +29,7 @@ class TrainStep:
     """Takes the steps of a run. What a step computes is a function of the position."""
 
     def __init__(
-        self, run: RunState, *, monitor: str, weights: list[Tensor | None], frozen: list[str]
+        self, run: RunState, *, monitor: Monitor, weights: list[Tensor | None], frozen: list[str]
     ) -> None:
         """weights: of the classes of each head. frozen: names of parameters that are not trained."""
         self._run, self._config, self._monitor = run, run.config, monitor
@@ -63,7 +63,7 @@ class TrainStep:
         run, state, config = self._run, self._run.position, self._config
         group = min(config.accumulate, run.steps - state.step)
         update = state.epoch * self._updates + state.step // config.accumulate
-        rate = self._schedule(update, self._plateaus()) * state.lr_scale
+        rate = self._schedule(update, self._monitor.plateaus(state.history)) * state.lr_scale
         set_learning_rate(run.optimizer, config.lr * rate)
         torch.manual_seed(key("step", config.seed, state.epoch, state.step, self._distributed.rank))
         run.optimizer.zero_grad(set_to_none=True)
@@ -138,15 +138,6 @@ class TrainStep:
         if not scaler.is_enabled():
             return None
         return scaler.scale(torch.ones((), device=self._device))
-
-    def _plateaus(self) -> int:
-        """Return how often the schedule "plateau" dropped the learning rate."""
-        if self._config.schedule != "plateau":
-            return 0
-        history = self._run.position.history
-        values = [line["val"].get(self._monitor, math.nan) for line in history]
-        maximize = is_maximized(self._monitor)
-        return count_plateaus(values, self._config.plateau_epochs, maximize=maximize)
 
 
 # --- gradient checkpointing -----------------------------------------------------------------------
