@@ -9,7 +9,7 @@ tasks.py          what is learned, from the index's labels   heads.py         ou
 models.py         a model by name                            weights.py       weights to start from
 optim.py          optimizers, learning rate, EMA             trainer.py       epochs of training and validation
 train_step.py     one step of the optimizer                  evaluation.py    one pass without learning
-epoch_sums.py     sums and seconds of an epoch               epoch_report.py  reports of an epoch
+epoch_sums.py     position, sums and seconds of an epoch     epoch_report.py  reports of an epoch
 metrics.py        metrics of a pass                          head_metrics.py  metrics of each kind of head
 distributed.py    the processes of a run                     fsdp.py          parameters split over processes
 stop_signals.py   signals, and when checkpoints are due      callbacks.py     code of the user's during a run

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wdstrain.training.config import Config
-from wdstrain.training.run_logger import TrainerState
+from wdstrain.training.epoch_sums import TrainerState
 
 
 class RunningTrainer(Protocol):

@@ -267,13 +267,13 @@ def check_known(name: str, known: Collection[str], title: str) -> None:
 @lru_cache(maxsize=1)
 def kinds() -> dict[str, tuple[type, bool]]:
     """Return (type, whether it may be None) of every option."""
-    found = {}
+    kinds_by_name = {}
     for name, hint in typing.get_type_hints(Config).items():
         members = typing.get_args(hint)
         is_optional = type(None) in members
         kind = members[0] if is_optional else hint
-        found[name] = (typing.get_origin(kind) or kind, is_optional)
-    return found
+        kinds_by_name[name] = (typing.get_origin(kind) or kind, is_optional)
+    return kinds_by_name
 
 
 _WORDS = {

@@ -147,18 +147,18 @@ class DistributedContext:
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over all processes, in a new tensor."""
-        found = values.clone()
+        total = values.clone()
         if self.size > 1:
-            dist.all_reduce(found)
-        return found
+            dist.all_reduce(total)
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, by rank. Plain values and CPU tensors."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def wait(self) -> None:
         """Wait until all processes are here."""

@@ -1,4 +1,4 @@
-"""Sums over one epoch of training: losses, samples, one value per head, and seconds of each stage.
+"""Position of a run, and sums over an epoch: losses, samples, values of heads, seconds by stage.
 
 The stages of a step: data, copy to the device, forward and backward, optimizer, other.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,36 @@ STAGES = ("data", "copy", "compute", "optimizer", "other")
 _ON_DEVICE = ("compute", "optimizer")
 
 
+@dataclass
+class TrainerState:
+    """Position and history of a run.
+
+    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs after it.
+    lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    since_best: int = 0
+    lr_scale: float = 1.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    verdict: str = ""
+
+    def finish_epoch(self, metrics: dict[str, Any], *, is_best: bool) -> None:
+        """Add an epoch to the history, and go to the start of the next."""
+        if is_best:
+            self.best, self.since_best = metrics.get("val"), 0
+        else:
+            self.since_best += 1
+        self.history.append(metrics)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+
 class EpochSums:
-    """Sums of the epoch so far on this process, in float64.
+    """Sums of the epoch so far on this process. values: of `names`, in float64.
 
     They stay on the device, so that a step does not wait for it. Names: loss, samples, overflowed
     (losses that 16 bits could not hold), skipped (steps whose gradient 16 bits could not hold), bad
@@ -32,7 +61,7 @@ class EpochSums:
         self._task = task
         heads = [f"head {head.name}" for head in task.heads if head.train_sum is not None]
         self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
-        self._values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(
@@ -54,51 +83,47 @@ class EpochSums:
             values = head.train_values(own, target)
             if values is not None:
                 sums.append(values.double().sum())
-        self._values += torch.stack(sums)
+        self.values += torch.stack(sums)
 
     def add_skipped(self, is_skipped: Tensor) -> None:
         """Count a step that was skipped. is_skipped: bool scalar on the device."""
-        self._values[self.names.index("skipped")] += is_skipped
+        self.values[self.names.index("skipped")] += is_skipped
 
     def read(self) -> dict[str, float]:
         """Return the sums of this process by name. Waits for the device."""
-        return dict(zip(self.names, self._values.tolist(), strict=True))
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
     def reduced(self, distributed: DistributedContext, bad: int) -> dict[str, float]:
         """Return the sums of all processes by name. bad: bad samples of this process's loader."""
-        values = self._values.clone()
+        values = self.values.clone()
         values[self.names.index("bad")] += bad
         return dict(zip(self.names, distributed.reduce(values).tolist(), strict=True))
 
     def load(self, sums: Mapping[str, float]) -> None:
         """Set the sums, of all processes together, on one of them."""
         values = [sums.get(name, 0.0) for name in self.names]
-        self._values.copy_(torch.tensor(values, dtype=torch.float64))
-
-    def clone(self) -> Tensor:
-        """Return the sums, for `restore`."""
-        return self._values.clone()
-
-    def restore(self, values: Tensor) -> None:
-        """Set the sums to an earlier state."""
-        self._values.copy_(values)
+        self.values.copy_(torch.tensor(values, dtype=torch.float64))
 
     def clear(self) -> None:
         """Start an epoch."""
-        self._values.zero_()
+        self.values.zero_()
 
 
 class StepSnapshot:
     """Sums and buffers (batch norms) before a step of several batches, which may be cut short."""
 
     def __init__(self, sums: EpochSums, model: nn.Module) -> None:
-        self._sums, self._buffers = sums.clone(), [buffer.clone() for buffer in model.buffers()]
+        self._sums, self._model = sums, model
+        self._copies = [tensor.clone() for tensor in self._tensors()]
 
-    def restore(self, sums: EpochSums, model: nn.Module) -> None:
-        sums.restore(self._sums)
+    def restore(self) -> None:
+        """Set sums and buffers to their earlier values."""
         with torch.no_grad():
-            for buffer, before in zip(model.buffers(), self._buffers, strict=True):
-                buffer.copy_(before)
+            for tensor, copy in zip(self._tensors(), self._copies, strict=True):
+                tensor.copy_(copy)
+
+    def _tensors(self) -> list[Tensor]:
+        return [self._sums.values, *self._model.buffers()]
 
 
 class StageTimer:
@@ -137,21 +162,23 @@ class StageTimer:
         if self._cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        whole, found = now - self._begun, self._seconds
+        whole, seconds = now - self._begun, self._seconds
         if self._cuda:
             device = dict.fromkeys(_ON_DEVICE, 0.0)
             for stage, begin, end in self._events:
                 device[stage] += begin.elapsed_time(end) / 1e3
             idle = max(0.0, whole - sum(device.values()))
-            waited = min(found["data"], idle)
+            waited = min(seconds["data"], idle)
             copy = min(waited, copied - self._copied)
-            found = {**found, **device, "data": waited - copy, "copy": copy}
+            seconds = {**seconds, **device, "data": waited - copy, "copy": copy}
         self._copied = copied
-        found["other"] = max(0.0, whole - sum(found[stage] for stage in STAGES if stage != "other"))
+        seconds["other"] = max(
+            0.0, whole - sum(seconds[stage] for stage in STAGES if stage != "other")
+        )
         self._seconds, self._events = dict.fromkeys(STAGES, 0.0), []
         self._begun = self._at = now
         self._mark()
-        return found
+        return seconds
 
     def _mark(self) -> None:
         if self._cuda:

@@ -84,15 +84,15 @@ class _Classes(HeadMetrics):
             _add_ranks(sums["ranks"], odds, _one_hot(target, head.outputs))
 
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
-        found = {"accuracy": float(sums["right"]) / max(1, samples)}
+        metrics = {"accuracy": float(sums["right"]) / max(1, samples)}
         if "top5" in sums:
-            found["top5"] = float(sums["top5"]) / max(1, samples)
+            metrics["top5"] = float(sums["top5"]) / max(1, samples)
         if "confusion" in sums:
-            found |= _matrix_metrics(sums["confusion"], binary=len(self.head.classes) == 2)
+            metrics |= _matrix_metrics(sums["confusion"], binary=len(self.head.classes) == 2)
         if "ranks" in sums:
-            found |= _rank_metrics(sums["ranks"], ("auroc",))
-        found["ece"] = _calibration_error(sums["calibration"])
-        return found
+            metrics |= _rank_metrics(sums["ranks"], ("auroc",))
+        metrics["ece"] = _calibration_error(sums["calibration"])
+        return metrics
 
     def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
         if "confusion" not in sums:
@@ -132,15 +132,15 @@ class _MultiLabel(HeadMetrics):
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
         hits, false, rest, missed = sums["counts"].unbind(1)
         total = (hits + false + rest + missed).sum().clamp(min=1)
-        found = {"accuracy": float((hits + rest).sum() / total)}
-        found["exact"] = float(sums["exact"]) / max(1, samples)
+        metrics = {"accuracy": float((hits + rest).sum() / total)}
+        metrics["exact"] = float(sums["exact"]) / max(1, samples)
         present = hits + missed > 0
         if present.any():
             f1 = 2 * hits / (2 * hits + false + missed).clamp(min=1)
-            found["f1"] = float(f1[present].mean())
-        found |= _rank_metrics(sums["ranks"], ("auroc", "mAP"))
-        found["classes_without_positives"] = float((~present).sum())
-        return found
+            metrics["f1"] = float(f1[present].mean())
+        metrics |= _rank_metrics(sums["ranks"], ("auroc", "mAP"))
+        metrics["classes_without_positives"] = float((~present).sum())
+        return metrics
 
     def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
         hits, false, _, missed = sums["counts"].unbind(1)
@@ -187,12 +187,12 @@ class _Number(HeadMetrics):
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
         count = max(1, samples)
         mean_offset = float(sums["offsets"]) / count
-        found = {"mse": float(sums["squares"]) / count, "mae": float(sums["absolutes"]) / count}
-        found["mean"] = self.head.mean + mean_offset
-        found["variance"] = max(0.0, float(sums["offset_squares"]) / count - mean_offset**2)
-        if found["variance"] > 0 and samples > 1:
-            found["r2"] = 1 - found["mse"] / found["variance"]
-        return found
+        metrics = {"mse": float(sums["squares"]) / count, "mae": float(sums["absolutes"]) / count}
+        metrics["mean"] = self.head.mean + mean_offset
+        metrics["variance"] = max(0.0, float(sums["offset_squares"]) / count - mean_offset**2)
+        if metrics["variance"] > 0 and samples > 1:
+            metrics["r2"] = 1 - metrics["mse"] / metrics["variance"]
+        return metrics
 
     def text(self, metrics: Mapping[str, float]) -> str:
         baseline = ""
@@ -224,11 +224,11 @@ class _Masks(HeadMetrics):
         if not present.any():
             return {}
         right = matrix.diagonal()
-        found = {"mIoU": float((right[present] / union[present]).mean())}
-        found["pixel_accuracy"] = float(right.sum() / matrix.sum().clamp(min=1))
-        found |= _matrix_metrics(matrix, binary=False)
-        found["classes_without_pixels"] = float((~present).sum())
-        return found
+        metrics = {"mIoU": float((right[present] / union[present]).mean())}
+        metrics["pixel_accuracy"] = float(right.sum() / matrix.sum().clamp(min=1))
+        metrics |= _matrix_metrics(matrix, binary=False)
+        metrics["classes_without_pixels"] = float((~present).sum())
+        return metrics
 
     def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
         matrix = self._matrix(sums)
@@ -345,8 +345,8 @@ def _auroc(ranks: Tensor) -> Tensor:
 def _average_precision(ranks: Tensor) -> Tensor:
     """Return the average precision of each class; NaN if no sample has it."""
     without, having = ranks.flip(2).unbind(1)  # the most certain first
-    found = having.cumsum(1)
-    precision = found / (found + without.cumsum(1)).clamp(min=1)
+    hits = having.cumsum(1)
+    precision = hits / (hits + without.cumsum(1)).clamp(min=1)
     return (having * precision).sum(1) / having.sum(1)
 
 
@@ -371,13 +371,13 @@ def _matrix_metrics(matrix: Tensor, *, binary: bool) -> dict[str, float]:
         return {}
     recall = right / true.clamp(min=1)
     f1 = 2 * right / (true + predicted).clamp(min=1)
-    found = {"balanced_accuracy": float(recall[present].mean())}
+    metrics = {"balanced_accuracy": float(recall[present].mean())}
     if not present.all():
-        found["classes_without_samples"] = float((~present).sum())
+        metrics["classes_without_samples"] = float((~present).sum())
     if not binary:
-        return found | {"f1": float(f1[present].mean())}
+        return metrics | {"f1": float(f1[present].mean())}
     precision = float(right[1] / predicted[1].clamp(min=1))
-    return found | {"precision": precision, "recall": float(recall[1]), "f1": float(f1[1])}
+    return metrics | {"precision": precision, "recall": float(recall[1]), "f1": float(f1[1])}
 
 
 def _rank_metrics(ranks: Tensor, names: Sequence[str]) -> dict[str, float]:

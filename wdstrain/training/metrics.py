@@ -16,7 +16,7 @@ from wdstrain.training.heads import BinaryHead, Head, NumberHead
 from wdstrain.training.optim import count_plateaus
 from wdstrain.training.tasks import Task
 
-MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
+_MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
 
 Reduce = Callable[[Tensor], Tensor]  # a tensor -> its sum over all processes
 
@@ -57,17 +57,17 @@ class EvalMetrics:
     def compute(self, reduce: Reduce) -> tuple[dict[str, float], dict[str, Any]]:
         """Return (metrics, details of each head) of all processes."""
         loss, samples = reduce(self._loss).tolist()
-        found: dict[str, float] = {"samples": samples, "loss": loss / max(1.0, samples)}
+        metrics: dict[str, float] = {"samples": samples, "loss": loss / max(1.0, samples)}
         details: dict[str, Any] = {}
         for part in self._parts:
             sums = {name: reduce(value) for name, value in part.sums.items()}
-            metrics = part.compute(sums, int(samples))
-            found |= {self._task.metric_name(part.head, name): v for name, v in metrics.items()}
+            for name, value in part.compute(sums, int(samples)).items():
+                metrics[self._task.metric_name(part.head, name)] = value
             if more := part.details(sums):
                 details[part.head.name] = more
         for name, metric in self._user.items():
-            found[name] = float(metric.compute())
-        return found, details
+            metrics[name] = float(metric.compute())
+        return metrics, details
 
     def _head_of(self, metric_name: str) -> int:
         """Return the position of the head that a metric of the user's is for."""
@@ -95,7 +95,7 @@ def default_monitor(task: Task) -> str:
 
 def is_maximized(name: str) -> bool:
     """Return whether more of a metric is better."""
-    return name.rpartition("/")[2] not in MINIMIZED
+    return name.rpartition("/")[2] not in _MINIMIZED
 
 
 def is_better(value: float, best: float | None, *, maximize: bool, min_delta: float = 0.0) -> bool:

@@ -176,12 +176,12 @@ def _curves(task: Task, config: Config, history: History, steps: History) -> lis
 
 def _val_lines(history: History, epochs: list[float], name: str) -> list[Line]:
     """Return the curves of a metric of validation: with averaged weights, and without."""
-    found = []
+    lines = []
     for key, title in (("val", "validation"), ("val_raw", "validation without averaging")):
         values = [line.get(key, {}).get(name, float("nan")) for line in history]
         if any(value == value for value in values):
-            found.append(Line(title, epochs, values, dots=True))
-    return found
+            lines.append(Line(title, epochs, values, dots=True))
+    return lines
 
 
 # --- predictions ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,14 +58,13 @@ class RunDir:
                     os.unlink(self.path(name))
             write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
-        except OSError as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, OSError):
+                raise
             raise StorageError(
                 f"{folder} cannot be written: {error.strerror}. Choose another folder."
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -80,24 +79,22 @@ class RunDir:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""
-        found = []
+        lines = []
         with (
             suppress(FileNotFoundError),
             open(self.path(name), encoding="utf-8", errors="replace") as file,
         ):
             for line in file:
                 with suppress(ValueError):
-                    found.append(json.loads(line))
-        return found
+                    lines.append(json.loads(line))
+        return lines
 
-    def rewind(
-        self, epochs: Sequence[Mapping[str, Any]], is_before: Callable[[Mapping[str, Any]], bool]
-    ) -> None:
-        """Keep these lines in metrics.jsonl, and in steps.jsonl those before the checkpoint."""
-        write_whole(self.path(METRICS), _text(epochs))
-        write_whole(
-            self.path(STEPS), _text([line for line in self.lines(STEPS) if is_before(line)])
-        )
+    def rewind(self, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
+        """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
+        steps = [line for line in self.lines(STEPS) if (line["epoch"], line["step"]) <= position]
+        for name, lines in ((METRICS, history), (STEPS, steps)):
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            write_whole(self.path(name), text.encode())
 
     def close(self) -> None:
         """Unlock the folder for other processes."""
@@ -124,7 +121,3 @@ class RunDir:
 def _is_incomplete(name: str) -> bool:
     """Return whether a file is an incomplete one that a kill left."""
     return name.startswith(".") and name.endswith(".tmp")
-
-
-def _text(lines: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()

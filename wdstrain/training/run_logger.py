@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from wdstrain.errors import StorageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.config import Config
-from wdstrain.training.epoch_sums import STAGES
+from wdstrain.training.epoch_sums import TrainerState
 from wdstrain.training.report import Data, write_report
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.tasks import Task
-
-
-@dataclass
-class TrainerState:
-    """Position and history of a run.
-
-    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs after it.
-    lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[str, float] | None = None
-    since_best: int = 0
-    lr_scale: float = 1.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    verdict: str = ""
-
-    def finish_epoch(self, metrics: dict[str, Any], *, is_best: bool) -> None:
-        """Add an epoch to the history, and go to the start of the next."""
-        if is_best:
-            self.best, self.since_best = metrics.get("val"), 0
-        else:
-            self.since_best += 1
-        self.history.append(metrics)
-        self.epoch, self.step = self.epoch + 1, 0
-        self.seconds = dict.fromkeys(STAGES, 0.0)
 
 
 class RunLogger:
@@ -64,12 +35,10 @@ class RunLogger:
 
         steps: of an epoch.
         """
-        position = (state.epoch, state.step)
-        run.rewind(state.history, lambda line: (line["epoch"], line["step"]) <= position)
+        run.rewind(state.history, (state.epoch, state.step))
         self._checkpoints = Checkpoints(run.path(CHECKPOINTS), config.keep)
         self._board = TensorBoardLogger(run.path(BOARD), state.epoch * steps + state.step)
         self._run, self._config, self._steps = run, config, steps
-        self._history = list(state.history)
         self._data = {name: Data.of(index, self._task) for name, index in indexes.items()}
 
     def record(self, line: dict[str, Any]) -> None:
@@ -80,24 +49,16 @@ class RunLogger:
             self._run.log(STEPS, line)
             self._board.step(line, line["epoch"] * self._steps + line["step"])
 
-    def epoch(self, metrics: dict[str, Any], details: dict[str, Any]) -> None:
-        """Write the metrics of an epoch and the report."""
+    def epoch(self, history: Sequence[dict[str, Any]], details: dict[str, Any]) -> None:
+        """Write the metrics of the last epoch and the report."""
         if self._run is None:
             return
-        self._history.append(metrics)
+        metrics = history[-1]
         with _storage_errors(self._run.folder):
             self._run.log(METRICS, metrics)
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
-            steps = self._run.lines(STEPS)
-            write_report(
-                self._run.path(REPORT),
-                self._task,
-                self._config,
-                self._history,
-                steps,
-                details,
-                self._data,
-            )
+            path, steps = self._run.path(REPORT), self._run.lines(STEPS)
+            write_report(path, self._task, self._config, history, steps, details, self._data)
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> str | None:
         """Write a checkpoint, and return its path; None where nothing is written."""
@@ -130,26 +91,23 @@ class TensorBoardLogger:
 
     def step(self, line: Mapping[str, Any], step: int) -> None:
         for name in _STEP_VALUES:
-            self._add(f"step/{name}", line[name], step)
+            self._writer.add_scalar(f"step/{name}", line[name], step)
         seconds = {name: line[name] for name in line if name.endswith("_seconds")}
         whole = max(1e-9, sum(seconds.values()))
         for name, value in seconds.items():
-            self._add(f"time/{name.removesuffix('_seconds')}", value / whole, step)
+            self._writer.add_scalar(f"time/{name.removesuffix('_seconds')}", value / whole, step)
 
     def epoch(self, metrics: Mapping[str, Any], step: int) -> None:
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and name not in ("epoch", "lr"):
-                self._add(f"train/{name}", value, step)
+                self._writer.add_scalar(f"train/{name}", value, step)
         for part in ("val", "val_raw"):
             for name, value in metrics.get(part, {}).items():
-                self._add(f"{part}/{name}", value, step)
+                self._writer.add_scalar(f"{part}/{name}", value, step)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
-
-    def _add(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
 
 
 @contextmanager

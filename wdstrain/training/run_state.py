@@ -16,7 +16,7 @@ from wdstrain.loader.loader import Loader
 from wdstrain.training.checkpoint import FORMAT
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import synchronize_batch_norms
-from wdstrain.training.epoch_sums import EpochSums
+from wdstrain.training.epoch_sums import EpochSums, TrainerState
 from wdstrain.training.evaluation import Setup
 from wdstrain.training.fsdp import (
     load_model_state,
@@ -27,7 +27,7 @@ from wdstrain.training.fsdp import (
 )
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.optim import ModelEMA, make_optimizer
-from wdstrain.training.run_logger import RunLogger, TrainerState
+from wdstrain.training.run_logger import RunLogger
 from wdstrain.training.tasks import Task
 
 

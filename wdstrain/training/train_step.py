@@ -74,7 +74,7 @@ class TrainStep:
             except WdstrainError as error:
                 run.data_error = error
                 if snapshot is not None:
-                    snapshot.restore(run.sums, run.model)
+                    snapshot.restore()
                 raise
             timer.lap("data")
             is_last = turn == group - 1

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.loader.device import to_device
 from wdstrain.training.epoch_report import Passes, StepLog, epoch_lines, epoch_metrics, verdict
+from wdstrain.training.epoch_sums import TrainerState
 from wdstrain.training.evaluation import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.metrics import Monitor
-from wdstrain.training.run_logger import TrainerState
 from wdstrain.training.run_state import RunState
 from wdstrain.training.stop_signals import (
     CheckpointSchedule,
@@ -220,7 +220,7 @@ class Trainer:
         if is_best and self.run.write_error is not None:
             state.best, state.since_best = former
         try:
-            self.run.logger.epoch(metrics, passes["val"][1] if passes else {})
+            self.run.logger.epoch(state.history, passes["val"][1] if passes else {})
         except StorageError as error:  # checkpoints count more, and were written before
             self._reporter.line(f"{error} Training goes on.")
         for line in epoch_lines(title, state.history, self.monitor):
