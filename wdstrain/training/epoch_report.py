@@ -1,4 +1,4 @@
-"""Reports of an epoch of training: progress, lines of steps.jsonl, metrics, sentences, the verdict."""
+"""Reports of an epoch of training: progress, lines of steps.jsonl, metrics, the verdict."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ class StageTimer:
     """Adds up seconds by stage: `lap` adds the time since the lap before to a stage.
 
     On a CPU the clock times each stage. A CUDA device works asynchronously, so events in its stream
-    time the stages that run there. Time in which it had nothing to do, up to the wait of the loop,
-    is waiting for data, and as much of it as batches were being copied is waiting for copies. Events
-    are read once per window, so steps do not wait for the device.
+    time the stages that run there. Its idle time, up to the wait of the loop, is waiting for data,
+    and as much of it as batches were being copied is waiting for copies. Events are read once per
+    window, so steps do not wait for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,9 +172,7 @@ class StageTimer:
             copy = min(waited, copied - self._copied)
             seconds = {**seconds, **device, "data": waited - copy, "copy": copy}
         self._copied = copied
-        seconds["other"] = max(
-            0.0, whole - sum(seconds[stage] for stage in STAGES if stage != "other")
-        )
+        seconds["other"] = max(0.0, whole - sum(seconds.values()))
         self._seconds, self._events = dict.fromkeys(STAGES, 0.0), []
         self._begun = self._at = now
         self._mark()

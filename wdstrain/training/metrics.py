@@ -1,4 +1,4 @@
-"""Metrics of one pass over samples, for all processes together, and the metric that is monitored."""
+"""Metrics of one pass over samples, of all processes together, and the one that is monitored."""
 
 from __future__ import annotations
 

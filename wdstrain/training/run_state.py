@@ -35,7 +35,8 @@ class RunState:
     """Weights, optimizer, position and sums of a run. It writes and reads checkpoints.
 
     model: trained weights. average: their moving average, if there is one. steps: of an epoch.
-    sums: of the epoch so far. write_error: of the last checkpoint, if it could not be written. data_error: of a loader; the weights are sound.
+    sums: of the epoch so far. write_error: of the last checkpoint, if it could not be written.
+    data_error: of a loader; the weights are sound.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Signals that stop a run (Ctrl-C, SIGTERM and SIGUSR1 of schedulers), and when checkpoints are due.
+"""Signals that stop a run (Ctrl-C, SIGTERM, SIGUSR1), and when checkpoints are due.
 
-A signal is recorded, the step is finished, a checkpoint is written, and the run ends with the
-status of the signal. A single process that waits for data ends at once, because no step is in
-progress. A second Ctrl-C ends the run immediately.
+Schedulers send SIGTERM or SIGUSR1. A signal is recorded, the step is finished, a checkpoint is
+written, and the run ends with the status of the signal. A single process that waits for data ends
+at once, because no step is in progress. A second Ctrl-C ends the run immediately.
 """
 
 from __future__ import annotations
