@@ -1,4 +1,4 @@
-"""Shared parts of the tests: real shards of small pictures, made in a temporary folder."""
+"""Shared fixtures and helpers of the tests: real shards of small images in temporary folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sample = tuple[str, dict[str, bytes]]
 
 
 def picture(number: int, *, size: tuple[int, int] = (24, 20), kind: str = "PNG") -> bytes:
-    """An encoded picture whose pixels tell its number."""
+    """Return an encoded image whose pixels depend on its number."""
     rows = np.arange(size[1])[:, None, None] * 3
     columns = np.arange(size[0])[None, :, None] * 5
     pixels = (rows + columns + np.array([number, 7 * number, 13 * number])[None, None, :]) % 256
@@ -37,9 +37,12 @@ def picture(number: int, *, size: tuple[int, int] = (24, 20), kind: str = "PNG")
     return buffer.getvalue()
 
 
-def alike() -> tuple[bytes, bytes]:
-    """Two pictures of one size and one crc32: PNGs hold crc32s of their own, by which 16 bits of their whole crc32 are given."""
-    seen: dict[tuple[int, int], bytes] = {}
+def images_with_equal_crc32() -> tuple[bytes, bytes]:
+    """Return two different PNGs of equal size and crc32.
+
+    PNG chunks contain crc32s, which fix 16 bits of the crc32 of the file, so a search is quick.
+    """
+    first_by_size_and_crc32: dict[tuple[int, int], bytes] = {}
     random = np.random.default_rng(0)
     while True:
         buffer = io.BytesIO()
@@ -47,13 +50,13 @@ def alike() -> tuple[bytes, bytes]:
             buffer, "png", compress_level=0
         )
         data = buffer.getvalue()
-        other = seen.setdefault((len(data), zlib.crc32(data)), data)
-        if other != data:
-            return other, data
+        earlier = first_by_size_and_crc32.setdefault((len(data), zlib.crc32(data)), data)
+        if earlier != data:
+            return earlier, data
 
 
 def write_tar(path: Path, samples: list[Sample]) -> Path:
-    """A shard of these samples, by our own headers."""
+    """Write a shard of these samples, with the header writer of the package."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for key, fields in samples:
@@ -64,7 +67,9 @@ def write_tar(path: Path, samples: list[Sample]) -> Path:
 
 
 def write_shards(folder: Path, counts: list[int]) -> Path:
-    """Shards of text samples: sample i of the whole set has the key s00000i, its number as `cls` and as `txt`."""
+    """Write shards of text samples: sample i has the key s00000i, and its number as `cls` and
+    `txt`.
+    """
     number = 0
     for shard, count in enumerate(counts):
         samples: list[Sample] = []
@@ -77,7 +82,7 @@ def write_shards(folder: Path, counts: list[int]) -> Path:
 
 
 def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png") -> Path:
-    """<folder>/<class>/<n>.png"""
+    """Write <folder>/<class>/<n>.png."""
     number = 0
     for name, count in classes.items():
         (folder / name).mkdir(parents=True)
@@ -100,18 +105,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that the processes that share the tests end together."""
+    """Run the longest tests first, so that parallel test processes end together."""
     items.sort(key=lambda item: item.path.name not in ("test_guides.py", "test_ray.py"))
 
 
 def pytest_collection_finish() -> None:
-    """Exempt imported modules from garbage collection: with them, each `gc.collect()` takes 0.3 s."""
+    """Exempt imported modules from garbage collection: they cost 0.3 s per `gc.collect()`."""
     gc.collect()
     gc.freeze()
 
 
 def quick_and_slow(values: Iterable[Any], quick: int) -> list[Any]:
-    """Return parameters of which the first `quick` are in the default suite, and the others slow."""
+    """Return parameters: the first `quick` run in the default suite, the others are slow."""
     listed = list(values)
     return listed[:quick] + [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
@@ -120,7 +125,7 @@ def quick_and_slow(values: Iterable[Any], quick: int) -> list[Any]:
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Options of a training run as they are typed."""
+    """Return options of a training run as command line words."""
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
@@ -135,7 +140,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def data() -> Callable[[str], Path]:
-    """A real data set by name; the test is skipped where the data is not on this machine."""
+    """Return a function that finds a real data set by name, or skips the test if it is missing."""
     place = Path(os.environ.get("WDSTRAIN_DATA", ROOT.parent / "shared" / "data"))
 
     def find(name: str) -> Path:
@@ -148,15 +153,15 @@ def data() -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
-    """No test leaves a thread of ours or a child process behind."""
+    """Check that a test leaves no thread of the package and no child process."""
     yield
-    if ours():
-        gc.collect()  # a loader that nobody holds any more ends with its last reference, in a cycle with the collector
-    assert not ours(), f"left behind: {ours()}"
+    if live_threads_and_children():
+        gc.collect()  # an unreferenced loader ends with its last reference, in a cycle
+    assert not live_threads_and_children(), f"left behind: {live_threads_and_children()}"
 
 
-def ours() -> list[str]:
-    """Threads of ours and child processes that are alive."""
+def live_threads_and_children() -> list[str]:
+    """Return the names of live threads of the package and of child processes."""
     threads = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain")
     ]
@@ -164,10 +169,10 @@ def ours() -> list[str]:
 
 
 def read_with_webdataset(paths: list[Path]) -> list[Sample]:
-    """All samples of shards through webdataset, which leaves its files to the garbage collector to close."""
+    """Return all samples of shards by webdataset, whose files the garbage collector closes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        found = [
+        samples = [
             (
                 sample["__key__"],
                 {name: data for name, data in sample.items() if not name.startswith("__")},
@@ -176,7 +181,7 @@ def read_with_webdataset(paths: list[Path]) -> list[Sample]:
             for sample in webdataset.WebDataset(str(path), shardshuffle=False)
         ]
         gc.collect()
-    return found
+    return samples
 
 
 @pytest.fixture
@@ -184,12 +189,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
         capture_output=True,
         text=True,
     )
-    if made.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

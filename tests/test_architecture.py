@@ -1,4 +1,4 @@
-"""Imports between packages go one way, the public names are those listed, and the installed package is complete."""
+"""Import layers, the list of public names, and the completeness of the installed package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wdstrain.native import kernels
 
 PACKAGE = ROOT / "wdstrain"
 
-# packages and top-level modules, lowest first; each imports only from itself and from layers below its own
+# Packages and top-level modules, lowest first; each imports only from itself and from layers below.
 LAYERS = [
     {"errors"},
     {"report", "native"},
@@ -44,12 +44,12 @@ LAYERS = [
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name below it; the package itself is the empty name."""
-    found = {}
+    """Return the files of all modules by dotted name below the package; the package is ""."""
+    paths = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(part for part in parts if part != "__init__")] = path
-    return found
+        paths[".".join(part for part in parts if part != "__init__")] = path
+    return paths
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, anywhere in it."""
+    """Return the modules of the package that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree_of(path)):
         if (
@@ -68,13 +68,13 @@ def imported(path: Path) -> set[str]:
             and node.module.split(".")[0] == "wdstrain"
         ):
             base = node.module.removeprefix("wdstrain").lstrip(".")
-            below = [f"{base}.{one.name}".lstrip(".") for one in node.names]
-            names |= {one if one in modules() else base for one in below}
+            below = [f"{base}.{submodule.name}".lstrip(".") for submodule in node.names]
+            names |= {submodule if submodule in modules() else base for submodule in below}
         elif isinstance(node, ast.Import):
             names |= {
-                one.name.removeprefix("wdstrain.")
-                for one in node.names
-                if one.name.startswith("wdstrain.")
+                submodule.name.removeprefix("wdstrain.")
+                for submodule in node.names
+                if submodule.name.startswith("wdstrain.")
             }
     return names
 
@@ -92,28 +92,28 @@ def test_a_layer_imports_only_from_layers_below() -> None:
             )
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_imports_are_acyclic() -> None:
     version = {("cli.main", "")}
     graph = {
-        name: {one for one in imported(path) if (name, one) not in version}
+        name: {item for item in imported(path) if (name, item) not in version}
         for name, path in modules().items()
     }
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_every_module_begins_with_why_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     for name, path in modules().items():
         assert ast.get_docstring(tree_of(path)), f"{name} has no docstring"
 
 
-def test_public_names_are_exactly_those_that_are_listed() -> None:
+def test_public_names_are_exactly_the_listed_ones() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     imports = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdstrain.")
     ]
-    bound = {one.asname or one.name for node in imports for one in node.names} - {"doors"}
+    bound = {name.asname or name.name for node in imports for name in node.names} - {"doors"}
     assert bound == set(wdstrain.__all__)
     assert all(callable(getattr(wdstrain, name)) for name in wdstrain.__all__)
     with pytest.raises(AttributeError, match="no attribute 'pack_nothing'"):
@@ -124,11 +124,11 @@ def test_public_names_are_exactly_those_that_are_listed() -> None:
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
-    """`wt.index(...)` must stay a function whatever is imported."""
+    """`wt.index(...)` must stay a function after any import."""
     assert not set(wdstrain.__all__) & set(modules())
 
 
-def test_importing_starts_nothing_and_brings_no_trainer_and_no_webdataset() -> None:
+def test_importing_starts_no_thread_and_imports_no_trainer_and_no_webdataset() -> None:
     code = """if True:
         import sys, threading
         import wdstrain as wt
@@ -149,8 +149,8 @@ def test_an_import_on_windows_is_an_error_with_the_next_step() -> None:
     assert done.stderr.splitlines()[-1].endswith("Use WSL 2 or a Linux container.")
 
 
-def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
-    """Each in a child that is forked when the command line is imported."""
+def test_commands_without_torch_do_not_import_it(tmp_path: Path) -> None:
+    """Each runs in a child that is forked after the import of the command line."""
     shards = str(write_shards(tmp_path / "shards", [20]))
     commands = [
         ["--help"],
@@ -181,7 +181,7 @@ def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path: Path) -> None:
-    """A wheel that is made from the source archive, so that has all of it, too."""
+    """The wheel is built from the source archive, so the archive is complete too."""
     run = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(run, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -236,7 +236,7 @@ def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path
 
 
 PRIVATE = re.compile(r"_[a-z]")
-# Private names of the standard library and of named tuples that have no public way.
+# Private names of the standard library and of named tuples without a public alternative.
 ALLOWED = {"_repr_html_", "_repr_mimebundle_", "_replace", "_asdict", "_fields", "_make", "_exit"}
 ALLOWED |= {"_shutdown", "_run_exitfuncs", "_sleep", "_words", "_current_frames"}
 # Each replaces a function of the project to reach a moment or a size that no option reaches.
@@ -244,7 +244,7 @@ REPLACING = {"inspection/test_epoch_preview.py", "fuzz/targets.py", "fuzz/test_f
 
 
 def test_tests_read_no_private_names() -> None:
-    """Tests state promises: through the public API, the shell, files, or a module's public names."""
+    """Tests use the public API, the shell, files, or public names of a module."""
     for path in (ROOT / "tests").rglob("*.py"):
         name = path.relative_to(ROOT / "tests").as_posix()
         if name in REPLACING:
@@ -257,5 +257,5 @@ def test_tests_read_no_private_names() -> None:
                 )
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
                 replaced = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-                private = [str(one) for one in replaced if re.search(r"(^|\.)_[a-z]", str(one))]
+                private = [str(item) for item in replaced if re.search(r"(^|\.)_[a-z]", str(item))]
                 assert not private, f"{name}:{node.lineno} replaces {private[0]}"

@@ -1,4 +1,4 @@
-"""The documentation site: links are whole, and the API reference has every public name."""
+"""The documentation site: valid links, and every public name in the API reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and the guides say is so: every block runs, every link leads somewhere, every name and option is there."""
+"""README and guides: every block runs, every link resolves, every name and option exists."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.test_architecture import PACKAGE, modules
 from wdstrain.cli import main
 
 README = ROOT / "README.md"
-COMMANDS = PACKAGE / "guides" / "quickstart.md"  # holds the table of all commands
+COMMANDS = PACKAGE / "guides" / "quickstart.md"  # contains the table of all commands
 GUIDES = sorted((PACKAGE / "guides").glob("*.md"))
 TEXTS = [README, *GUIDES]
 
-# what begins with a folder of pictures alone; the others go on from the shards that these make
+# texts that begin with a folder of images; the others continue with the shards that these make
 FROM_NOTHING = ("README", "quickstart", "convert")
-# what takes long: torchrun's processes import torch anew
+# slow blocks: the processes of torchrun import torch again
 SLOW = ("many-gpus",)
 
 
 class Block(NamedTuple):
-    """What stands between two fences, and the line of its first."""
+    """Code between two fences, and the line number of its first line."""
 
     language: str
     code: str
@@ -42,9 +42,10 @@ class Block(NamedTuple):
 
 
 def blocks(text: Path) -> list[Block]:
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text.read_text(), re.DOTALL | re.MULTILINE)
+    matches = re.finditer(r"^```(\w*)\n(.*?)^```$", text.read_text(), re.DOTALL | re.MULTILINE)
     return [
-        Block(one[1], one[2], text.read_text().count("\n", 0, one.start()) + 1) for one in found
+        Block(match[1], match[2], text.read_text().count("\n", 0, match.start()) + 1)
+        for match in matches
     ]
 
 
@@ -52,7 +53,7 @@ def prose(text: Path) -> str:
     return re.sub(r"^```.*?^```$", "", text.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-# --- they run --------------------------------------------------------------------------------------------------------
+# --- blocks run ---
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the texts speak of: photos/, a table of them, arrays, an HDF5 file, and what the demo makes."""
+    """Folder with the inputs of the texts: photos/, table, arrays, HDF5, the demo's output."""
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40}, "jpg")
     rows = [
         f"photos/{kind},{number / 80}" for number, kind in enumerate(names(tmp_path / "photos"))
@@ -81,7 +82,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     wdstrain.convert_folder(
         "photos", "shards/digits", split={"train": 0.8, "val": 0.2}
-    )  # the demo makes such a set of other pictures
+    )  # the demo makes such a set of other images
     return tmp_path
 
 
@@ -92,25 +93,25 @@ def names(photos: Path) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(one, id=one.stem, marks=[pytest.mark.slow] if one.stem in SLOW else [])
-        for one in TEXTS
+        pytest.param(item, id=item.stem, marks=[pytest.mark.slow] if item.stem in SLOW else [])
+        for item in TEXTS
     ],
 )
 def test_code_blocks_of_a_guide_run(
     text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks in their order, in one folder: commands by a shell that stops at the first error, Python with warnings as errors."""
+    """Run blocks in order in one folder; shell errors and Python warnings fail the test."""
     monkeypatch.setenv(
         "PATH",
         os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
     )
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts a Python of its own
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts another Python
     if text.stem not in FROM_NOTHING:
         wdstrain.convert_folder(
             "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify="label"
         )
     for block in blocks(text):
-        if block.language == "text" or "scripts/" in block.code:  # those have a test of their own
+        if block.language == "text" or "scripts/" in block.code:  # these have their own tests
             continue
         if block.language == "python":
             # a file, not -c: worker processes of some start methods import it
@@ -127,9 +128,9 @@ def test_code_blocks_of_a_guide_run(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
-    """From another folder; the demo in a folder of its own, and the checks without the tests, which are running already.
+    """Run both from another folder: the demo in its own folder, and the checks without the tests.
 
-    The demo learns the digits, says what it did, and what to type next.
+    The demo trains on the digits, and prints its results and the next command.
     """
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("the tests run in another environment than scripts/test.sh makes")
@@ -140,14 +141,14 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     ]
     commands = [line.split("#")[0].split() for line in block.splitlines() if line.strip()]
     assert commands == [["bash", "scripts/demo.sh"], ["bash", "scripts/test.sh"]]
-    said = []
+    output = []
     for command, words in zip(commands, (["--dir", str(tmp_path)], ["--version"]), strict=True):
         done = subprocess.run(
             ["bash", str(ROOT / command[1]), *words], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        said.append(done.stdout)
-    # the demo can be run again into the same folder
+        output.append(done.stdout)
+    # The demo can run again in the same folder.
     again = [*commands[0], "--dir", str(tmp_path)]
     run = ["bash", str(ROOT / again[1]), *again[2:]]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
@@ -164,11 +165,11 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
         "accuracy",
         "wdstrain convert folder IMAGES",
     ):
-        assert word in said[0]
-    assert max(len(line) for line in said[0].splitlines() if line.startswith("│")) <= 80
+        assert word in output[0]
+    assert max(len(line) for line in output[0].splitlines() if line.startswith("│")) <= 80
 
 
-# --- they are whole --------------------------------------------------------------------------------------------------
+# --- texts are complete ---
 
 
 def test_every_block_has_a_language_that_is_tested() -> None:
@@ -180,12 +181,12 @@ def test_every_block_has_a_language_that_is_tested() -> None:
 
 
 def anchors(text: Path) -> set[str]:
-    """What headings are called in links, by the rule of those who show such files."""
+    """Return the anchors of headings, by the rule of GitHub."""
     titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_resolves() -> None:
     for text in TEXTS:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
             if target.startswith("https://"):
@@ -207,7 +208,7 @@ def test_every_guide_is_linked_from_the_readme() -> None:
         assert f"(wdstrain/guides/{guide.name})" in README.read_text()
 
 
-def test_the_readme_stays_short_and_guides_can_be_read() -> None:
+def test_the_readme_and_the_guides_have_bounded_length() -> None:
     assert len(README.read_text().splitlines()) <= 150
     for guide in GUIDES:
         assert len(guide.read_text().splitlines()) <= 250, guide.name
@@ -225,18 +226,18 @@ def test_the_architecture_guide_names_every_package_and_modules_that_exist() -> 
     assert all(guess == package for guess, package in promises)
 
 
-# --- they are true ---------------------------------------------------------------------------------------------------
+# --- texts are correct ---
 
 
-def test_the_quick_start_lists_every_verb_and_the_texts_every_public_name(
+def test_the_quick_start_has_every_verb_and_the_texts_every_public_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert sorted(verbs) == sorted(re.findall(r"^\| `(\w+)` ", COMMANDS.read_text(), re.MULTILINE))
-    said = "\n".join(text.read_text() for text in TEXTS)
-    spoken = set(re.findall(r"\bwt\.(\w+)", said)) | set(re.findall(r"`(\w+Error)`", said))
+    output = "\n".join(text.read_text() for text in TEXTS)
+    spoken = set(re.findall(r"\bwt\.(\w+)", output)) | set(re.findall(r"`(\w+Error)`", output))
     assert spoken == set(wdstrain.__all__)
 
 
@@ -249,7 +250,7 @@ def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -
         for verb in re.findall(r"^\| `(\w+)` ", COMMANDS.read_text(), re.MULTILINE)
         if verb != "convert"
     ]
-    # those of torchrun, srun, the example for Ray, and one of containers
+    # options of torchrun, srun, the example for Ray, and one of containers
     known = {
         "--ntasks-per-node",
         "--gpus-per-node",
@@ -270,12 +271,12 @@ def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -
             main([*verb, "--help"])
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
     for text in TEXTS:
-        asked = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.read_text()))
-        assert asked <= known, f"{text.name} speaks of {asked - known}"
+        mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.read_text()))
+        assert mentioned <= known, f"{text.name} speaks of {mentioned - known}"
 
 
-def test_messages_in_troubleshooting_are_those_of_the_package() -> None:
-    """Messages in the guide to troubles are those of the code, but for values, which stand as dots."""
+def test_messages_in_troubleshooting_exist_in_the_package() -> None:
+    """Messages in the troubleshooting guide equal those of the code; dots stand for values."""
     constants = []
     for path in modules().values():
         tree = ast.parse(path.read_text())
@@ -284,11 +285,11 @@ def test_messages_in_troubleshooting_are_those_of_the_package() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-    said = "\0".join(" ".join(one.split()) for one in constants)
+    output = "\0".join(" ".join(constant.split()) for constant in constants)
     guide = PACKAGE / "guides" / "troubleshooting.md"
     quoted = [block.code for block in blocks(guide) if block.language == "text"]
     quoted += re.findall(r"^\| `(.+?)` \|", guide.read_text(), re.MULTILINE)
     parts = {
         part.strip(" :'") for message in quoted for part in " ".join(message.split()).split("...")
     }
-    assert not {part for part in parts if part not in said}
+    assert not {part for part in parts if part not in output}

@@ -1,4 +1,4 @@
-"""The oldest supported versions of dependencies are the same in pyproject.toml and in the file that CI installs."""
+"""The oldest supported versions of dependencies are equal in pyproject.toml and in CI's file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 
-def test_the_tested_lower_bounds_are_those_of_the_project() -> None:
+def test_ci_tests_the_lower_bounds_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     texts = [*project["dependencies"], *extras["demo"], *extras["tables"], *extras["hdf5"]]
@@ -31,7 +31,7 @@ def test_the_tested_lower_bounds_are_those_of_the_project() -> None:
     assert {canonicalize_name(name): Version(text) for name, text in tested.items()} == required
 
 
-def test_the_extra_for_ray_is_enough_for_the_example() -> None:
+def test_the_ray_extra_satisfies_the_example() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "scripts" / "examples" / "ray_train.py").read_text()
     stated = re.search(r"Needs Ray (\S+) or newer", text)

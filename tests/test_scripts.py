@@ -1,4 +1,4 @@
-"""The scripts in scripts/ that people copy: each converts its kind of source and prints figures."""
+"""The scripts in scripts/ convert their kind of source and print results."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_the_training_script_trains_and_prints_each_epoch(
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
-def test_the_page_and_the_chart_of_results_are_those_of_the_measured_json(
+def test_results_page_and_chart_are_generated_from_the_measured_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script writes, from a copy of its folder, the files that are in the repository."""
+    """The script, run on a copy of its folder, writes the files of the repository."""
     source, chart = ROOT / "scripts" / "benchmarks", ROOT / "docs" / "images" / "benchmark.svg"
     copy = tmp_path / "scripts" / "benchmarks"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("RESULTS.md", "__pycache__"))

@@ -63,16 +63,18 @@ def write_archive(path: Path, kind: str, members: dict[str, bytes]) -> Path:
 
 def contents(out: Path) -> dict[str, bytes]:
     index = wt.open(str(out))
-    found = {}
+    members = {}
     for number in range(len(index)):
         sample = index[number]
-        found |= {f"{sample['__key__']}.{field}": sample[field] for field in index.fields}
-    return found
+        members |= {f"{sample['__key__']}.{field}": sample[field] for field in index.fields}
+    return members
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_archive_of_any_kind_gives_its_samples(tmp_path: Path, kind: str, shuffle: bool) -> None:
+def test_samples_of_any_kind_of_archive_are_converted(
+    tmp_path: Path, kind: str, shuffle: bool
+) -> None:
     path = write_archive(tmp_path / "train-0", kind, MEMBERS)
     index = wt.convert_tars(str(path), str(tmp_path / "out"), shuffle=shuffle, max_shard_samples=4)
     assert contents(tmp_path / "out") == MEMBERS
@@ -98,14 +100,14 @@ def test_archives_of_a_folder_are_filtered_and_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_cut_archive_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+def test_a_truncated_archive_is_an_error_with_its_name(tmp_path: Path, kind: str) -> None:
     path = write_archive(tmp_path / "a", kind, {"k.bin": bytes(range(256)) * 40})
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ShardError, match=rf"a\.{kind}"):
         wt.convert_tars(str(path), str(tmp_path / "out"))
 
 
-def test_a_zip_that_claims_to_unpack_to_too_much_is_refused(tmp_path: Path) -> None:
+def test_a_zip_with_a_huge_claimed_size_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w") as archive:
         archive.writestr("k.bin", b"small")
         archive.infolist()[0].file_size = 1 << 40
@@ -114,8 +116,8 @@ def test_a_zip_that_claims_to_unpack_to_too_much_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_tar_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
-    """1.3 GB of zeros in members of 16 MiB; the archive has some KB."""
+def test_a_tar_that_unpacks_to_a_huge_size_is_refused(tmp_path: Path) -> None:
+    """1.3 GB of zeros in members of 16 MiB; the archive has a few KB."""
     zeros = bz2.compress(bytes(16 << 20))
     headers = (bz2.compress(header(f"k{n}.bin", 16 << 20)) for n in range(80))
     (tmp_path / "bomb.tar.bz2").write_bytes(b"".join(head + zeros for head in headers))
@@ -124,13 +126,13 @@ def test_a_tar_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
-def test_what_lacks_an_index_cannot_be_asked_for_columns(tmp_path: Path) -> None:
+def test_archives_without_an_index_have_no_columns_to_select_by(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "a", "zip", MEMBERS)
     with pytest.raises(UsageError, match="where and label need the columns of an index"):
         wt.convert_tars(str(path), str(tmp_path / "out"), where="cls == 1")
 
 
-def test_a_key_in_two_places_of_a_tar_is_an_error_and_of_a_zip_one_sample(tmp_path: Path) -> None:
+def test_separated_members_of_a_key_are_an_error_in_tars_and_joined_in_zips(tmp_path: Path) -> None:
     members = {"a.txt": b"1", "b.txt": b"2", "a.cls": b"0", "b.cls": b"1"}
     with pytest.raises(ShardError, match="members of 'a' in two places"):
         wt.convert_tars(str(write_archive(tmp_path / "a", "tgz", members)), str(tmp_path / "o"))
@@ -138,7 +140,7 @@ def test_a_key_in_two_places_of_a_tar_is_an_error_and_of_a_zip_one_sample(tmp_pa
     assert contents(tmp_path / "out") == members
 
 
-def test_a_stream_in_its_own_order_is_written_once_and_like_a_listing(tmp_path: Path) -> None:
+def test_an_unshuffled_stream_is_read_once_and_packed_like_a_list(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 11, "dog": 7}, "jpg")
     paths = sorted((tmp_path / "in").rglob("*.jpg"))
     seen: list[str] = []
@@ -166,7 +168,7 @@ def test_a_stream_in_its_own_order_is_written_once_and_like_a_listing(tmp_path: 
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_keys_that_come_twice_are_renamed_in_linear_time(tmp_path: Path, shuffle: bool) -> None:
+def test_repeated_keys_are_renamed_in_linear_time(tmp_path: Path, shuffle: bool) -> None:
     same = ({"__key__": "Same" if n % 2 else "same", "txt": str(n)} for n in range(3000))
     index = wt.pack(same, str(tmp_path / "out"), shuffle=shuffle)
     assert {key.casefold() for key in index.keys(np.arange(3000))} == {
@@ -176,7 +178,7 @@ def test_keys_that_come_twice_are_renamed_in_linear_time(tmp_path: Path, shuffle
     assert index.info["renamed"] == 2999
 
 
-def test_the_source_of_a_set_is_kept_when_it_is_converted_again(tmp_path: Path) -> None:
+def test_repacking_keeps_the_source_of_a_set(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 3, "dog": 2}, "jpg")
     first = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "a"))
     second = wt.convert_tars(str(tmp_path / "a"), str(tmp_path / "b"))

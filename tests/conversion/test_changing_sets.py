@@ -1,4 +1,4 @@
-"""Sets that grow and shrink: append, remove, dry runs, and what a kill leaves behind."""
+"""Sets that grow and shrink: append, remove, dry runs, and kills."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def packed(out: Path, numbers: Any, **options: Any) -> wt.Index:
 
 def contents(out: Path | str) -> dict[str, bytes]:
     """Return the text of each sample, read through a loader from the folder."""
-    found: dict[str, bytes] = {}
+    actual: dict[str, bytes] = {}
     loader = wt.Loader(wt.open(str(out)), batch_size=5, tail="keep", shuffle=False)
     for batch in loader:
         for key, data in zip(batch["__key__"], batch["txt"], strict=True):
-            assert key not in found
-            found[key] = bytes(data)
+            assert key not in actual
+            actual[key] = bytes(data)
     loader.close()
-    return found
+    return actual
 
 
 def expected(numbers: Any) -> dict[str, bytes]:
@@ -114,7 +114,7 @@ def test_append_needs_a_finished_set(tmp_path: Path) -> None:
         packed(tmp_path / "none", range(3), append=True, overwrite=True)
 
 
-def test_removed_samples_are_gone_and_other_shards_keep_their_bytes(
+def test_removed_samples_are_absent_and_other_shards_keep_their_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(tmp_path, range(12), shuffle=False)
@@ -163,7 +163,7 @@ def test_a_damaged_sample_is_not_copied_when_others_are_removed(tmp_path: Path) 
     wt.remove(str(tmp_path), keys=["k006"])
 
 
-def test_a_dry_run_says_what_is_packed_and_writes_nothing(
+def test_a_dry_run_reports_the_conversion_and_writes_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in"
@@ -188,7 +188,7 @@ def test_a_dry_run_says_what_is_packed_and_writes_nothing(
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 20])
-def test_the_number_of_shards_is_what_was_asked_for(tmp_path: Path, count: int) -> None:
+def test_num_shards_is_exact(tmp_path: Path, count: int) -> None:
     split = {"train": 0.5, "val": 0.5}
     index = packed(tmp_path, range(40), split=split, num_shards=count, max_shard_samples=None)
     assert len(index.shards) == count
@@ -200,7 +200,7 @@ def test_the_number_of_shards_is_what_was_asked_for(tmp_path: Path, count: int) 
 
 
 @pytest.mark.parametrize("split", [None, {"train": 0.5, "val": 0.5}])
-def test_where_every_sample_is_bad_they_are_listed_with_reasons(
+def test_if_every_sample_is_bad_the_reasons_are_listed(
     tmp_path: Path, split: dict[str, float] | None
 ) -> None:
     bad = [{"__key__": f"k{n}", "jpg": f"no image {n}".encode()} for n in range(9)]
@@ -213,7 +213,7 @@ def test_where_every_sample_is_bad_they_are_listed_with_reasons(
 
 
 @pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_full_disk_leaves_the_old_set_and_the_same_call_goes_on(
+def test_a_full_disk_leaves_the_old_set_and_the_same_call_resumes(
     tmp_path: Path, verb: str
 ) -> None:
     packed(tmp_path, range(30), max_shard_samples=None)
@@ -224,7 +224,7 @@ def test_a_full_disk_leaves_the_old_set_and_the_same_call_goes_on(
     }
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # larger files fail to be written
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # writes beyond this size fail
     try:
         with pytest.raises(StorageError, match="cannot be written"):
             calls[verb]()
@@ -258,7 +258,7 @@ def change(out: Path, verb: str, moment: int, count: Any) -> None:
 def changed(out: Path, verb: str, moment: int) -> int | None:
     """Change a set; SIGKILL the process before one of its renames and deletions.
 
-    Returns the number of these if it came to its end.
+    Returns the number of renames and deletions if the process completes.
     """
     context = multiprocessing.get_context("fork")
     count = context.Value("q", 0)
@@ -274,13 +274,13 @@ def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
     packed(tmp_path / "whole", range(10))
     total = changed(tmp_path / "whole", verb, 1 << 30)
     assert total is not None
-    found = set()
+    contents_after_kill = set()
     for moment in moments(total):
         out = tmp_path / str(moment)
         packed(out, range(10))
         assert changed(out, verb, moment) is None
         now = contents(out)
-        found.add(len(now))
+        contents_after_kill.add(len(now))
         assert now in (expected(range(10)), new)
         if verb == "append":
             packed(out, range(10, 17), append=True, resume=True)
@@ -292,47 +292,45 @@ def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
         assert contents(f"{out}/train-*.tar") == new
         assert files(out) == files(tmp_path / "whole")
         assert wt.verify(str(out)).ok
-    assert len(found) == 2  # the old set and the new one
+    assert len(contents_after_kill) == 2  # the old set and the new one
 
 
 @pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_that_is_killed_leaves_the_old_set_or_the_new_one(
-    tmp_path: Path, verb: str
-) -> None:
+def test_a_killed_change_leaves_the_old_or_the_new_set(tmp_path: Path, verb: str) -> None:
     killed_anywhere(tmp_path, verb, lambda total: [total // 2, total - 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_that_is_killed_anywhere_leaves_one_whole_set(tmp_path: Path, verb: str) -> None:
+def test_a_change_killed_at_any_moment_leaves_a_complete_set(tmp_path: Path, verb: str) -> None:
     killed_anywhere(tmp_path, verb, range)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_changes_give_the_set_of_an_independent_model(tmp_path: Path, seed: int) -> None:
-    """convert, then append and remove at random; a dict of the samples is the model."""
-    choice, left = random.Random(seed), list(range(300))
-    choice.shuffle(left)
+def test_random_changes_match_an_independent_model(tmp_path: Path, seed: int) -> None:
+    """Convert, then append and remove at random; a dict of the samples is the model."""
+    choice, unused = random.Random(seed), list(range(300))
+    choice.shuffle(unused)
     out = tmp_path / "out"
-    model = {left.pop() for _ in range(20)}
+    model = {unused.pop() for _ in range(20)}
     split = {"train": 0.7, "val": 0.3}
     packed(out, sorted(model), split=split)
     for _ in range(8):
         if choice.random() < 0.5:
-            new = [left.pop() for _ in range(choice.randint(1, 15))]
-            one = choice.choice([split, None])
+            new = [unused.pop() for _ in range(choice.randint(1, 15))]
+            split_ = choice.choice([split, None])
             packed(
                 out,
                 new,
                 append=True,
-                split=one if len(new) > 9 else None,
+                split=split_ if len(new) > 9 else None,
                 seed=choice.randint(0, 3),
             )
             model |= set(new)
         elif choice.random() < 0.5:
-            gone = choice.sample(sorted(model), choice.randint(1, len(model) // 2))
-            wt.remove(str(out), keys=[f"k{n:03d}" for n in gone])
-            model -= set(gone)
+            removed_keys = choice.sample(sorted(model), choice.randint(1, len(model) // 2))
+            wt.remove(str(out), keys=[f"k{n:03d}" for n in removed_keys])
+            model -= set(removed_keys)
         else:
             edge = choice.choice(sorted(model))
             wt.remove(str(out), where=f"n == {edge} or n % 7 == {edge % 7} and n > {edge}")

@@ -1,4 +1,4 @@
-"""Conversions keep their promises: the same bytes whoever packs them, nothing lost, killed at any time and gone on with."""
+"""Conversions: reproducible bytes, no silent loss, and resume after a kill at any time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import (
-    alike,
+    images_with_equal_crc32,
     picture,
     read_with_webdataset,
     write_class_folder,
@@ -54,7 +54,7 @@ def photos(tmp_path: Path) -> Path:
     return write_class_folder(tmp_path / "in", {"cat": 11, "dog": 24, "eel": 5}, "jpg")
 
 
-# --- the same bytes --------------------------------------------------------------------------------------------------
+# --- the same bytes ---
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,20 @@ def photos(tmp_path: Path) -> Path:
         {"split": {"a": 0.5, "b": 0.5}, "stratify": "label"},
     ],
 )
-def test_any_number_of_jobs_and_any_memory_gives_the_same_bytes(
+def test_any_number_of_workers_and_any_memory_writes_the_same_bytes(
     photos: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    found = []
+    outputs = []
     for jobs, memory in ((1, 1 << 30), (2, 1 << 30), (3, 16_000_000)):
         out = tmp_path / f"out{jobs}"
         wt.convert_folder(
             str(photos), str(out), num_workers=jobs, memory=memory, max_shard_samples=6, **options
         )
-        found.append(files(out))
-    assert found[0] == found[1] == found[2]
+        outputs.append(files(out))
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_another_place_for_the_source_gives_the_same_bytes(photos: Path, tmp_path: Path) -> None:
+def test_a_moved_source_gives_the_same_bytes(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "zero.jpg").touch()
     (photos / "cat" / "a.b.jpg").write_bytes(picture(3, kind="JPEG"))
     shutil.copytree(photos, tmp_path / "deep" / "down" / "in")
@@ -89,7 +89,7 @@ def test_another_place_for_the_source_gives_the_same_bytes(photos: Path, tmp_pat
     assert set(files(tmp_path / "out0")) >= {"skipped.jsonl", "renamed.jsonl"}
 
 
-def test_a_stream_gives_the_bytes_of_a_listing_of_the_same_samples(
+def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
     photos: Path, tmp_path: Path
 ) -> None:
     """The external shuffle orders as the shuffle of a list does."""
@@ -109,7 +109,7 @@ def test_a_stream_gives_the_bytes_of_a_listing_of_the_same_samples(
         assert (tmp_path / "stream" / shard.name).read_bytes() == Path(shard.path).read_bytes()
 
 
-def test_a_shuffle_depends_on_the_seed_alone_and_mixes(photos: Path, tmp_path: Path) -> None:
+def test_the_shuffle_depends_only_on_the_seed_and_mixes(photos: Path, tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((0, 0, 1)):
         wt.convert_folder(str(photos), str(tmp_path / f"{number}"), seed=seed)
@@ -119,13 +119,13 @@ def test_a_shuffle_depends_on_the_seed_alone_and_mixes(photos: Path, tmp_path: P
     assert sorted(orders[0]) != orders[0]
 
 
-# --- larger than memory ----------------------------------------------------------------------------------------------
+# --- larger than memory ---
 
 _STREAM = """
 import resource, sys
 import numpy as np
 import wdstrain as wt
-from wdstrain.conversion import api as doors  # imported here, so that its cost counts for neither run
+from wdstrain.conversion import api as _  # the import counts for neither run
 bits = np.random.default_rng(0)
 def samples(count):
     for number in range(count):
@@ -138,7 +138,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 @pytest.mark.slow
 def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) -> None:
-    """16 MB are allowed and 165 MB packed: the process grows by less than what is allowed, beside a small conversion."""
+    """16 MB allowed, 165 MB packed: the peak is less than 16 MB above a small conversion."""
     peaks = []
     for count in (50, 20_000):
         done = subprocess.run(
@@ -152,12 +152,12 @@ def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) 
     assert peaks[1] - peaks[0] < 16_000_000
     places = np.array([int(key[1:]) for key in keys(tmp_path / "20000")])
     assert sorted(places.tolist()) == list(range(20_000))
-    first = places[:1000]  # a shuffle of the whole: the first thousand come from everywhere
+    first = places[:1000]  # a complete shuffle: the first thousand come from all parts
     assert abs(first.mean() - 10_000) < 1_000
     assert len(set(first // 1000)) == 20
 
 
-def test_ordering_a_stream_reads_each_bucket_of_the_spill_once_and_forward(
+def test_each_spill_bucket_is_read_once_and_forward(
     tmp_path: Path,
 ) -> None:
     samples = ({"__key__": f"k{number}", "bin": bytes(3000)} for number in range(4000))
@@ -167,15 +167,15 @@ def test_ordering_a_stream_reads_each_bucket_of_the_spill_once_and_forward(
     for path, offset, length in reads:
         buckets.setdefault(path, []).append((offset, length))
     assert len(buckets) == 256
-    # twice at most: where a shard ends inside a bucket
+    # Twice at most: where a shard ends inside a bucket.
     assert sum(length for _, _, length in reads) < 2 * 4000 * 3600
-    for found in buckets.values():
-        ends = [offset + length for offset, length in found]
-        backward = sum(start < end for end, (start, _) in zip(ends, found[1:], strict=False))
+    for offsets in buckets.values():
+        ends = [offset + length for offset, length in offsets]
+        backward = sum(start < end for end, (start, _) in zip(ends, offsets[1:], strict=False))
         assert backward <= 1
 
 
-def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: Path) -> None:
+def test_files_on_a_slow_disk_are_read_in_listed_order(tmp_path: Path) -> None:
     """A shuffled shard of 7 MB is read in groups of 0.5, 2 and 4.5 MB, each in the listed order.
 
     A fast disk is read in groups of 0.5 MB. The shards are the same.
@@ -194,19 +194,17 @@ def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: 
     assert files(tmp_path / "fast") == files(tmp_path / "slow")
 
 
-def test_a_conversion_leaves_children_alone_that_are_not_its_own(
-    photos: Path, tmp_path: Path
-) -> None:
-    """One that runs is not waited for; one that failed is no reason to end any other."""
+def test_a_conversion_does_not_affect_other_child_processes(photos: Path, tmp_path: Path) -> None:
+    """A running child is not waited for, and a failed one does not end the conversion."""
     context = multiprocessing.get_context("fork")
     ended = context.Event()
-    others = [context.Process(target=ended.wait), context.Process(target=os._exit, args=(7,))]
+    children = [context.Process(target=ended.wait), context.Process(target=os._exit, args=(7,))]
 
     def begin(step: Step) -> None:
-        if others[0].pid is None:
-            for one in others:
-                one.start()
-            others[1].join()
+        if children[0].pid is None:
+            for child in children:
+                child.start()
+            children[1].join()
 
     assert (
         len(
@@ -220,13 +218,13 @@ def test_a_conversion_leaves_children_alone_that_are_not_its_own(
         )
         == 40
     )
-    assert others[0].is_alive()
+    assert children[0].is_alive()
     ended.set()
-    others[0].join()
-    assert [one.exitcode for one in others] == [0, 7]
+    children[0].join()
+    assert [child.exitcode for child in children] == [0, 7]
 
 
-def test_a_conversion_uses_one_process_per_usable_core_where_there_is_much_data() -> None:
+def test_a_large_conversion_uses_one_process_per_usable_core() -> None:
     code = (
         "import os\n"
         "from wdstrain.conversion.options import Options\n"
@@ -244,7 +242,7 @@ def test_a_conversion_uses_one_process_per_usable_core_where_there_is_much_data(
 def test_a_read_error_of_the_source_names_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
 ) -> None:
-    """Not as one that cannot be written: freeing space would be no help."""
+    """The error must not suggest to free disk space, as a write error does."""
     write_shards(tmp_path / "in", [20])
     write_class_folder(tmp_path / "in", {"a": 3})
 
@@ -269,7 +267,7 @@ def test_a_read_error_of_the_source_names_the_source(
         pack[kind](str(tmp_path / "out"))
 
 
-# --- killed, and gone on with ----------------------------------------------------------------------------------------
+# --- killed and resumed ---
 
 
 def command(source: str, out: Path, *words: str) -> list[str]:
@@ -316,10 +314,10 @@ def count(out: Path, pattern: str) -> int:
         pytest.param("arrays", "spill/spill.json", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_conversion_killed_anywhere_goes_on_to_the_same_bytes(
+def test_a_conversion_killed_at_any_moment_resumes_to_the_same_bytes(
     tmp_path: Path, kind: str, pattern: str, at: int, capsys: Any
 ) -> None:
-    out, whole = tmp_path / "out", tmp_path / "whole"
+    out, undisturbed = tmp_path / "out", tmp_path / "whole"
     if kind == "arrays":
         np.save(tmp_path / "x.npy", np.arange(2000 * 300).reshape(2000, 300))
         source, words = f"arrays --field x={tmp_path / 'x.npy'}", []
@@ -330,18 +328,20 @@ def test_a_conversion_killed_anywhere_goes_on_to_the_same_bytes(
     killed_when(line, lambda: count(out, pattern) >= at)
     with pytest.raises(ShardError, match="--resume"):
         wt.Loader(str(out))
-    made = {path.name: path.stat().st_ino for path in (out / ".unfinished").glob("shards/*.tar")}
+    finished = {
+        path.name: path.stat().st_ino for path in (out / ".unfinished").glob("shards/*.tar")
+    }
     assert main([*line[3:], "--resume", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert main([*command(source, whole, *words, "--num-workers", "1")[3:]]) == 0
-    assert files(out) == files(whole)
-    kept = [name for name, inode in made.items() if (out / name).stat().st_ino == inode]
+    document = json.loads(capsys.readouterr().out)
+    assert main([*command(source, undisturbed, *words, "--num-workers", "1")[3:]]) == 0
+    assert files(out) == files(undisturbed)
+    kept = [name for name, inode in finished.items() if (out / name).stat().st_ino == inode]
     assert len(kept) >= count(out, "*") + (at if pattern == "shards/*.part" else 0)
-    assert told["kept_shards"] >= len(kept)
+    assert document["kept_shards"] >= len(kept)
 
 
-def test_shards_of_changed_input_are_written_again(photos: Path, tmp_path: Path) -> None:
-    """What changed since the conversion was broken off is packed as it is now, the rest is taken as it is."""
+def test_resume_rewrites_shards_of_changed_input(photos: Path, tmp_path: Path) -> None:
+    """Files changed since the interruption are packed again, and the other shards are kept."""
     out = tmp_path / "out"
     (photos / "eel" / "039.jpg").write_text("no picture")
     with pytest.raises(SourceError, match="039.jpg: its jpg does not begin as an image does"):
@@ -356,11 +356,9 @@ def test_shards_of_changed_input_are_written_again(photos: Path, tmp_path: Path)
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_a_changed_mask_that_is_older_than_its_image_is_packed_again(
-    photos: Path, tmp_path: Path
-) -> None:
+def test_a_changed_mask_older_than_its_image_is_packed_again(photos: Path, tmp_path: Path) -> None:
     """The new mask has as many bytes as the old one, and both are older than the image."""
-    old, new = alike()
+    old, new = images_with_equal_crc32()
     out, masks = tmp_path / "out", tmp_path / "masks"
     for image in photos.glob("*/*.jpg"):
         mask = masks / image.parent.name / f"{image.stem}.png"
@@ -399,7 +397,7 @@ def test_spilled_samples_of_another_stream_are_not_used(tmp_path: Path) -> None:
 
 
 class EnoughError(Exception):
-    """Ends a conversion from within."""
+    """Raised to end a conversion from within."""
 
 
 def broken_off(step: Step) -> None:
@@ -407,7 +405,7 @@ def broken_off(step: Step) -> None:
         raise EnoughError
 
 
-def test_an_unfinished_conversion_is_resumed_as_it_was_asked_for(tmp_path: Path) -> None:
+def test_resume_refuses_other_options(tmp_path: Path) -> None:
     array, out = np.arange(4000).reshape(400, 10), str(tmp_path / "out")
     with pytest.raises(EnoughError):
         wt.convert_arrays({"x": array}, out, max_shard_samples=40, progress=broken_off)
@@ -416,11 +414,11 @@ def test_an_unfinished_conversion_is_resumed_as_it_was_asked_for(tmp_path: Path)
         ("x", {"shuffle": False, "limit": 9}, "shuffle was True, is False; limit was None, is 9"),
         ("y", {}, "fields was ['x'], is ['y']"),
     ]
-    for field, options, told in changes:
+    for field, options, message in changes:
         with pytest.raises(
             UsageError,
             match=re.escape(
-                f"an unfinished conversion of another source or with other options: {told}."
+                f"an unfinished conversion of another source or with other options: {message}."
             ),
         ):
             wt.convert_arrays(
@@ -434,7 +432,7 @@ def test_an_unfinished_conversion_is_resumed_as_it_was_asked_for(tmp_path: Path)
     )
 
 
-def test_counts_of_what_was_passed_over_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_resume_keeps_the_counts_of_skipped_input(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", [400])
     options: dict[str, Any] = {"select": "cls != 3", "max_shard_samples": 40}
     with pytest.raises(EnoughError):
@@ -456,7 +454,7 @@ def test_resuming_an_iterable_reads_it_again(tmp_path: Path) -> None:
     assert len(wt.pack(samples(False), str(tmp_path / "out"), resume=True)) == 100
 
 
-def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_set_changes_no_file(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "zero.jpg").touch()
     wt.convert_folder(str(photos), str(tmp_path / "out"), on_error="skip")
     before = files(tmp_path / "out")
@@ -468,8 +466,8 @@ def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("unsaid", [False, True])
-def test_fields_of_two_calls_never_lie_beside_each_other(tmp_path: Path, unsaid: bool) -> None:
-    """Output of an earlier call is not reused under other field names, also if that call was killed early."""
+def test_resume_never_mixes_fields_of_two_calls(tmp_path: Path, unsaid: bool) -> None:
+    """Output of an earlier call is not reused under other field names, even after a kill."""
     array, out = np.arange(4000).reshape(400, 10), tmp_path / "out"
     with pytest.raises(EnoughError):
         wt.convert_arrays({"old": array}, str(out), max_shard_samples=40, progress=broken_off)
@@ -485,7 +483,7 @@ def test_fields_of_two_calls_never_lie_beside_each_other(tmp_path: Path, unsaid:
 
 
 class Sources:
-    """Sources of twelve samples each, and what changes them."""
+    """Sources of twelve samples each, and ways to change them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.array, self.samples = (
@@ -516,7 +514,7 @@ class Sources:
         self.write_hdf5()
 
     def change_one(self) -> None:
-        """The same size and the same time, other bytes."""
+        """Change bytes and keep the size and the modification time."""
         path = self.photos / "cat" / "003.png"
         before, data = path.stat(), bytearray(path.read_bytes())
         data[60] ^= 1
@@ -562,7 +560,7 @@ class Sources:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "told"),
+    ("kind", "change", "difference"),
     [
         ("folder", Sources.change_one, "the sample 'cat/003' has changed"),
         (
@@ -580,10 +578,10 @@ class Sources:
         ("samples", Sources.other_samples, "the sample '000000005' has changed"),
     ],
 )
-def test_a_finished_set_is_not_taken_for_that_of_another_source(
-    tmp_path: Path, kind: str, change: Callable[[Sources], None], told: str
+def test_resume_refuses_a_finished_set_of_another_source(
+    tmp_path: Path, kind: str, change: Callable[[Sources], None], difference: str
 ) -> None:
-    """Resume compares the finished set with the source as it is now, and names the difference."""
+    """Resume compares the finished set with the current source, and names the difference."""
     sources = Sources(tmp_path)
     first = sources.pack(kind)
     before = files(tmp_path / "out")
@@ -594,7 +592,7 @@ def test_a_finished_set_is_not_taken_for_that_of_another_source(
         match=re.escape("a finished conversion of another source or with other options: "),
     ) as raised:
         sources.pack(kind, resume=True)
-    assert told in str(raised.value)
+    assert difference in str(raised.value)
     assert files(tmp_path / "out") == before
     sources.pack(kind, overwrite=True)
     sources.pack(kind, resume=True)
@@ -606,18 +604,18 @@ def test_a_finished_set_is_not_taken_for_that_of_another_source(
             sources.pack(kind, resume=True)
 
 
-def test_a_picture_of_the_same_size_and_crc32_is_another(tmp_path: Path) -> None:
-    mine, other = alike()
+def test_an_image_with_equal_size_and_crc32_is_a_change(tmp_path: Path) -> None:
+    first, second = images_with_equal_crc32()
     picture_of = tmp_path / "photos" / "cat" / "a.png"
     picture_of.parent.mkdir(parents=True)
-    picture_of.write_bytes(mine)
+    picture_of.write_bytes(first)
     wt.convert_folder(str(tmp_path / "photos"), str(tmp_path / "out"))
-    picture_of.write_bytes(other)
+    picture_of.write_bytes(second)
     with pytest.raises(UsageError, match=r"the bytes of train-000000\.tar differ \(sha256\)"):
         wt.convert_folder(str(tmp_path / "photos"), str(tmp_path / "out"), resume=True)
 
 
-def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(
+def test_resume_compares_reencoded_sets_and_sets_with_bad_samples(
     photos: Path, tmp_path: Path
 ) -> None:
     (photos / "cat" / "zero.jpg").touch()
@@ -639,7 +637,7 @@ def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(
     assert files(tmp_path / "out") == before
 
 
-def test_resuming_where_nothing_was_begun_begins(photos: Path, tmp_path: Path) -> None:
+def test_resume_without_earlier_output_converts(photos: Path, tmp_path: Path) -> None:
     assert len(wt.convert_folder(str(photos), str(tmp_path / "out"), resume=True)) == 40
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
@@ -692,9 +690,7 @@ def test_a_full_disk_is_one_error_and_resume_continues(
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_a_disk_that_may_not_be_written_is_a_sentence_and_gone_on_with_when_it_may(
-    photos: Path, small_disk: Path
-) -> None:
+def test_a_read_only_disk_is_one_error_and_resume_continues(photos: Path, small_disk: Path) -> None:
     out = small_disk / "out"
     (photos / "cat" / "000.jpg").rename(photos.parent / "away.jpg")
     (photos / "cat" / "000.jpg").write_text("no picture")
@@ -711,10 +707,10 @@ def test_a_disk_that_may_not_be_written_is_a_sentence_and_gone_on_with_when_it_m
     assert len(wt.convert_folder(str(photos), str(out), max_shard_samples=5, resume=True)) == 40
 
 
-# --- nothing is lost in silence --------------------------------------------------------------------------------------
+# --- no silent loss ---
 
 
-def test_bad_samples_are_quarantined_counted_and_listed(photos: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_skipped_counted_and_listed(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "zero.jpg").touch()
     (photos / "cat" / "text.jpg").write_text("<html>404</html>")
     (photos / "dog" / "half.jpg").write_bytes(picture(1, kind="JPEG")[:300])
@@ -738,11 +734,13 @@ def test_bad_samples_are_quarantined_counted_and_listed(photos: Path, tmp_path: 
     assert "does not begin as an image does" in reasons["cat/text.jpg"]
     assert "truncated" in reasons["dog/half.jpg"].lower()
     assert {row["source"] for row in rows} == {"in"}
-    again = wt.convert_folder(str(photos), str(tmp_path / "out"), on_error="skip", overwrite=True)
-    assert again.info["skipped"] == 3  # without a look inside, half a picture is a picture
+    unchecked = wt.convert_folder(
+        str(photos), str(tmp_path / "out"), on_error="skip", overwrite=True
+    )
+    assert unchecked.info["skipped"] == 3  # unless decoded, a truncated image is accepted
 
 
-def test_a_video_or_heic_under_the_name_of_a_picture_is_bad(tmp_path: Path) -> None:
+def test_a_video_or_heic_with_an_image_extension_is_bad(tmp_path: Path) -> None:
     def boxes(*brands: bytes) -> bytes:
         words = b"".join((brands[0], bytes(4), *brands[1:]))
         return (8 + len(words)).to_bytes(4, "big") + b"ftyp" + words + b"avifavif" * 60
@@ -770,7 +768,7 @@ def test_a_video_or_heic_under_the_name_of_a_picture_is_bad(tmp_path: Path) -> N
     assert len(index) == 1 + len(good)
 
 
-def test_when_all_of_a_shard_is_bad_there_is_no_empty_shard_and_no_gap(tmp_path: Path) -> None:
+def test_a_shard_of_only_bad_samples_leaves_no_empty_shard_and_no_gap(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 12}, "jpg")
     for number in range(4, 8):
         (tmp_path / "in" / "a" / f"{number:03d}.jpg").write_text("no picture")
@@ -796,7 +794,7 @@ def test_when_all_of_a_shard_is_bad_there_is_no_empty_shard_and_no_gap(tmp_path:
         wt.convert_folder(str(tmp_path / "in2"), str(tmp_path / "out2"), on_error="skip")
 
 
-def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remembered(
+def test_names_that_differ_by_case_dots_or_extension_get_distinct_keys(
     tmp_path: Path,
 ) -> None:
     names = [
@@ -819,8 +817,8 @@ def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remember
         for row in map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
     }
     assert set(renamed) == {"a/x.jpg", "a/x.png", "a/v1.0.jpg", "a/v1_0.jpg"}
-    found = [index.key(number) for number in range(len(index))]
-    assert len({key.casefold() for key in found}) == len(names)
+    keys_ = [index.key(number) for number in range(len(index))]
+    assert len({key.casefold() for key in keys_}) == len(names)
     assert index.info["renamed"] == 4
     by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
     for number, name in enumerate(names):
@@ -828,8 +826,8 @@ def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remember
         assert picture(number, kind="PNG" if name.endswith("png") else "JPEG") in fields.values()
 
 
-def test_a_sample_that_changed_while_it_was_packed_is_bad(photos: Path, tmp_path: Path) -> None:
-    """The file grows between the listing, which takes its size, and the copy."""
+def test_a_sample_that_changes_while_it_is_packed_is_bad(photos: Path, tmp_path: Path) -> None:
+    """The file grows between the listing, which records its size, and the copy."""
     path = photos / "cat" / "003.jpg"
 
     def grow() -> None:
@@ -844,7 +842,7 @@ def test_a_sample_that_changed_while_it_was_packed_is_bad(photos: Path, tmp_path
     assert re.search(r"it had \d+ bytes when it was listed and has \d+ now", bad["reason"])
 
 
-# --- splits ----------------------------------------------------------------------------------------------------------
+# --- splits ---
 
 
 def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: Path) -> None:
@@ -868,10 +866,10 @@ def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: P
         ([1, 1, 2, 7, 100], [0.5, 0.25, 0.15, 0.1]),
     ],
 )
-def test_stratified_shares_are_right_in_each_class_and_over_all(
+def test_stratified_shares_are_right_in_each_class_and_in_total(
     tmp_path: Path, sizes: list[int], shares: list[float]
 ) -> None:
-    """Each class and the whole have their exact share, rounded up or down; not every class rounded alike."""
+    """Classes and total have exact shares, rounded up or down, but not all rounded alike."""
     samples = [
         {"__key__": f"{c}_{i}", "cls": c, "txt": ""}
         for c, size in enumerate(sizes)
@@ -879,15 +877,15 @@ def test_stratified_shares_are_right_in_each_class_and_over_all(
     ]
     split = {f"part{number}": share for number, share in enumerate(shares)}
     index = wt.pack(samples, str(tmp_path / "out"), split=split, stratify="label")
-    found = index.info["samples"]
-    assert sum(sum(counts.values()) for counts in found.values()) == sum(sizes)
+    sample_counts = index.info["samples"]
+    assert sum(sum(counts.values()) for counts in sample_counts.values()) == sum(sizes)
     for name, share in split.items():
-        assert abs(sum(found[name].values()) - share * sum(sizes)) < 1 + 1e-9
+        assert abs(sum(sample_counts[name].values()) - share * sum(sizes)) < 1 + 1e-9
         for c, size in enumerate(sizes):
-            assert abs(found[name].get(str(c), 0) - share * size) < 1 + 1e-9
+            assert abs(sample_counts[name].get(str(c), 0) - share * size) < 1 + 1e-9
 
 
-def test_groups_stay_whole_and_splits_get_their_shares_of_samples_and_classes(
+def test_groups_are_not_divided_and_splits_have_their_shares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Groups of 1 to 16 rows, each mostly of one class."""
@@ -904,9 +902,9 @@ def test_groups_stay_whole_and_splits_get_their_shares_of_samples_and_classes(
     words = ["--image", "file", "--label", "kind", "--group-by", "sender"]
     words += ["--split", "train=0.7,val=0.2,test=0.1"]
     assert main(["convert", "table", str(file), str(tmp_path / "out"), *words]) == 0
-    told = capsys.readouterr().out
-    assert "% (70.0% asked)" in told
-    assert "% (20.0% asked)" in told
+    output = capsys.readouterr().out
+    assert "% (70.0% asked)" in output
+    assert "% (20.0% asked)" in output
     index = wt.open(tmp_path / "out")
     table = index.to_pandas()
     table["split"] = [name.partition("-")[0] for name in table["shard"]]
@@ -914,27 +912,27 @@ def test_groups_stay_whole_and_splits_get_their_shares_of_samples_and_classes(
     for _, some in [("", table), *table.groupby("kind", observed=True)]:
         shares = some["split"].value_counts(normalize=True)
         assert shares.to_dict() == pytest.approx({"train": 0.7, "val": 0.2, "test": 0.1}, abs=0.01)
-    made = index.info["split"]
-    assert (made["group_by"], made["seed"]) == ("sender", 0)
-    assert made["shares"] == {"train": 0.7, "val": 0.2, "test": 0.1}
-    assert made["got"] == pytest.approx(table["split"].value_counts(normalize=True).to_dict())
+    split_info = index.info["split"]
+    assert (split_info["group_by"], split_info["seed"]) == ("sender", 0)
+    assert split_info["shares"] == {"train": 0.7, "val": 0.2, "test": 0.1}
+    assert split_info["got"] == pytest.approx(table["split"].value_counts(normalize=True).to_dict())
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------
+# --- bounds ---
 
 
-def test_shard_bytes_are_a_bound_of_the_file(tmp_path: Path) -> None:
+def test_max_shard_size_bounds_the_file(tmp_path: Path) -> None:
     samples = ({"__key__": f"k{i}", "bin": bytes(100 * i)} for i in range(200))
     index = wt.pack(samples, str(tmp_path / "out"), max_shard_size=50_000)
     assert all(Path(shard.path).stat().st_size <= 50_000 for shard in index.shards)
     assert len(index.shards) < 2 * sum(100 * i + 1024 for i in range(200)) / 50_000
-    one = wt.pack(
+    packed_index = wt.pack(
         [{"bin": bytes(9000)}, {"txt": "small"}], str(tmp_path / "large"), max_shard_size=5000
     )
-    assert sorted(shard.samples for shard in one.shards) == [1, 1]
+    assert sorted(shard.samples for shard in packed_index.shards) == [1, 1]
 
 
-def test_descriptors_and_threads_do_not_grow(photos: Path, tmp_path: Path) -> None:
+def test_conversions_leave_no_descriptors_and_threads(photos: Path, tmp_path: Path) -> None:
     before = None
     for number in range(4):
         wt.convert_folder(
@@ -946,7 +944,7 @@ def test_descriptors_and_threads_do_not_grow(photos: Path, tmp_path: Path) -> No
         assert now <= before
 
 
-def test_an_empty_stream_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_empty_stream_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="samples holds no samples"):
         wt.pack([], str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -962,10 +960,10 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     assert stream_samples({"": [{"txt": "x"}]}).total == 1
 
 
-# --- what a review found ---------------------------------------------------------------------------------------------
+# --- edge cases ---
 
 
-def test_a_file_changed_at_the_same_size_is_packed_again(tmp_path: Path) -> None:
+def test_a_file_changed_at_equal_size_is_packed_again(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 40}, "png")
     out = tmp_path / "out"
     bad = tmp_path / "in" / "a" / "039.png"
@@ -974,10 +972,10 @@ def test_a_file_changed_at_the_same_size_is_packed_again(tmp_path: Path) -> None
     with pytest.raises(SourceError):
         wt.convert_folder(str(tmp_path / "in"), str(out), max_shard_samples=4, shuffle=False)
     bad.write_bytes(good)
-    one = tmp_path / "in" / "a" / "003.png"
-    changed = bytearray(one.read_bytes())
+    changed_file = tmp_path / "in" / "a" / "003.png"
+    changed = bytearray(changed_file.read_bytes())
     changed[60] ^= 1
-    one.write_bytes(changed)
+    changed_file.write_bytes(changed)
     wt.convert_folder(
         str(tmp_path / "in"), str(out), max_shard_samples=4, shuffle=False, resume=True
     )
@@ -987,19 +985,19 @@ def test_a_file_changed_at_the_same_size_is_packed_again(tmp_path: Path) -> None
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_resuming_what_was_finished_with_another_source_or_options_is_refused(
+def test_resume_refuses_a_finished_set_of_another_source_or_options(
     photos: Path, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "out")
     wt.convert_folder(str(photos), out)
-    for options, told in (
+    for options, message in (
         ({"seed": 4}, "seed was 0, is 4"),
         ({"resize": 50}, "resize was None, is 50"),
         ({"limit": 7}, "limit was None, is 7"),
     ):
         with pytest.raises(
             UsageError,
-            match=f"a finished conversion of another source or with other options: {told}",
+            match=f"a finished conversion of another source or with other options: {message}",
         ):
             wt.convert_folder(str(photos), out, resume=True, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a finished conversion of another source"):
@@ -1009,7 +1007,7 @@ def test_resuming_what_was_finished_with_another_source_or_options_is_refused(
         wt.convert_folder(str(photos), out, resume=True)
 
 
-def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_sample_has_one(
+def test_resume_refuses_other_classes_even_of_an_unlabeled_set(
     tmp_path: Path,
 ) -> None:
     rows = {"x": np.zeros((5, 2), np.float32)}
@@ -1031,7 +1029,7 @@ def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_
 
 
 def test_a_foreign_index_is_neither_resumed_nor_replaced(photos: Path, tmp_path: Path) -> None:
-    for name, text in (("theirs", '{"shardlist": []}'), ("other", '{"x": 1}')):
+    for name, text in (("foreign", '{"shardlist": []}'), ("other", '{"x": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text(text)
         with pytest.raises((UsageError, ShardError)):
@@ -1061,8 +1059,10 @@ def test_foreign_shards_are_not_mixed_with_new_ones(photos: Path, tmp_path: Path
     ]
 
 
-def test_tars_beside_a_stage_and_without_an_index_are_no_set(photos: Path, tmp_path: Path) -> None:
-    """As it is if the power goes twice: in one exchange, and while another conversion takes its place."""
+def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
+    photos: Path, tmp_path: Path
+) -> None:
+    """State after two power cuts: in a swap, and while another conversion takes its place."""
     out = tmp_path / "out"
     wt.convert_folder(str(photos), str(out), max_shard_samples=10)
     (out / "index.json").unlink()
@@ -1073,7 +1073,7 @@ def test_tars_beside_a_stage_and_without_an_index_are_no_set(photos: Path, tmp_p
 
 
 @pytest.mark.parametrize("kept", [["names.json"], []])
-def test_an_exchange_killed_in_its_last_moments_is_finished(
+def test_a_swap_killed_in_its_last_steps_is_finished(
     photos: Path, tmp_path: Path, kept: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -1088,7 +1088,7 @@ def test_an_exchange_killed_in_its_last_moments_is_finished(
 
 
 def replaced_in_place(folder: str, killed_at: int) -> None:
-    """Convert shards into their own folder; the power goes when so many files are in place."""
+    """Convert shards into their own folder, with a power cut after `killed_at` files."""
     moved = itertools.count()
     replace = os.replace
 
@@ -1102,15 +1102,15 @@ def replaced_in_place(folder: str, killed_at: int) -> None:
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 8, 9, None])
-def test_shards_that_replace_their_own_source_are_brought_to_their_end(
+def test_an_interrupted_replacement_of_its_own_source_is_completed(
     tmp_path: Path, killed_at: int | None
 ) -> None:
-    """Killed when 0, 1, 8 (all shards) or 9 of the 10 files are in place, or not at all. The source is gone then."""
-    folder, whole = str(tmp_path / "set"), tmp_path / "whole"
+    """Killed after 0, 1, 8 (all shards) or 9 of 10 files, or not at all. The source is replaced."""
+    folder, undisturbed = str(tmp_path / "set"), tmp_path / "whole"
     wt.pack(
         [{"__key__": f"k{n:03d}", "txt": f"A{n}"} for n in range(40)], folder, max_shard_samples=4
     )
-    wt.convert_tars(folder, str(whole), max_shard_samples=5, rename={"txt": "text"})
+    wt.convert_tars(folder, str(undisturbed), max_shard_samples=5, rename={"txt": "text"})
     process = multiprocessing.get_context("fork").Process(
         target=replaced_in_place, args=(folder, killed_at)
     )
@@ -1119,12 +1119,12 @@ def test_shards_that_replace_their_own_source_are_brought_to_their_end(
     assert process.exitcode == (0 if killed_at is None else -signal.SIGKILL)
     words = ["--max-shard-samples", "5", "--resume"]
     assert main(["convert", "tars", folder, folder, "--rename", "txt=text", *words]) == 0
-    found = {
+    actual = {
         key: fields for key, fields in read_with_webdataset(sorted(Path(folder).glob("*.tar")))
     }
-    assert found == {f"k{n:03d}": {"text": b"A%d" % n} for n in range(40)}
+    assert actual == {f"k{n:03d}": {"text": b"A%d" % n} for n in range(40)}
     assert {p.name: p.read_bytes() for p in Path(folder).glob("*.tar")} == {
-        p.name: p.read_bytes() for p in whole.glob("*.tar")
+        p.name: p.read_bytes() for p in undisturbed.glob("*.tar")
     }
     assert (
         len(
@@ -1134,13 +1134,13 @@ def test_shards_that_replace_their_own_source_are_brought_to_their_end(
         )
         == 40
     )
-    for options, told in (
+    for options, message in (
         ({"rename": {"txt": "other"}}, "rename was"),
         ({"max_shard_samples": 6}, "max_shard_samples was 5, is 6"),
     ):
         with pytest.raises(
             UsageError,
-            match=f"a finished conversion of another source or with other options: {told}",
+            match=f"a finished conversion of another source or with other options: {message}",
         ):
             wt.convert_tars(
                 folder,
@@ -1160,8 +1160,8 @@ def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: P
         )
 
 
-def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
-    """SIGINT at many moments of a short conversion: it is done, or it was interrupted, and --resume finishes it."""
+def test_an_interrupt_at_any_moment_is_reported_or_too_late(tmp_path: Path) -> None:
+    """SIGINT at many moments of a short conversion: it completes, or --resume finishes it."""
     write_class_folder(tmp_path / "in", {"a": 300}, "jpg")
     wt.convert_folder(
         str(tmp_path / "in"), str(tmp_path / "whole"), max_shard_samples=40, resize=16
@@ -1187,7 +1187,7 @@ def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_shards_are_not_replaced_by_a_part_of_them(tmp_path: Path, capsys: Any) -> None:
+def test_shards_are_not_replaced_by_a_selection_of_themselves(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "set"
     rows = [{"__key__": f"k{n:02d}", "txt": f"t{n}"} for n in range(40)]
     wt.pack(rows, folder, split={"train": 0.5, "val": 0.5}, max_shard_samples=10)
@@ -1212,7 +1212,7 @@ def test_shards_are_not_replaced_by_a_part_of_them(tmp_path: Path, capsys: Any) 
     assert len(wt.convert_tars(folder, folder, select="split == 'train'", overwrite=True)) < 40
 
 
-def test_a_field_that_does_not_stay_is_not_renamed(tmp_path: Path) -> None:
+def test_a_dropped_field_cannot_be_renamed(tmp_path: Path) -> None:
     wt.pack([{"a.txt": "a", "b.txt": "b"}], tmp_path / "set")
     for words in ({"drop": ["a.txt"]}, {"keep": ["b.txt"]}):
         with pytest.raises(UsageError, match=r"the field 'a\.txt' is renamed and would not stay"):
@@ -1220,13 +1220,13 @@ def test_a_field_that_does_not_stay_is_not_renamed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.x", "a/b", "a b", "-a", ".a", "", "a\n", "a*"])
-def test_a_split_is_named_so_that_shards_can_be(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_split_names_must_be_valid_file_names(name: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a split"):
         wt.pack([{"txt": "x"}] * 40, tmp_path / "out", split={name: 0.5, "b": 0.5})
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_takes_the_names_of_splits_that_python_takes(
+def test_the_command_accepts_the_split_names_of_python(
     photos: Path, tmp_path: Path, capsys: Any
 ) -> None:
     for out, words in (("a", "train-clean=0.5,2024=0.5"), ("b", "t.x=0.5,b=0.5")):
@@ -1239,7 +1239,7 @@ def test_the_command_takes_the_names_of_splits_that_python_takes(
     }
 
 
-def test_a_field_that_is_none_is_no_value(tmp_path: Path) -> None:
+def test_a_field_with_the_value_none_is_missing(tmp_path: Path) -> None:
     rows = [{"__key__": "a", "txt": "x"}, {"__key__": "b", "txt": None}]
     with pytest.raises(
         SourceError,

@@ -1,4 +1,4 @@
-"""Drawn tables, packed and compared with a model of what the shards must hold: plain lists and dicts, no code of the package."""
+"""Random tables, packed and compared with an independent model of the expected shards."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ _ODD = {
 
 
 class Case:
-    """A drawn table with what becomes of each row. rows: (path cell, label cell, text, group); expected: {id: ...}"""
+    """A random table with the expected fate of each row.
+
+    rows: (path cell, label cell, text, group). expected: {id: ...}
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.draw, self.folder = random.Random(seed), folder
         draw = self.draw
         self.form = draw.choice(["csv", "csv", "tsv", "jsonl", "parquet", "frame", "bytes"])
         self.kind = draw.choice(list(_ODD))
-        self.said = self.kind == "several" or draw.random() < 0.4
+        self.declared = self.kind == "several" or draw.random() < 0.4
         self.count = draw.randrange(25, 60)
         self.paths = draw.choice(["plain", "backslash", "absolute", "elsewhere", "dots"])
         self.names = [self._name(n) for n in range(draw.randrange(self.count // 2, self.count))]
@@ -61,7 +64,9 @@ class Case:
         for name, data in self.pictures.items():
             (folder / "set" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "set" / name).write_bytes(data)
-            (folder / "set" / Path(name).name).write_bytes(b"not this")  # of the same name, nearer
+            (folder / "set" / Path(name).name).write_bytes(
+                b"not this"
+            )  # the same name, nearer to the root
         self.rows: list[dict[str, Any]] = []
         self.expected: dict[int, tuple[bytes, Any, str | None]] = {}
         self.bad: set[int] = set()
@@ -81,7 +86,7 @@ class Case:
         return self.draw.choice(["./", "a/../", ""]) + name if self.paths == "dots" else name
 
     def _label(self) -> tuple[Any, Any]:
-        """(cell, value as it is delivered)"""
+        """(cell, delivered value)"""
         draw = self.draw
         if self.kind == "number":
             value = draw.choice(
@@ -109,7 +114,7 @@ class Case:
         draw = self.draw
         wrong = draw.randrange(
             2
-        )  # one odd label at most: a column of few rows with more may mean two things
+        )  # at most one odd label: a short column with more may have two meanings
         wrong_at = draw.randrange(1, self.count) if wrong else -1
         for number in range(self.count):
             name = draw.choice(self.names)
@@ -169,8 +174,8 @@ class Case:
 
 
 def delivered(out: Path, label: Any) -> dict[int, list[tuple[str, bytes, Any, str | None]]]:
-    """{row: [(split, picture, label, text)]} of every sample in the shards, by tarfile."""
-    found: dict[int, list[tuple[str, bytes, Any, str | None]]] = {}
+    """{row: [(split, image, label, text)]} of every sample in the shards, by tarfile."""
+    actual: dict[int, list[tuple[str, bytes, Any, str | None]]] = {}
     for path in sorted(out.glob("*.tar")):
         samples: dict[str, dict[str, bytes]] = {}
         with tarfile.open(path) as tar:
@@ -187,8 +192,8 @@ def delivered(out: Path, label: Any) -> dict[int, list[tuple[str, bytes, Any, st
             elif label.kind == "multi":
                 value = sorted(value)
             row = (path.name.partition("-")[0], fields["png"], value, rest["text"])
-            found.setdefault(int(rest["id"][2:]), []).append(row)
-    return found
+            actual.setdefault(int(rest["id"][2:]), []).append(row)
+    return actual
 
 
 def check(folder: Path, seed: int) -> None:
@@ -201,16 +206,16 @@ def check(folder: Path, seed: int) -> None:
         "words": "class",
         "several": "multi",
     }
-    label = f"y:{kinds[case.kind]}" if case.said else "y"
+    label = f"y:{kinds[case.kind]}" if case.declared else "y"
     odd = next((row["y"] for row in case.rows if row["y"] in _ODD[case.kind]), None)
     if (
-        case.said
+        case.declared
         and kinds[case.kind] == "class"
         and isinstance(odd, str)
         and odd.strip()
         and odd != "nan"
     ):
-        label = "y"  # every text is a class where that is said
+        label = "y"  # declared as a class, every text is a class
     options: dict[str, Any] = {
         "on_error": "skip",
         "shuffle": draw.random() < 0.7,
@@ -225,40 +230,42 @@ def check(folder: Path, seed: int) -> None:
     elif parted:
         options["split"] = {"train": 0.5, "val": 0.5}
         options |= {"group_by": "text"} if parted == "group_by" else {}
-    told = f"seed {seed}: {case.form}, {case.kind}, {case.paths}, {label}, {options}"
+    case_name = f"seed {seed}: {case.form}, {case.kind}, {case.paths}, {label}, {options}"
     try:
         index = wt.convert_table(table, str(folder / "out"), image="file", label=label, **options)
     except wt.WdstrainError as error:
         if "gets none of" in str(error):  # a split of a few groups may be empty
             return
-        raise AssertionError(told) from error
-    assert index.labels[0].kind == kinds[case.kind], told
-    found = delivered(folder / "out", index.labels[0])
-    assert set(found) == set(case.expected), f"{told}: rows"
-    assert index.info["skipped"] == len(case.bad), told
+        raise AssertionError(case_name) from error
+    assert index.labels[0].kind == kinds[case.kind], case_name
+    actual = delivered(folder / "out", index.labels[0])
+    assert set(actual) == set(case.expected), f"{case_name}: rows"
+    assert index.info["skipped"] == len(case.bad), case_name
     for number, (data, value, text) in case.expected.items():
-        ((split, was, label_was, text_was),) = found[number]
-        assert was == data, f"{told}: picture of row {number}"
-        assert label_was == value, f"{told}: label of row {number}"
+        ((split, was, label_was, text_was),) = actual[number]
+        assert was == data, f"{case_name}: picture of row {number}"
+        assert label_was == value, f"{case_name}: label of row {number}"
         assert text_was == (text.lstrip() if text and case.form in ("csv", "tsv") else text), (
-            f"{told}: text of row {number}"
+            f"{case_name}: text of row {number}"
         )
-        assert parted != "split_by" or split == case.rows[number]["part"], told
+        assert parted != "split_by" or split == case.rows[number]["part"], case_name
     if parted in ("split", "group_by"):
         mark = 1 if parted == "split" else 3
         places: dict[Any, set[str]] = {}
-        for rows in found.values():
+        for rows in actual.values():
             places.setdefault(rows[0][mark], set()).add(rows[0][0])
-        assert all(len(sides) == 1 for one, sides in places.items() if one), f"{told}: divided"
-    assert sum(Counter(len(rows) for rows in found.values()).elements()) == len(index), told
+        assert all(len(sides) == 1 for group, sides in places.items() if group), (
+            f"{case_name}: divided"
+        )
+    assert sum(Counter(len(rows) for rows in actual.values()).elements()) == len(index), case_name
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_lies_in_the_shards_is_what_a_drawn_table_said(tmp_path: Path, seed: int) -> None:
+def test_shards_contain_the_rows_of_a_random_table(tmp_path: Path, seed: int) -> None:
     check(tmp_path, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(2))
-def test_what_lies_in_the_shards_is_what_many_drawn_tables_said(tmp_path: Path, block: int) -> None:
+def test_shards_contain_the_rows_of_many_random_tables(tmp_path: Path, block: int) -> None:
     check_block(lambda seed, folder: check(folder, seed), block, 60, tmp_path)

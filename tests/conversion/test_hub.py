@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face Hub: tables are converted, shards are read where they are."""
+"""Data sets on the Hugging Face Hub: tables are converted, shards are read in place."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_table_on_the_hub_is_converted_with_its_splits_and_class_names(
         assert fields["cls"] == str(number % 3).encode()
 
 
-def test_the_token_goes_to_the_hub_and_to_no_other_server(hub: Hub, tmp_path: Path) -> None:
+def test_the_token_is_sent_only_to_the_hub(hub: Hub, tmp_path: Path) -> None:
     wt.convert_table(
         "hf://datasets/owner/name@main/data/test-*.parquet", tmp_path / "out", image="image"
     )
@@ -86,15 +86,15 @@ def test_the_token_goes_to_the_hub_and_to_no_other_server(hub: Hub, tmp_path: Pa
         ("made/train-{000000..000001}.tar", 6),
     ],
 )
-def test_shards_on_the_hub_are_read_where_they_are(hub: Hub, pattern: str, count: int) -> None:
+def test_shards_on_the_hub_are_read_in_place(hub: Hub, pattern: str, count: int) -> None:
     loader = wt.Loader(f"hf://datasets/owner/name/{pattern}", batch_size=2, tail="keep")
-    found = {
+    delivered = {
         key: data
         for batch in loader
         for key, data in zip(batch["__key__"], batch["png"], strict=True)
     }
-    assert len(found) == count
-    assert all(data == picture(int(key[1:])) for key, data in found.items())
+    assert len(delivered) == count
+    assert all(data == picture(int(key[1:])) for key, data in delivered.items())
 
 
 def test_shards_without_an_index_are_indexed_from_their_headers(hub: Hub, root: Path) -> None:
@@ -114,7 +114,7 @@ def test_shards_without_an_index_are_indexed_from_their_headers(hub: Hub, root: 
         ("hf://datasets/owner/name@v2", StorageError, "no such data set or revision"),
     ],
 )
-def test_what_is_not_on_the_hub_is_an_error(
+def test_missing_data_on_the_hub_is_an_error(
     hub: Hub, address: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):

@@ -1,4 +1,4 @@
-"""Conversion: bytes are kept, the same input gives the same output, and what fails leaves nothing that looks whole."""
+"""Conversion keeps file bytes, is reproducible, and is atomic on failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """The sha256 of every file of a folder."""
+    """Return the sha256 of every file of a folder."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
@@ -41,7 +41,7 @@ def pack(source: Path, out: Path, **options: Any) -> wt.Index:
     return convert(list_folder(str(source)), str(out), Options(**options)).index
 
 
-def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_path: Path) -> None:
+def test_shards_of_class_folders_contain_the_same_bytes(photos: Path, tmp_path: Path) -> None:
     index = pack(photos, tmp_path / "out", max_shard_samples=8)
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
         "index.arrow",
@@ -49,22 +49,26 @@ def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_
         *(f"train-{i:06d}.tar" for i in range(3)),
     ]
     assert index.labels[0].classes == ("cat", "dog")
-    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert len(found) == len(index) == 22
-    for key, fields in found.items():
+    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert len(by_key) == len(index) == 22
+    for key, fields in by_key.items():
         assert fields["png"] == (photos / f"{key}.png").read_bytes()
         assert fields["cls"] == (b"0" if key.startswith("cat/") else b"1")
     assert wt.verify(tmp_path / "out").ok
 
 
 @pytest.mark.parametrize("jobs", [2, 4])
-def test_any_number_of_jobs_gives_the_same_bytes(photos: Path, tmp_path: Path, jobs: int) -> None:
+def test_any_number_of_workers_gives_the_same_bytes(
+    photos: Path, tmp_path: Path, jobs: int
+) -> None:
     pack(photos, tmp_path / "one", max_shard_samples=4, num_workers=1)
     pack(photos, tmp_path / "many", max_shard_samples=4, num_workers=jobs)
     assert digest(tmp_path / "one") == digest(tmp_path / "many")
 
 
-def test_shuffled_by_default_and_in_source_order_when_asked(photos: Path, tmp_path: Path) -> None:
+def test_samples_are_shuffled_by_default_and_in_source_order_with_no_shuffle(
+    photos: Path, tmp_path: Path
+) -> None:
     def keys(**options: Any) -> list[str]:
         index = pack(photos, tmp_path / "out", overwrite=True, **options)
         return [index.key(i) for i in range(len(index))]
@@ -76,28 +80,28 @@ def test_shuffled_by_default_and_in_source_order_when_asked(photos: Path, tmp_pa
     assert sorted(keys()) == listed
 
 
-def test_shards_are_cut_by_bytes_and_hold_no_more(photos: Path, tmp_path: Path) -> None:
+def test_shards_are_divided_by_size_and_within_it(photos: Path, tmp_path: Path) -> None:
     index = pack(photos, tmp_path / "out", max_shard_size=10_240 - 1024)
     assert len(index.shards) > 3
     assert all(shard.bytes <= 10_240 for shard in index.shards)
 
 
-def test_overhead_per_picture_and_label_is_at_most_2500_bytes(photos: Path, tmp_path: Path) -> None:
+def test_overhead_per_image_and_label_is_at_most_2500_bytes(photos: Path, tmp_path: Path) -> None:
     index = pack(photos, tmp_path / "out")
     payload = sum(path.stat().st_size for path in photos.rglob("*.png"))
     assert (index.shards[0].bytes - payload) / len(index) <= 2500
 
 
-def test_splits_are_drawn_by_key_and_stay_when_samples_are_added(
+def test_splits_are_drawn_by_key_and_stay_equal_when_samples_are_added(
     photos: Path, tmp_path: Path
 ) -> None:
     def by_split(out: str) -> dict[str, set[str]]:
         index = pack(photos, tmp_path / out, split={"train": 0.7, "val": 0.3})
-        found: dict[str, set[str]] = {split: set() for split in index.splits}
+        keys_by_split: dict[str, set[str]] = {split: set() for split in index.splits}
         for number in range(len(index)):
             shard = index.shards[int(index.shard_of(np.array([number]))[0])]
-            found[shard.split].add(index.key(number))
-        return found
+            keys_by_split[shard.split].add(index.key(number))
+        return keys_by_split
 
     before = by_split("before")
     assert set(before) == {"train", "val"}
@@ -126,13 +130,13 @@ def test_names_with_dots_and_equal_names_get_distinct_keys(tmp_path: Path) -> No
     for name in ("x.v1.png", "x.v2.png", "x_v2.png", "y.png", "y.jpg", "grüße.PNG"):
         (folder / name).write_bytes(picture(len(name)))
     index = pack(tmp_path / "in", tmp_path / "out", shuffle=False)
-    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert set(found) == {"a/grüße", "a/x_v1", "a/x_v2", "a/x_v2-2", "a/y", "a/y-2"}
+    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert set(by_key) == {"a/grüße", "a/x_v1", "a/x_v2", "a/x_v2-2", "a/y", "a/y-2"}
     assert len(index) == 6
-    assert found["a/grüße"]["png"] == picture(len("grüße.PNG"))
+    assert by_key["a/grüße"]["png"] == picture(len("grüße.PNG"))
 
 
-def test_keys_are_never_paths_that_climb() -> None:
+def test_keys_never_escape_their_folder() -> None:
     keys = Keys()
     assert [
         keys.key(path) for path in ("../../etc/x", "/etc/x", "D:/a/x", "./a/x", "", "__x__")
@@ -160,7 +164,7 @@ def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
     }
 
 
-def test_flat_folders_give_pictures_without_labels(tmp_path: Path) -> None:
+def test_flat_folders_give_images_without_labels(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for i in range(3):
         (tmp_path / "in" / f"{i}.jpg").write_bytes(picture(i, kind="JPEG"))
@@ -170,11 +174,11 @@ def test_flat_folders_give_pictures_without_labels(tmp_path: Path) -> None:
     assert (len(index), index.fields, index.labels) == (3, ("jpg",), ())
 
 
-def test_a_limit_packs_so_many(photos: Path, tmp_path: Path) -> None:
+def test_limit_packs_that_many_samples(photos: Path, tmp_path: Path) -> None:
     assert len(pack(photos, tmp_path / "out", limit=5)) == 5
 
 
-def test_linked_folders_are_followed_and_empty_ones_are_no_classes(
+def test_linked_folders_are_followed_and_empty_folders_are_no_classes(
     photos: Path, tmp_path: Path
 ) -> None:
     write_class_folder(tmp_path / "elsewhere", {"x": 3})
@@ -187,7 +191,7 @@ def test_linked_folders_are_followed_and_empty_ones_are_no_classes(
     assert listing.ignored == {"folders without images": 1, "hidden or system files": 1}
 
 
-def test_folders_beside_the_splits_are_counted_and_no_classes(tmp_path: Path) -> None:
+def test_folders_beside_the_splits_are_counted_and_are_no_classes(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_class_folder(tmp_path / "in" / split, {"a": 2, "b": 2})
     (tmp_path / "in" / "annotations").mkdir()
@@ -196,7 +200,7 @@ def test_folders_beside_the_splits_are_counted_and_no_classes(tmp_path: Path) ->
     assert listing.ignored == {"folders beside the splits": 1}
 
 
-def test_classes_with_numbers_for_names_keep_their_places(tmp_path: Path) -> None:
+def test_class_folders_with_numeric_names_keep_their_numbers(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"1": 2, "10": 2, "2": 2})
     index = pack(tmp_path / "in", tmp_path / "out")
     batch = next(
@@ -206,13 +210,13 @@ def test_classes_with_numbers_for_names_keep_their_places(tmp_path: Path) -> Non
     assert [index.labels[0].classes[number] for number in batch["label"].tolist()] == names
 
 
-def test_shards_are_not_put_into_their_source(photos: Path) -> None:
+def test_shards_are_not_written_into_their_source(photos: Path) -> None:
     with pytest.raises(UsageError, match="which is being converted"):
         pack(photos, photos / "shards")
     assert not (photos / "shards").exists()
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables ---
 
 
 def write_table(folder: Path, header: str, rows: list[str], name: str = "log.csv") -> str:
@@ -224,8 +228,8 @@ def write_table(folder: Path, header: str, rows: list[str], name: str = "log.csv
 
 
 def json_of(out: Path) -> dict[str, Any]:
-    found = dict(read_with_webdataset(sorted(out.glob("*.tar"))))
-    return {key: json.loads(fields["json"]) for key, fields in found.items()}
+    by_key = dict(read_with_webdataset(sorted(out.glob("*.tar"))))
+    return {key: json.loads(fields["json"]) for key, fields in by_key.items()}
 
 
 def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
@@ -245,7 +249,7 @@ def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
     assert json_of(tmp_path / "out")["IMG/2"] == {"steering": -0.5, "gear": 2, "sky": "night"}
 
 
-def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
+def test_a_text_label_becomes_classes_and_cls(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
     index = wt.convert_table(
         file,
@@ -258,8 +262,8 @@ def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
         ("cat", "dog"),
         "cls",
     )
-    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert {key: fields["cls"] for key, fields in found.items()} == {
+    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert {key: fields["cls"] for key, fields in by_key.items()} == {
         "IMG/0": b"1",
         "IMG/1": b"0",
         "IMG/2": b"1",
@@ -279,7 +283,7 @@ def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
     assert (batch["kind"].tolist(), batch["age"].tolist()) == ([1, 0], [1.5, 2.5])
 
 
-def test_the_kind_of_a_label_can_be_given(tmp_path: Path) -> None:
+def test_the_kind_of_a_label_can_be_declared(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,n", ["IMG/0.png,0", "IMG/1.png,3"])
     labels = [
         wt.convert_table(file, tmp_path / name, image="file", label=name).labels[0]
@@ -292,7 +296,7 @@ def test_the_kind_of_a_label_can_be_given(tmp_path: Path) -> None:
         wt.convert_table(file, tmp_path / "out", image="file", label="n:number")
 
 
-def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
+def test_windows_slashes_tabs_and_roots_are_supported(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file\tn", ["IMG\\0.png\t1"], "log.tsv")
     assert wt.convert_table(file, tmp_path / "a", image="file", label="n").key(0) == "IMG/0"
     other = tmp_path / "elsewhere"
@@ -302,7 +306,7 @@ def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
     assert len(wt.convert_table(other / "log.csv", tmp_path / "b", image="file", root=root)) == 1
 
 
-def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_driving_log_is_read_unchanged(data: Callable[[str], Path], tmp_path: Path) -> None:
     file = data("driving") / "driving_log_clean.csv"
     index = wt.convert_table(
         str(file), tmp_path / "out", image="center", label=["steering"], limit=200
@@ -312,7 +316,7 @@ def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path:
     assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
 
 
-def test_names_that_look_like_numbers_stay_what_they_are(tmp_path: Path) -> None:
+def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
     wt.convert_table(
         file,
@@ -332,7 +336,7 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input ---
 
 
 @pytest.mark.parametrize(
@@ -347,7 +351,7 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
         (lambda folder: (folder / "c").mkdir() or folder, "holds no images .found: nothing"),
     ],
 )
-def test_a_folder_that_is_no_source_is_refused(
+def test_an_unusable_folder_is_refused(
     tmp_path: Path, make: Callable[[Path], Path], words: str
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -386,7 +390,7 @@ def test_a_folder_that_is_no_source_is_refused(
         ),
     ],
 )
-def test_a_table_that_is_no_source_is_refused(
+def test_an_unusable_table_is_refused(
     tmp_path: Path, header: str, rows: list[str], words: str
 ) -> None:
     with pytest.raises((SourceError, UsageError), match=words):
@@ -404,9 +408,7 @@ def test_a_table_that_is_no_source_is_refused(
         wt.convert_table(str(tmp_path / "nothing.csv"), tmp_path / "out", image="file", label="n")
 
 
-def test_an_empty_picture_is_refused_before_anything_is_written(
-    photos: Path, tmp_path: Path
-) -> None:
+def test_an_empty_image_is_refused_before_any_write(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"")
     (photos / "cat" / "zero.png").write_bytes(b"")
     with pytest.raises(SourceError, match="000.png: it has 0 bytes.*on_error=.skip"):
@@ -414,7 +416,7 @@ def test_an_empty_picture_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_in_use_is_refused_and_left_as_it_is(photos: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused_and_unchanged(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out")
     before = digest(tmp_path / "out")
     with pytest.raises(UsageError, match="holds 3 files.*overwrite=True"):
@@ -422,7 +424,7 @@ def test_a_folder_in_use_is_refused_and_left_as_it_is(photos: Path, tmp_path: Pa
     assert digest(tmp_path / "out") == before
 
 
-def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Path) -> None:
+def test_overwriting_replaces_only_shards(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out", max_shard_samples=2)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     index = pack(photos, tmp_path / "out", overwrite=True)
@@ -436,7 +438,7 @@ def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(
+def test_a_conversion_resumes_when_a_removed_source_is_back(
     photos: Path, tmp_path: Path, jobs: int
 ) -> None:
     pack(photos, tmp_path / "whole", max_shard_samples=1, shuffle=False)
@@ -466,7 +468,7 @@ def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(
     assert digest(out) == digest(tmp_path / "whole")
 
 
-def test_a_full_disk_is_a_sentence_and_a_state_to_go_on_from(
+def test_a_full_disk_is_one_error_and_the_conversion_can_resume(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import resource
@@ -477,7 +479,7 @@ def test_a_full_disk_is_a_sentence_and_a_state_to_go_on_from(
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (8192, limits[1])
-    )  # a file beyond this is refused as on a full disk
+    )  # writes beyond this size fail, as on a full disk
     try:
         with pytest.raises(
             StorageError, match="train-000000.tar cannot be written: File too large.*resume=True"
@@ -489,7 +491,7 @@ def test_a_full_disk_is_a_sentence_and_a_state_to_go_on_from(
     assert len(pack(photos, tmp_path / "out", overwrite=True)) == 22
 
 
-def test_overwriting_that_fails_leaves_the_former_set_whole(photos: Path, tmp_path: Path) -> None:
+def test_a_failed_overwrite_leaves_the_old_set_intact(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out")
     (tmp_path / "out" / "backup-202401.tar").write_text("mine")
     before = digest(tmp_path / "out")
@@ -504,10 +506,10 @@ def test_overwriting_that_fails_leaves_the_former_set_whole(photos: Path, tmp_pa
 
 
 @pytest.mark.parametrize("moved", [0, 1, 3, 7])
-def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
+def test_an_interrupted_swap_is_refused_and_completed(
     photos: Path, tmp_path: Path, moved: int
 ) -> None:
-    """As if the power had gone while files were put in place of an older set: after each number of them."""
+    """State after a power cut while an older set was replaced, after each number of files."""
     out, swapping = tmp_path / "out", tmp_path / "out" / ".swapping"
     new = pack(photos, tmp_path / "new", max_shard_samples=4)
     files = [shard.name for shard in new.shards] + ["index.arrow", "index.json"]
@@ -534,7 +536,7 @@ def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
     assert digest(out) == digest(tmp_path / "new")
 
 
-def test_an_exchange_that_was_cut_short_can_be_overwritten(photos: Path, tmp_path: Path) -> None:
+def test_an_interrupted_swap_can_be_overwritten(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     pack(photos, out, max_shard_samples=4)
     (out / ".swapping").mkdir()
@@ -558,7 +560,7 @@ def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) ->
     "options",
     [{"num_workers": 0}, {"limit": 0}, {"max_shard_size": 0}, {"split": {"a": 0.5, "b": 0.6}}],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Options(**options)
 

@@ -1,4 +1,4 @@
-"""A conversion on a Ray cluster gives the bytes of any other, also when a node dies in the middle of it."""
+"""A conversion on a Ray cluster writes the same bytes as any other, even if a node dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import write_class_folder
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'wdstrain[ray]'")
 
-# a process of its own: Ray leaves threads and warnings behind in whoever starts it
+# A process of its own: Ray leaves threads and warnings behind in the process that starts it.
 _CODE = """
 import json, sys, time
 import ray
@@ -25,23 +25,23 @@ from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False)
-told = {"nodes": sum(node["Alive"] for node in ray.nodes())}
+results = {"nodes": sum(node["Alive"] for node in ray.nodes())}
 
 def lose_a_node(step):
-    if "lost_at" not in told:
-        told["lost_at"] = step.done
+    if "lost_at" not in results:
+        results["lost_at"] = step.done
         cluster.remove_node(other, allow_graceful=False)
 
 index = wt.convert_folder("in", "out", max_shard_samples=10, engine="ray", progress=lose_a_node)
 end = time.monotonic() + 60
-while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < end:  # a cluster notices after some seconds
+while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < end:  # takes seconds
     time.sleep(0.1)
-told |= {"samples": len(index), "left": sum(node["Alive"] for node in ray.nodes())}
+results |= {"samples": len(index), "left": sum(node["Alive"] for node in ray.nodes())}
 try:
     wt.convert_folder("bad", "out2", engine="ray")
 except wt.SourceError as error:
-    told["error"] = str(error)
-json.dump(told, open("told.json", "w"))
+    results["error"] = str(error)
+json.dump(results, open("results.json", "w"))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -49,7 +49,7 @@ cluster.shutdown()
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
-def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
+def test_a_cluster_writes_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")
     write_class_folder(tmp_path / "bad", {"a": 3}, "jpg")
     (tmp_path / "bad" / "a" / "001.jpg").write_text("no picture")
@@ -57,10 +57,10 @@ def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path
         [sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
-    assert (told["nodes"], told["left"], told["samples"]) == (2, 1, 240)
-    assert 0 < told["lost_at"] < 240
-    assert "001.jpg: its jpg does not begin as an image does" in told["error"]
+    document: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+    assert (document["nodes"], document["left"], document["samples"]) == (2, 1, 240)
+    assert 0 < document["lost_at"] < 240
+    assert "001.jpg: its jpg does not begin as an image does" in document["error"]
     wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "here"), max_shard_samples=10)
     for path in (tmp_path / "here").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

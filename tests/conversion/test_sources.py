@@ -1,4 +1,4 @@
-"""Every kind of source arrives whole: rows of tables, data sets of HDF5 files, arrays, Python samples, tars, torchvision."""
+"""Complete conversion of tables, HDF5, arrays, Python samples, tars and torchvision sets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def samples(out: Path) -> dict[str, dict[str, bytes]]:
 
 
 def skipped(out: Path) -> dict[int, str]:
-    """{row: reason} of the samples that were not packed."""
+    """{row: reason} of the skipped samples."""
     rows = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
     return {row["row"]: row["reason"] for row in rows}
 
@@ -49,7 +49,7 @@ def array(data: bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables ---
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "frame"])
-def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> None:
+def test_tables_of_any_format_give_the_same_samples(pictures: Path, form: str) -> None:
     frame, table = pandas.DataFrame(ROWS), str(pictures / f"t.{form}")
     root: str | None = None
     if form == "jsonl":
@@ -86,15 +86,17 @@ def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> 
     index = wt.convert_table(
         table, str(pictures / "out"), image="file", label=["kind", "tags", "good", "x"], root=root
     )
-    assert [(one.name, one.kind, one.field, one.column, one.classes) for one in index.labels] == [
+    assert [
+        (label.name, label.kind, label.field, label.column, label.classes) for label in index.labels
+    ] == [
         ("kind", "class", "json", "kind", ("cat", "dog")),
         ("tags", "multi", "json", "tags", ("a", "b")),
         ("good", "class", "json", "good", ("False", "True")),
         ("x", "number", "json", "x", ()),
     ]
-    found = samples(pictures / "out")
+    packed = samples(pictures / "out")
     for row in ROWS:
-        fields = found[row["file"].removesuffix(".png")]
+        fields = packed[row["file"].removesuffix(".png")]
         assert fields["png"] == (pictures / row["file"]).read_bytes()
         assert json.loads(fields["json"]) == {
             name: value for name, value in row.items() if name != "file"
@@ -104,9 +106,7 @@ def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> 
             wt.Loader(
                 index,
                 {
-                    "tags": wt.label(
-                        "json", column="tags", multi=True
-                    ),  # the classes are those of the index
+                    "tags": wt.label("json", column="tags", multi=True),  # the classes of the index
                     "good": wt.label("json", column="good"),
                 },
                 batch_size=6,
@@ -120,7 +120,7 @@ def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> 
         assert (tags, good) == ([[0, 0], [1, 0], [1, 1]][number % 3], number > 2)
 
 
-def test_several_classes_in_a_cell_are_written_with_bars(pictures: Path) -> None:
+def test_several_classes_in_a_cell_are_separated_by_bars(pictures: Path) -> None:
     (pictures / "t.csv").write_text("file,tags\nIMG/0.png,sun|sea\nIMG/1.png,\nIMG/2.png,sea\n")
     out = pictures / "out"
     index = wt.convert_table(
@@ -136,27 +136,30 @@ def test_several_classes_in_a_cell_are_written_with_bars(pictures: Path) -> None
         wt.label("json", multi=True)
 
 
-def test_pictures_may_be_bytes_in_the_table(pictures: Path) -> None:
+def test_images_may_be_bytes_in_the_table(pictures: Path) -> None:
     data = [picture(n, kind=kind) for n, kind in enumerate(("PNG", "JPEG", "WEBP"))]
     frame = pandas.DataFrame(
-        {"image": [{"bytes": one, "path": None} for one in data], "label": [0, 1, 1]}
+        {"image": [{"bytes": data_, "path": None} for data_ in data], "label": [0, 1, 1]}
     )
     frame.to_parquet(pictures / "t.parquet")
     wt.convert_table(
         str(pictures / "t.parquet"), str(pictures / "out"), image="image", label="label"
     )
-    found = samples(pictures / "out")
-    assert [set(found[f"row-00000000{n}"]) for n in (1, 2, 3)] == [
+    packed = samples(pictures / "out")
+    assert [set(packed[f"row-00000000{n}"]) for n in (1, 2, 3)] == [
         {"png", "cls"},
         {"jpg", "cls"},
         {"webp", "cls"},
     ]
     assert [
-        one for n in (1, 2, 3) for field, one in found[f"row-00000000{n}"].items() if field != "cls"
+        data_
+        for n in (1, 2, 3)
+        for field, data_ in packed[f"row-00000000{n}"].items()
+        if field != "cls"
     ] == data
 
 
-def test_rows_that_cannot_be_used_are_quarantined_with_their_numbers(pictures: Path) -> None:
+def test_unusable_rows_are_skipped_with_their_numbers(pictures: Path) -> None:
     lines = [
         "file,n",
         "IMG/0.png,1",
@@ -221,10 +224,10 @@ def test_a_column_can_name_the_split_of_each_row(pictures: Path) -> None:
     assert not (pictures / "out2").exists()
 
 
-def test_a_table_without_a_header_is_named_by_numbers(
+def test_columns_of_a_table_without_a_header_are_numbers(
     data: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The driving log as it was recorded: no header, absolute Windows paths of another machine, blanks after commas."""
+    """The original driving log: no header, absolute Windows paths, blanks after commas."""
     folder = data("driving")
     words = [
         "convert",
@@ -252,9 +255,9 @@ def test_a_table_without_a_header_is_named_by_numbers(
         )
         == 0
     )
-    found = samples(tmp_path / "out")
-    assert len(found) == 300
-    key, fields = next(iter(found.items()))
+    packed = samples(tmp_path / "out")
+    assert len(packed) == 300
+    key, fields = next(iter(packed.items()))
     assert fields["jpg"] == (folder / f"{key}.jpg").read_bytes()
     assert set(json.loads(fields["json"])) == {"1", "2", "3", "4", "5", "6"}
 
@@ -282,7 +285,7 @@ def test_a_file_that_is_not_a_table_is_refused(
         wt.convert_table(make(tmp_path / "t"), tmp_path / "out", image="file")
 
 
-# --- HDF5 and arrays -------------------------------------------------------------------------------------------------
+# --- HDF5 and arrays ---
 
 
 @pytest.fixture
@@ -293,7 +296,7 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def hdf5_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[slice]]:
-    """The rows that h5py reads from now on, by the path of the data set."""
+    """Record the rows that h5py reads from now on, by the path of the data set."""
     reads: dict[str, list[slice]] = {}
     get = h5py.Dataset.__getitem__
 
@@ -306,7 +309,7 @@ def hdf5_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[slice]]:
     return reads
 
 
-def test_hdf5_data_sets_arrive_row_by_row_and_are_read_in_whole_chunks(
+def test_hdf5_data_sets_are_packed_row_by_row_and_read_by_chunks(
     tmp_path: Path, hdf5_reads: dict[str, list[slice]]
 ) -> None:
     images = np.empty((250, 400, 400), np.uint8)  # 40 MB, more than two reads
@@ -328,7 +331,7 @@ def test_hdf5_data_sets_arrive_row_by_row_and_are_read_in_whole_chunks(
     for name, chunk in chunks.items():
         parts = hdf5_reads[name]
         assert all(part.start % chunk == 0 for part in parts)
-        # Each chunk is read once: a run begins where the last one ended.
+        # Each chunk is read once: a run begins where the previous run ended.
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == 250
     assert len(hdf5_reads["/train/images"]) > 2
@@ -336,10 +339,10 @@ def test_hdf5_data_sets_arrive_row_by_row_and_are_read_in_whole_chunks(
     assert index.info["samples"]["train"] == {
         name: int((labels == i).sum()) for i, name in enumerate("abcd")
     }
-    found = samples(tmp_path / "out")
+    packed = samples(tmp_path / "out")
     for i in (0, 1, 124, 249):
-        assert (array(found[f"n {i}"]["image.npy"]) == images[i]).all()
-        assert (found[f"n {i}"]["cls"], found[f"n {i}"]["note.txt"]) == (
+        assert (array(packed[f"n {i}"]["image.npy"]) == images[i]).all()
+        assert (packed[f"n {i}"]["cls"], packed[f"n {i}"]["note.txt"]) == (
             str(labels[i]).encode(),
             f"n {i}".encode(),
         )
@@ -377,11 +380,11 @@ def test_pytables_files_with_blosc_and_tables_are_read(
     ):
         words += ["--field", pair]
     assert main(words) == 0
-    found = list(samples(tmp_path / "out").values())
-    assert [float(array(one["energy.npy"])) for one in found] == [i / 8 for i in range(1000)]
-    assert (array(found[7]["image.npy"]) == images[7]).all()
-    assert array(found[7]["hits.npy"]).tolist() == [21, 22, 23]
-    assert array(found[7]["energy.npy"]).shape == ()
+    packed = list(samples(tmp_path / "out").values())
+    assert [float(array(fields["energy.npy"])) for fields in packed] == [i / 8 for i in range(1000)]
+    assert (array(packed[7]["image.npy"]) == images[7]).all()
+    assert array(packed[7]["hits.npy"]).tolist() == [21, 22, 23]
+    assert array(packed[7]["energy.npy"]).shape == ()
     batch = next(
         iter(
             wt.Loader(
@@ -429,7 +432,7 @@ def test_data_sets_that_cannot_be_packed_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_arrays_become_pictures_classes_and_arrays_by_the_names_of_their_fields(
+def test_field_names_decide_if_arrays_become_images_classes_or_arrays(
     tmp_path: Path, rows: tuple[np.ndarray, np.ndarray]
 ) -> None:
     images, labels = rows
@@ -444,9 +447,9 @@ def test_arrays_become_pictures_classes_and_arrays_by_the_names_of_their_fields(
         "--no-shuffle",
     ]
     assert main(words) == 0
-    found = samples(tmp_path / "out")
-    assert list(found) == [f"{i:09d}" for i in range(1000)]
-    for i, fields in enumerate(found.values()):
+    packed = samples(tmp_path / "out")
+    assert list(packed) == [f"{i:09d}" for i in range(1000)]
+    for i, fields in enumerate(packed.values()):
         assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == images[i]).all()
         assert fields["cls"] == str(labels[i]).encode()
         assert (array(fields["raw.npy"]) == images[i]).all()
@@ -481,11 +484,11 @@ def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
         wt.convert_arrays({"y": np.array([1.0, np.nan])}, str(tmp_path / "out"), label="y")
 
 
-# --- Python samples --------------------------------------------------------------------------------------------------
+# --- Python samples ---
 
 
 class Digits(Dataset[Any]):
-    """A map-style data set of (picture, class); the item 3 cannot be read."""
+    """A map-style data set of (image, class); item 3 cannot be read."""
 
     classes = ("zero", "one", "two")
 
@@ -516,8 +519,8 @@ def test_a_map_style_data_set_is_packed_with_its_classes(tmp_path: Path) -> None
         wt.pack(Digits(), str(tmp_path / "out"))
     index = wt.pack(Digits(), str(tmp_path / "out"), on_error="skip", overwrite=True, shuffle=False)
     assert (index.labels[0].classes, len(index)) == (("zero", "one", "two"), 6)
-    found = list(samples(tmp_path / "out").values())
-    assert [np.asarray(Image.open(io.BytesIO(one["png"])))[0, 0] for one in found] == [
+    packed = list(samples(tmp_path / "out").values())
+    assert [np.asarray(Image.open(io.BytesIO(fields["png"])))[0, 0] for fields in packed] == [
         0,
         1,
         2,
@@ -525,32 +528,34 @@ def test_a_map_style_data_set_is_packed_with_its_classes(tmp_path: Path) -> None
         5,
         6,
     ]
-    assert [one["cls"] for one in found] == [b"0", b"1", b"2", b"1", b"2", b"0"]
+    assert [fields["cls"] for fields in packed] == [b"0", b"1", b"2", b"1", b"2", b"0"]
 
 
-def test_an_iterable_of_dicts_is_packed_by_the_names_of_its_fields(tmp_path: Path) -> None:
+def test_field_names_decide_how_an_iterable_of_dicts_is_packed(tmp_path: Path) -> None:
     index = wt.pack(
         Endless(),
         str(tmp_path / "out"),
         shuffle=False,
         labels=[wt.Label("n", "number", "json", "n")],
     )
-    found = list(samples(tmp_path / "out").values())
-    assert [array(one["x.npy"]).tolist() for one in found] == [[0, n, 2 * n] for n in range(5)]
-    assert [(one["txt"], json.loads(one["json"]), one["cls"]) for one in found] == [
+    packed = list(samples(tmp_path / "out").values())
+    assert [array(fields["x.npy"]).tolist() for fields in packed] == [
+        [0, n, 2 * n] for n in range(5)
+    ]
+    assert [(fields["txt"], json.loads(fields["json"]), fields["cls"]) for fields in packed] == [
         (f"number {n}".encode(), {"n": n}, str(n).encode()) for n in range(5)
     ]
     assert [label.name for label in index.labels] == ["n", "label"]
 
 
-def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) -> None:
+def test_samples_of_webdataset_round_trip(tmp_path: Path) -> None:
     import webdataset
 
     write_shards(tmp_path / "in", [5, 3])
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", ResourceWarning
-        )  # it leaves its files to the collector to close
+        )  # webdataset leaves its files to the garbage collector
         shards = sorted(map(str, (tmp_path / "in").glob("*.tar")))
         wt.pack(webdataset.WebDataset(shards, shardshuffle=False), str(tmp_path / "out"))
         gc.collect()
@@ -576,7 +581,7 @@ def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) ->
         ({"__key__": "only"}, "it has no fields, only '__key__'"),
     ],
 )
-def test_samples_that_cannot_be_packed_are_named_or_quarantined(
+def test_samples_that_cannot_be_packed_are_named_or_skipped(
     tmp_path: Path, sample: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SourceError, match=f"samples, row 2: .*{words}"):
@@ -587,11 +592,11 @@ def test_samples_that_cannot_be_packed_are_named_or_quarantined(
     assert (len(index), index.info["skipped"]) == (1, 1)
 
 
-def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> None:
+def test_repeated_keys_are_renamed_and_recorded(tmp_path: Path) -> None:
     names = ["a", "b", "A", "a", "a-2", "../up", "x.y"]
     wt.pack([{"__key__": key, "txt": str(n)} for n, key in enumerate(names)], str(tmp_path / "out"))
-    found = {fields["txt"]: key for key, fields in samples(tmp_path / "out").items()}
-    assert found == {
+    key_by_text = {fields["txt"]: key for key, fields in samples(tmp_path / "out").items()}
+    assert key_by_text == {
         b"0": "a",
         b"1": "b",
         b"2": "A-3",
@@ -611,7 +616,7 @@ def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> N
     }
 
 
-def test_a_key_that_comes_five_thousand_times_is_numbered_without_looking_at_each_again(
+def test_a_key_repeated_five_thousand_times_is_numbered_in_linear_time(
     tmp_path: Path,
 ) -> None:
     index = wt.pack(
@@ -620,7 +625,7 @@ def test_a_key_that_comes_five_thousand_times_is_numbered_without_looking_at_eac
     assert index.keys(np.arange(5000)) == ["a", *(f"a-{number}" for number in range(2, 5001))]
 
 
-def test_an_endless_stream_is_read_as_far_as_the_limit_says(tmp_path: Path) -> None:
+def test_an_endless_stream_is_read_up_to_the_limit(tmp_path: Path) -> None:
     index = wt.pack(
         ({"txt": str(number)} for number in itertools.count()), str(tmp_path / "out"), limit=50
     )
@@ -630,7 +635,7 @@ def test_an_endless_stream_is_read_as_far_as_the_limit_says(tmp_path: Path) -> N
     assert (index.info["listed"], len(index)) == (50, 50)
 
 
-def test_groups_and_splits_of_python_samples(tmp_path: Path) -> None:
+def test_python_samples_have_groups_and_splits(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{n}", "txt": str(n)} for n in range(300)]
     index = wt.pack(
         rows,
@@ -651,9 +656,7 @@ def test_groups_and_splits_of_python_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", [[1, 2, 1_700_000_000], [1_000_000], [1, 2, 99_999]])
 @pytest.mark.parametrize("kind", ["samples", "arrays"])
-def test_ids_and_times_are_no_classes_counted_from_zero(
-    tmp_path: Path, kind: str, numbers: list[int]
-) -> None:
+def test_ids_and_times_are_not_class_numbers(tmp_path: Path, kind: str, numbers: list[int]) -> None:
     out = str(tmp_path / "out")
     words = (
         "as classes counted from 0 they would make 100000"
@@ -671,7 +674,7 @@ def test_ids_and_times_are_no_classes_counted_from_zero(
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_a_part_of_many_classes_and_numbers_that_are_said_to_be_classes_are_taken(
+def test_declared_class_numbers_are_accepted(
     tmp_path: Path,
 ) -> None:
     some = [{"txt": "a", "cls": 97 * number} for number in range(300)]
@@ -707,7 +710,7 @@ def test_objects_that_are_not_iterables_of_samples_are_refused(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-# --- tars ------------------------------------------------------------------------------------------------------------
+# --- tars ---
 
 
 @pytest.fixture
@@ -729,12 +732,12 @@ def test_shards_are_repacked_with_their_labels_and_splits(old: Path, tmp_path: P
     assert samples(tmp_path / "new") == samples(old)
     assert (index.labels, index.splits, len(index.shards)) == (before.labels, ("train", "val"), 2)
     assert index.info["samples"]["train"].keys() == {"cat", "dog"}
-    again = wt.convert_tars(str(old), str(tmp_path / "split"), split={"a": 0.5, "b": 0.5})
-    assert again.splits == ("a", "b")
+    split_index = wt.convert_tars(str(old), str(tmp_path / "split"), split={"a": 0.5, "b": 0.5})
+    assert split_index.splits == ("a", "b")
     assert wt.verify(str(tmp_path / "split")).ok
 
 
-def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(
+def test_shards_are_filtered_and_fields_are_dropped_kept_and_renamed(
     old: Path, tmp_path: Path
 ) -> None:
     everything = samples(old)
@@ -747,12 +750,12 @@ def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(
         "cls == 1 and not key.endswith('3')",
     ]
     assert main([*words, "--rename", "png=image.png"]) == 0
-    wanted = {
+    expected = {
         key: {"image.png": fields["png"], "cls": b"1"}
         for key, fields in everything.items()
         if fields["cls"] == b"1" and not key.endswith("3")
     }
-    assert samples(tmp_path / "a") == wanted
+    assert samples(tmp_path / "a") == expected
     index = wt.convert_tars(str(old), str(tmp_path / "b"), drop=["cls"])
     assert (index.fields, index.labels) == (("png",), ())
     (tmp_path / "keys.txt").write_text("\n".join(sorted(everything)[:5]))
@@ -765,12 +768,12 @@ def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(
         wt.convert_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"))
     with pytest.raises(
         SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"
-    ):  # before anything is read
+    ):  # before any read
         wt.convert_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"), limit=1)
     assert not (tmp_path / "d").exists()
 
 
-def test_keys_that_are_asked_for_are_there_also_where_a_sample_is_bad(tmp_path: Path) -> None:
+def test_selected_keys_are_packed_even_if_a_sample_is_bad(tmp_path: Path) -> None:
     index = wt.pack(
         ({"__key__": f"k{n}", "bin": b"x" * 600, "cls": n} for n in range(4)),
         str(tmp_path / "set"),
@@ -784,29 +787,29 @@ def test_keys_that_are_asked_for_are_there_also_where_a_sample_is_bad(tmp_path: 
     wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "good"), keys=str(tmp_path / "keys.txt"))
     assert set(samples(tmp_path / "good")) == {"k0", "k3"}
     (tmp_path / "keys.txt").write_text("k0\nk1\n")
-    made = wt.convert_tars(
+    repacked = wt.convert_tars(
         str(tmp_path / "set"),
         str(tmp_path / "some"),
         keys=str(tmp_path / "keys.txt"),
         on_error="skip",
     )
-    assert (len(made), made.info["skipped"]) == (1, 1)
+    assert (len(repacked), repacked.info["skipped"]) == (1, 1)
 
 
-def test_sets_are_merged_and_keys_of_both_kept_apart(tmp_path: Path) -> None:
+def test_sets_are_merged_and_equal_keys_are_renamed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_tar(
             tmp_path / name / "s.tar", [(f"k{i}", {"txt": f"{name}{i}".encode()}) for i in range(5)]
         )
     wt.convert_tars([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "out"))
-    found = samples(tmp_path / "out")
-    assert sorted(fields["txt"].decode() for fields in found.values()) == [
+    packed = samples(tmp_path / "out")
+    assert sorted(fields["txt"].decode() for fields in packed.values()) == [
         f"{name}{i}" for name in "ab" for i in range(5)
     ]
-    assert set(found) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
+    assert set(packed) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
 
 
-def test_keys_that_two_splits_share_are_kept_apart_when_splits_are_drawn_anew(
+def test_keys_shared_by_two_splits_are_renamed_when_splits_are_drawn_again(
     tmp_path: Path,
 ) -> None:
     for split in ("train", "val"):
@@ -832,9 +835,7 @@ def test_sets_that_number_their_classes_differently_are_not_merged(
         wt.convert_tars([str(old), str(tmp_path / "other")], str(tmp_path / "out"))
 
 
-def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(
-    old: Path, tmp_path: Path
-) -> None:
+def test_changed_bytes_of_packed_shards_are_bad_samples(old: Path, tmp_path: Path) -> None:
     index = wt.index(str(old))
     offset = next(at for name, at, _ in index.members(2) if name == "png") + 40
     with open(index.shards[0].path, "r+b") as file:
@@ -865,7 +866,7 @@ def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(
         ("-cls == -2 and cls * 2.5 == 5", True),
     ],
 )
-def test_conditions_say_which_samples_are_taken(text: str, holds: bool) -> None:
+def test_conditions_select_the_packed_samples(text: str, holds: bool) -> None:
     fields = {"cls": b"2", "txt": b"two", "json": b'{"deep": {"x": 5}}'}
     assert Expression(text).holds(fields, key="abc", shard="s.tar", split="") is holds
 
@@ -891,17 +892,17 @@ CAPTIONS = {"a": "12", "b": "a dog", "c": "1e5", "d": "nan", "e": "007", "f": "1
         ("txt == '1000' or '12' < txt < '13'", ""),
     ],
 )
-def test_a_text_beside_a_text_is_a_text_whatever_it_looks_like(text: str, keys: str) -> None:
+def test_values_of_a_text_column_are_compared_as_text(text: str, keys: str) -> None:
     condition = Expression(text)
-    found = [
+    selected = [
         key
         for key, caption in CAPTIONS.items()
         if condition.holds({"txt": caption.encode(), "copy": caption.encode()})
     ]
-    assert "".join(found) == keys
+    assert "".join(selected) == keys
 
 
-def test_captions_that_look_like_numbers_are_no_bad_samples(tmp_path: Path) -> None:
+def test_captions_that_look_like_numbers_are_text(tmp_path: Path) -> None:
     wt.pack(
         ({"__key__": key, "txt": caption} for key, caption in CAPTIONS.items()),
         str(tmp_path / "old"),
@@ -932,7 +933,7 @@ def test_captions_that_look_like_numbers_are_no_bad_samples(tmp_path: Path) -> N
         "len",
     ],
 )
-def test_conditions_are_never_code(text: str) -> None:
+def test_conditions_are_never_executed_as_code(text: str) -> None:
     if text == "len":
         assert not Expression(text).holds({"cls": b"1"})
         return
@@ -940,7 +941,7 @@ def test_conditions_are_never_code(text: str) -> None:
         Expression(text)
 
 
-def test_a_sample_whose_condition_cannot_be_evaluated_is_bad() -> None:
+def test_a_sample_with_an_undefined_condition_is_bad() -> None:
     for text in (
         "txt > 3",
         "json['x'][5]",
@@ -953,7 +954,7 @@ def test_a_sample_whose_condition_cannot_be_evaluated_is_bad() -> None:
             Expression(text).holds({"cls": b"2", "txt": b"two", "json": b"{}"})
 
 
-# --- torchvision -----------------------------------------------------------------------------------------------------
+# --- torchvision ---
 
 
 def test_a_torchvision_data_set_keeps_its_splits_classes_and_pixels(
@@ -994,7 +995,7 @@ def test_a_torchvision_data_set_of_files_keeps_their_bytes(tmp_path: Path) -> No
     assert packed == {path.read_bytes() for path in (tmp_path / "root").rglob("*.jpg")}
 
 
-def test_a_torchvision_name_or_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_torchvision_name_or_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match="torchvision has no data set 'Fasion'. Did you mean .*FashionMNIST"
     ):
@@ -1008,7 +1009,7 @@ def test_a_torchvision_name_or_folder_that_is_not_there_is_a_sentence(tmp_path: 
 
 
 def write_digits(folder: Path, name: str, count: int) -> None:
-    """A split of torchvision's MNIST, of one colour each."""
+    """Write a split of torchvision's MNIST, with images of one color each."""
     folder.mkdir(parents=True, exist_ok=True)
     pixels = np.repeat(np.arange(count, dtype=np.uint8), 28 * 28).tobytes()
     head = b"\0\0\x08\x03" + count.to_bytes(4, "big") + 2 * (28).to_bytes(4, "big")
@@ -1019,13 +1020,13 @@ def write_digits(folder: Path, name: str, count: int) -> None:
     (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
 
 
-def test_a_split_that_torchvision_cannot_read_is_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_a_split_that_torchvision_cannot_read_is_an_error(tmp_path: Path) -> None:
     raw, out = tmp_path / "MNIST" / "raw", str(tmp_path / "out")
     write_digits(raw, "train", 20)
     write_digits(raw, "t10k", 10)
     images = raw / "t10k-images-idx3-ubyte"
-    whole = images.read_bytes()
-    images.write_bytes(whole[:3000])
+    intact = images.read_bytes()
+    images.write_bytes(intact[:3000])
     with pytest.raises(
         SourceError, match="the split 'test' is missing or cannot be read.*splits=..train."
     ):
@@ -1033,7 +1034,7 @@ def test_a_split_that_torchvision_cannot_read_is_not_left_out_in_silence(tmp_pat
     index = wt.convert_torchvision("MNIST", out, str(tmp_path), splits=["train"])
     assert index.info["samples"].keys() == {"train"}
     assert index.info["ignored"] == {"split test, which was not asked for": 1}
-    images.write_bytes(whole)
+    images.write_bytes(intact)
     index = wt.convert_torchvision("MNIST", out, str(tmp_path), overwrite=True)
     assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {
         "train": 20,
@@ -1042,7 +1043,7 @@ def test_a_split_that_torchvision_cannot_read_is_not_left_out_in_silence(tmp_pat
     assert index.info["ignored"] == {}
 
 
-def test_all_splits_that_torchvision_knows_are_taken_or_told(tmp_path: Path) -> None:
+def test_all_torchvision_splits_are_packed_or_reported(tmp_path: Path) -> None:
     """The pets have the splits trainval and test, and neither train nor val."""
     folder = tmp_path / "oxford-iiit-pet"
     (folder / "images").mkdir(parents=True)
@@ -1064,10 +1065,10 @@ def test_all_splits_that_torchvision_knows_are_taken_or_told(tmp_path: Path) -> 
         wt.convert_torchvision("OxfordIIITPet", str(tmp_path / "again"), str(tmp_path))
 
 
-# --- what a review found ---------------------------------------------------------------------------------------------
+# --- edge cases ---
 
 
-def test_class_names_that_look_like_numbers_are_read_as_the_table_said_them(pictures: Path) -> None:
+def test_class_names_that_look_like_numbers_are_read_as_in_the_table(pictures: Path) -> None:
     (pictures / "t.csv").write_text(
         "file,a,b,c\n"
         + "".join(
@@ -1089,7 +1090,7 @@ def test_class_names_that_look_like_numbers_are_read_as_the_table_said_them(pict
     assert batch["c"].tolist() == [index.labels[2].classes.index(str(n % 3 - 1)) for n in range(6)]
 
 
-def test_a_quote_that_is_not_closed_is_an_error_and_swallows_no_rows(pictures: Path) -> None:
+def test_an_unclosed_quote_is_an_error(pictures: Path) -> None:
     (pictures / "t.csv").write_text('file,n\nIMG/0.png,"1\nIMG/1.png,2\nIMG/2.png,3\n')
     with pytest.raises(SourceError, match="a quote that is not closed"):
         wt.convert_table(pictures / "t.csv", pictures / "out", image="file")
@@ -1114,12 +1115,12 @@ def test_bytes_of_other_columns_become_fields(pictures: Path) -> None:
     }
 
 
-def test_keys_do_not_depend_on_where_the_pictures_lie(
+def test_keys_do_not_depend_on_the_folder_of_the_images(
     pictures: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(pictures / "IMG", other / "data" / "IMG")
-    found = []
+    keys_by_folder = []
     for number, root in enumerate((pictures, other / "data")):
         (pictures / "t.csv").write_text(
             "file\n" + "".join(f"{root}/IMG/{n}.png\n" for n in range(6))
@@ -1127,12 +1128,12 @@ def test_keys_do_not_depend_on_where_the_pictures_lie(
         wt.convert_table(
             str(pictures / "t.csv"), str(pictures / f"out{number}"), image="file", root=str(root)
         )
-        found.append(sorted(samples(pictures / f"out{number}")))
+        keys_by_folder.append(sorted(samples(pictures / f"out{number}")))
         assert not (pictures / f"out{number}" / "renamed.jsonl").exists()
-    assert found == [[f"IMG/{n}" for n in range(6)]] * 2
+    assert keys_by_folder == [[f"IMG/{n}" for n in range(6)]] * 2
 
 
-def test_semicolons_unknown_kinds_and_lists_beside_single_values(pictures: Path) -> None:
+def test_semicolons_and_lists_beside_single_values_are_supported(pictures: Path) -> None:
     (pictures / "t.csv").write_text("file;tag\nIMG/0.png;a\n")
     out = pictures / "semicolons"
     assert len(wt.convert_table(pictures / "t.csv", out, image="file", label="tag")) == 1
@@ -1157,7 +1158,7 @@ def test_semicolons_unknown_kinds_and_lists_beside_single_values(pictures: Path)
     assert batch["t"].tolist() == [[1, 1], [1, 0]]
 
 
-def test_text_that_is_none_is_a_bad_row(pictures: Path) -> None:
+def test_text_that_is_not_utf8_is_a_bad_row(pictures: Path) -> None:
     (pictures / "t.jsonl").write_text(
         '{"file": "IMG/0.png", "a": "\\ud83d"}\n{"file": "IMG/1.png\\u0000", "a": 1}\n{"file": "IMG/2.png"}\n'
     )
@@ -1178,13 +1179,11 @@ def test_globs_of_sets_with_other_classes_are_not_merged(tmp_path: Path, words: 
         str(tmp_path / "out"),
     ]
     assert main([*command, *words]) == 2
-    assert (
-        main([*command, "--keep", "jpg"]) == 0
-    )  # without the classes there is nothing that differs
+    assert main([*command, "--keep", "jpg"]) == 0  # without classes the sets do not differ
     assert len(samples(tmp_path / "out")) == 12
 
 
-def test_without_an_index_splits_follow_from_shard_names(tmp_path: Path) -> None:
+def test_without_an_index_splits_come_from_shard_names(tmp_path: Path) -> None:
     for name in ("train-000", "train-001", "val-000"):
         write_tar(
             tmp_path / "s" / f"{name}.tar", [(f"{name}-{i}", {"txt": b"x"}) for i in range(4)]
@@ -1193,7 +1192,7 @@ def test_without_an_index_splits_follow_from_shard_names(tmp_path: Path) -> None
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 8, "val": 4}
 
 
-def test_a_split_of_a_split_has_the_shares_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_split_of_a_split_has_the_requested_shares(tmp_path: Path) -> None:
     rows = ({"__key__": f"k{n}", "txt": "x"} for n in range(3000))
     wt.pack(rows, str(tmp_path / "all"), split={"train": 0.8, "val": 0.2})
     index = wt.convert_tars(
@@ -1206,7 +1205,7 @@ def test_a_split_of_a_split_has_the_shares_that_were_asked_for(tmp_path: Path) -
     assert abs(shares["val"] - 0.2) < 0.03
 
 
-def test_fields_whose_names_no_reader_gives_back_are_refused(tmp_path: Path) -> None:
+def test_field_names_that_do_not_round_trip_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="'left/x.npy' cannot be the name of a field"):
         wt.pack([{"left/x.npy": np.zeros(2)}], str(tmp_path / "out"))
     with pytest.raises(SourceError, match="two of its fields have the same name: x.npy, x.npy"):
@@ -1219,7 +1218,7 @@ def test_fields_whose_names_no_reader_gives_back_are_refused(tmp_path: Path) -> 
         wt.convert_arrays({"x": np.zeros(3), "X": np.zeros(3)}, str(tmp_path / "out4"))
 
 
-def test_pil_pictures_come_out_upright_and_with_their_grey(
+def test_pil_images_are_packed_upright_and_keep_gray_levels(
     data: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with (
@@ -1230,16 +1229,16 @@ def test_pil_pictures_come_out_upright_and_with_their_grey(
         wt.pack(
             [{"__key__": "a", "jpg": lying}, {"__key__": "b", "jpg": deep}], str(tmp_path / "out")
         )
-    found = samples(tmp_path / "out")
-    made = Image.open(io.BytesIO(found["a"]["jpg"]))
-    assert made.size[0] > made.size[1]
-    assert abs(np.asarray(Image.open(io.BytesIO(found["b"]["jpg"])), float).mean() - truth) < 2
+    packed = samples(tmp_path / "out")
+    image = Image.open(io.BytesIO(packed["a"]["jpg"]))
+    assert image.size[0] > image.size[1]
+    assert abs(np.asarray(Image.open(io.BytesIO(packed["b"]["jpg"])), float).mean() - truth) < 2
 
 
 def test_rows_of_bytes_and_wide_chunks_are_read_within_bounds(
     tmp_path: Path, hdf5_reads: dict[str, list[slice]]
 ) -> None:
-    """Rows of 3 MB beside a column whose only chunk holds all rows: at most 16 MB at a time."""
+    """Rows of 3 MB beside a column whose only chunk has all rows: at most 16 MB at a time."""
     with h5py.File(tmp_path / "d.h5", "w") as file:
         blobs = file.create_dataset("blobs", (20,), h5py.vlen_dtype(np.uint8))
         for number in range(20):
@@ -1249,12 +1248,12 @@ def test_rows_of_bytes_and_wide_chunks_are_read_within_bounds(
     index = wt.convert_hdf5(str(tmp_path / "d.h5"), str(tmp_path / "out"), fields)
     assert len(index) == 20
     first, *parts = hdf5_reads["/blobs"]
-    assert (first.start, first.stop) == (0, 16)  # to learn how long rows are
+    assert (first.start, first.stop) == (0, 16)  # to learn the size of rows
     assert parts[-1].stop == 20
     assert max(part.stop - part.start for part in parts) <= 5
 
 
-def test_splits_and_data_sets_that_torchvision_has_not_are_sentences(
+def test_unknown_torchvision_splits_and_data_sets_are_errors(
     data: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="has no split 'banana'"):
@@ -1268,7 +1267,7 @@ def test_splits_and_data_sets_that_torchvision_has_not_are_sentences(
     assert not (tmp_path / "out").exists()
 
 
-def test_conditions_are_checked_before_reading_and_what_they_leave_is_counted(
+def test_conditions_are_checked_before_reading_and_rejected_samples_counted(
     old: Path, tmp_path: Path, capsys: Any
 ) -> None:
     assert main(["convert", "tars", str(old), str(tmp_path / "a"), "--select", "clss == 1"]) == 2
@@ -1292,15 +1291,15 @@ def test_conditions_are_checked_before_reading_and_what_they_leave_is_counted(
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert (told["samples"], told["skipped"], told["ignored"]) == (
+    document = json.loads(capsys.readouterr().out)
+    assert (document["samples"], document["skipped"], document["ignored"]) == (
         9,
         0,
         {"samples that do not meet the condition": 12},
     )
 
 
-def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_are_refused(
+def test_files_beside_split_folders_are_counted_and_split_synonyms_refused(
     tmp_path: Path,
 ) -> None:
     for split in ("train", "dev"):
@@ -1316,18 +1315,18 @@ def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_a
         wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out2"))
 
 
-# --- labels of samples and arrays ------------------------------------------------------------------------------------
+# --- labels of samples and arrays ---
 
 
-def test_a_class_given_as_bytes_is_the_class_of_that_name_or_number(tmp_path: Path) -> None:
-    given: list[Any] = [b"cat", b"dog", "cat", 1, b"0", b" dog\n", np.int64(1), b"7"]
+def test_a_class_as_bytes_is_a_class_name_or_number(tmp_path: Path) -> None:
+    labels_in: list[Any] = [b"cat", b"dog", "cat", 1, b"0", b" dog\n", np.int64(1), b"7"]
     index = wt.pack(
-        [{"txt": "x", "cls": one} for one in given],
+        [{"txt": "x", "cls": label_} for label_ in labels_in],
         str(tmp_path / "out"),
         classes=["cat", "dog", "7"],
     )
-    found = samples(tmp_path / "out")
-    assert [found[key]["cls"] for key in sorted(found)] == [
+    packed = samples(tmp_path / "out")
+    assert [packed[key]["cls"] for key in sorted(packed)] == [
         b"0",
         b"1",
         b"0",
@@ -1358,14 +1357,17 @@ def test_bytes_that_name_one_class_and_number_another_are_a_bad_sample(tmp_path:
 
 
 @pytest.mark.parametrize("cls", [b"bird", b"3", "bird", 3, -1, b"caf\xe9", b""])
-def test_a_class_that_is_none_of_the_names_is_a_bad_sample(tmp_path: Path, cls: Any) -> None:
-    given = [{"txt": "x", "cls": 0}, {"txt": "y", "cls": cls}]
+def test_an_unknown_class_is_a_bad_sample(tmp_path: Path, cls: Any) -> None:
+    samples_in = [{"txt": "x", "cls": 0}, {"txt": "y", "cls": cls}]
     with pytest.raises(SourceError, match="row 2: its cls is"):
-        wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"])
-    assert len(wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], on_error="skip")) == 1
+        wt.pack(samples_in, str(tmp_path / "out"), classes=["cat", "dog"])
+    assert (
+        len(wt.pack(samples_in, str(tmp_path / "out"), classes=["cat", "dog"], on_error="skip"))
+        == 1
+    )
 
 
-def test_numbers_and_names_are_not_mixed_where_no_names_are_known(tmp_path: Path) -> None:
+def test_class_numbers_and_names_are_not_mixed_without_declared_classes(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="row 2: its cls is 'cat', but others are numbers"):
         wt.pack([{"txt": "x", "cls": 1}, {"txt": "y", "cls": b"cat"}], str(tmp_path / "out"))
     with pytest.raises(SourceError, match="row 2: its cls is '1', but others are names"):
@@ -1377,10 +1379,10 @@ def test_numbers_and_names_are_not_mixed_where_no_names_are_known(tmp_path: Path
     ]
 
 
-def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
-    given = [{"txt": "x", "cls": n % 2, "json": {"y": n / 2}} for n in range(4)]
+def test_additional_labels_keep_the_class_in_the_index(tmp_path: Path) -> None:
+    samples_in = [{"txt": "x", "cls": n % 2, "json": {"y": n / 2}} for n in range(4)]
     label = Label("y", "number", "json", "y")
-    index = wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], labels=[label])
+    index = wt.pack(samples_in, str(tmp_path / "out"), classes=["cat", "dog"], labels=[label])
     assert index.labels == (label, Label("label", "class", "cls", classes=("cat", "dog")))
     arrays = {"cls": np.arange(4) % 2, "y": np.arange(4) / 2}
     index = wt.convert_arrays(arrays, str(tmp_path / "arrays"), label="y", classes=["cat", "dog"])
@@ -1392,7 +1394,7 @@ def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
 
 
 class Named(list[Any]):
-    """Samples that name their classes, as data sets of torchvision do."""
+    """Samples with class names, like data sets of torchvision."""
 
     classes = ("cat", "cat")
 
@@ -1405,7 +1407,7 @@ class Named(list[Any]):
         lambda out: wt.convert_arrays({"cls": np.arange(2)}, out, classes=["cat", "cat"]),
     ],
 )
-def test_two_classes_of_one_name_are_refused(
+def test_two_classes_with_one_name_are_refused(
     tmp_path: Path, pack: Callable[[str], wt.Index]
 ) -> None:
     with pytest.raises(UsageError, match="classes has 'cat' at 0 and again later"):
@@ -1415,15 +1417,15 @@ def test_two_classes_of_one_name_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_bytes_of_arrays_are_kept_whether_they_are_text_or_not(tmp_path: Path) -> None:
-    given = [b"caf\xe9", b"\xff\xd8\x00abc", "plain é".encode()]
-    wt.convert_arrays({"caption": np.array(given)}, str(tmp_path / "out"), shuffle=False)
-    found = samples(tmp_path / "out")
-    assert [found[key]["caption.txt"] for key in sorted(found)] == given
+def test_bytes_in_arrays_are_kept_as_text_or_bytes(tmp_path: Path) -> None:
+    values_in = [b"caf\xe9", b"\xff\xd8\x00abc", "plain é".encode()]
+    wt.convert_arrays({"caption": np.array(values_in)}, str(tmp_path / "out"), shuffle=False)
+    packed = samples(tmp_path / "out")
+    assert [packed[key]["caption.txt"] for key in sorted(packed)] == values_in
     assert len(wt.verify(tmp_path / "out", decode=True).findings) == 2
 
 
-def test_a_narrow_tensor_is_a_picture_of_channels_first(tmp_path: Path) -> None:
+def test_a_narrow_tensor_is_a_channels_first_image(tmp_path: Path) -> None:
     pixels = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 4)
     wt.pack([{"png": pixels}], str(tmp_path / "out"))
     (fields,) = samples(tmp_path / "out").values()
@@ -1432,9 +1434,7 @@ def test_a_narrow_tensor_is_a_picture_of_channels_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "cls"])
-def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(
-    tmp_path: Path, name: str
-) -> None:
+def test_masked_values_are_bad_samples(tmp_path: Path, name: str) -> None:
     masked = np.ma.array([1, 2, 3], mask=[False, True, False])
     out = str(tmp_path / "out")
     index = wt.convert_arrays(
@@ -1446,7 +1446,7 @@ def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(
         wt.pack([{"__key__": "a", "x.npy": masked}], str(tmp_path / "packed"))
 
 
-def test_rows_of_a_virtual_data_set_whose_file_is_gone_are_no_samples(tmp_path: Path) -> None:
+def test_rows_of_a_virtual_data_set_with_a_missing_file_are_bad(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             file["x"] = np.arange(3)
@@ -1492,21 +1492,21 @@ def test_hdf5_data_sets_without_rows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_rows_of_different_length_and_enums_are_arrays(tmp_path: Path) -> None:
+def test_rows_of_variable_length_and_enums_are_arrays(tmp_path: Path) -> None:
     rows = [np.arange(n, dtype=np.uint8) for n in (3, 0, 5)]
     with h5py.File(tmp_path / "d.h5", "w") as file:
         for name, kind in (("small", np.uint8), ("wide", np.float32)):
-            made = file.create_dataset(name, (3,), h5py.vlen_dtype(kind))
+            dataset = file.create_dataset(name, (3,), h5py.vlen_dtype(kind))
             for number, row in enumerate(rows):
-                made[number] = row.astype(kind)
+                dataset[number] = row.astype(kind)
         file.create_dataset(
             "enum", data=[[0, 1]] * 3, dtype=h5py.enum_dtype({"no": 0, "yes": 1}, "u1")
         )
     fields = {"small": "/small", "wide": "/wide", "enum": "/enum"}
     wt.convert_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, shuffle=False)
-    found = samples(tmp_path / "out")
+    packed = samples(tmp_path / "out")
     for number, row in enumerate(rows):
-        sample = {name: np.load(io.BytesIO(data)) for name, data in found[f"{number:09d}"].items()}
+        sample = {name: np.load(io.BytesIO(data)) for name, data in packed[f"{number:09d}"].items()}
         np.testing.assert_array_equal(sample["small.npy"], row)
         np.testing.assert_array_equal(sample["wide.npy"], row.astype(np.float32))
         np.testing.assert_array_equal(sample["enum.npy"], [0, 1])

@@ -1,4 +1,4 @@
-"""Tables of several files, row filters, templates of paths, and classes that keep their numbers."""
+"""Tables of several files, row filters, path templates, and fixed class numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def samples(out: Path) -> dict[str, dict[str, bytes]]:
 
 
 def entries(out: Path, name: str) -> dict[str, Any]:
-    """{key: the entry of its json with a name}"""
+    """{key: the json entry `name`}"""
     return {key: json.loads(fields["json"])[name] for key, fields in samples(out).items()}
 
 
@@ -42,11 +42,11 @@ def write_parquet(path: Path, **columns: list[Any]) -> Path:
     return path
 
 
-# --- several files --------------------------------------------------------------------------------
+# --- several files ---
 
 
 @pytest.mark.parametrize("how", ["folder", "glob", "files"])
-def test_several_files_are_one_table_whose_types_are_those_of_all(folder: Path, how: str) -> None:
+def test_column_types_of_several_files_come_from_all_files(folder: Path, how: str) -> None:
     (folder / "t").mkdir()
     (folder / "t" / "a.csv").write_text("file,n,id\nIMG/0.png,1,001\nIMG/1.png,2,002\n")
     (folder / "t" / "b.csv").write_text("id,file,n\n3,IMG/2.png,x\n")
@@ -60,7 +60,7 @@ def test_several_files_are_one_table_whose_types_are_those_of_all(folder: Path, 
     assert entries(folder / "out", "id") == {"IMG/0": "001", "IMG/1": "002", "IMG/2": "3"}
 
 
-def test_a_bad_row_of_several_files_is_named_with_its_file_and_line(folder: Path) -> None:
+def test_a_bad_row_is_named_with_its_file_and_line(folder: Path) -> None:
     (folder / "a.csv").write_text("file,y\nIMG/0.png,1\n")
     (folder / "b.csv").write_text('file,y\nIMG/1.png,"\n2"\nIMG/gone.png,3\n')
     with pytest.raises(SourceError, match=r"b.csv, row 4: IMG/gone.png: the image is not there"):
@@ -85,7 +85,7 @@ def test_parquet_files_with_other_schemas_are_one_clear_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_column_that_is_null_in_a_file_takes_the_type_of_the_others(tmp_path: Path) -> None:
+def test_a_null_column_of_a_file_takes_the_type_of_the_others(tmp_path: Path) -> None:
     images = [[{"bytes": picture(n), "path": path}] for n, path in enumerate([None, "x.png"])]
     boxes: list[Any] = [[{"at": None, "of": [None]}], [{"of": [1], "at": 2}]]
     write_parquet(tmp_path / "t" / "a.parquet", n=[None], image=images[0], box=boxes[0])
@@ -125,10 +125,10 @@ def test_addresses_without_a_table_are_errors(tmp_path: Path, make: Any, words: 
         wt.convert_table(str(tmp_path / "t" / "*.tsv"), tmp_path / "out", image="file")
 
 
-# --- images ---------------------------------------------------------------------------------------
+# --- images ---
 
 
-def test_a_template_makes_the_paths_of_columns_and_keeps_them(folder: Path) -> None:
+def test_a_template_builds_image_paths_from_columns_and_keeps_the_columns(folder: Path) -> None:
     for number in (7, 10):
         (folder / "IMG" / f"a-{number:03d}.png").write_bytes(picture(number))
     (folder / "t.csv").write_text("id,part\n007,a\n010,a\n")
@@ -163,7 +163,7 @@ def test_a_table_with_bytes_is_resumed_only_with_the_same_rows(tmp_path: Path) -
         wt.convert_table(path, tmp_path / "out", image="image", where="n > 1", resume=True)
 
 
-# --- where ----------------------------------------------------------------------------------------
+# --- where ---
 
 
 @pytest.mark.parametrize("form", ["csv", "frame"])
@@ -177,7 +177,7 @@ def test_a_table_with_bytes_is_resumed_only_with_the_same_rows(tmp_path: Path) -
         ("json.n < 1 or id.startswith('008')", [0, 8]),
     ],
 )
-def test_where_chooses_the_rows_that_index_where_would(
+def test_where_selects_the_rows_of_index_where(
     folder: Path, form: str, where: str, chosen: list[int]
 ) -> None:
     frame = pandas.DataFrame(
@@ -194,10 +194,10 @@ def test_where_chooses_the_rows_that_index_where_would(
     root = str(folder)
     index = wt.convert_table(table, folder / "out", image="file", where=where, root=root)
     assert set(samples(folder / "out")) == {f"IMG/{n}" for n in chosen}
-    left = index.info["ignored"]["rows that do not meet the condition"]
-    assert (left, index.info["listed"]) == (9 - len(chosen), len(chosen))
-    whole = wt.convert_table(table, folder / "whole", image="file", root=root)
-    assert set(whole.where(where).keys(np.arange(len(chosen)))) == {f"IMG/{n}" for n in chosen}
+    rejected = index.info["ignored"]["rows that do not meet the condition"]
+    assert (rejected, index.info["listed"]) == (9 - len(chosen), len(chosen))
+    complete = wt.convert_table(table, folder / "whole", image="file", root=root)
+    assert set(complete.where(where).keys(np.arange(len(chosen)))) == {f"IMG/{n}" for n in chosen}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_where_chooses_the_rows_that_index_where_would(
         ("n >", UsageError, "is no condition"),
     ],
 )
-def test_conditions_that_choose_nothing_or_are_not_valid_are_errors(
+def test_invalid_conditions_and_empty_selections_are_errors(
     folder: Path, where: str, error: type[Exception], words: str
 ) -> None:
     (folder / "t.csv").write_text("file,n\nIMG/0.png,1\nIMG/1.png,2\n")
@@ -218,35 +218,39 @@ def test_conditions_that_choose_nothing_or_are_not_valid_are_errors(
         wt.convert_table(folder / "t.csv", folder / "out", image="file", where=where)
 
 
-# --- classes --------------------------------------------------------------------------------------
+# --- classes ---
 
 
 @pytest.mark.parametrize(
     ("cells", "classes", "numbers"),
     [
         (["dog", "cat"], ["owl", "cat", "dog"], [2, 1]),
-        ([0, 2], ["owl", "cat", "dog"], [0, 2]),  # numbers that are no names count the classes
-        ([1, 2], ["2", "1", "0"], [1, 0]),  # numbers that are names are names
+        (
+            [0, 2],
+            ["owl", "cat", "dog"],
+            [0, 2],
+        ),  # numbers that are not class names are class numbers
+        ([1, 2], ["2", "1", "0"], [1, 0]),  # numbers that are class names are names
         ([True, False], ["True", "False"], [0, 1]),
     ],
 )
-def test_given_classes_fix_the_numbers(
+def test_declared_classes_fix_the_class_numbers(
     tmp_path: Path, cells: list[Any], classes: list[str], numbers: list[int]
 ) -> None:
     frame = pandas.DataFrame({"image": [picture(0), picture(1)], "y": cells})
     index = wt.convert_table(frame, tmp_path / "out", image="image", label="y", classes=classes)
     assert index.labels[0].classes == tuple(classes)
-    found = samples(tmp_path / "out")
-    assert [int(found[f"row-00000000{n}"]["cls"]) for n in (1, 2)] == numbers
+    packed = samples(tmp_path / "out")
+    assert [int(packed[f"row-00000000{n}"]["cls"]) for n in (1, 2)] == numbers
 
 
-def test_a_value_that_is_none_of_the_given_classes_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_value_outside_the_declared_classes_is_a_bad_row(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(0), picture(1)], "y": ["cat", "cow"]})
     with pytest.raises(SourceError, match="row 2: the label column 'y' holds 'cow', none of the 2"):
         wt.convert_table(frame, tmp_path / "out", image="image", label="y", classes=["cat", "dog"])
 
 
-def test_like_gives_later_data_the_numbers_of_an_earlier_set(
+def test_like_takes_the_class_numbers_of_an_earlier_set(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = "file,y,tags,x\nIMG/0.png,cat,a|b,0.5\nIMG/1.png,dog,b,1.5\nIMG/2.png,owl,c,2.5\n"
@@ -269,7 +273,7 @@ def test_like_gives_later_data_the_numbers_of_an_earlier_set(
         )
 
 
-def test_class_folders_take_given_classes_and_point_out_look_alikes(
+def test_class_folders_use_declared_classes_and_similar_names_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place, name in enumerate(("Pants", "Pants ", "hat")):
@@ -301,7 +305,7 @@ def test_like_names_the_classes_of_arrays_and_samples(tmp_path: Path) -> None:
     assert wt.convert_arrays(arrays, tmp_path / "b", like=old).labels[0].classes == names
 
 
-def test_values_that_differ_only_in_blanks_are_one_class_and_said_so(tmp_path: Path) -> None:
+def test_values_that_differ_only_in_blanks_are_one_class_and_reported(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(3)], "y": ["a", "a ", "b"]})
     index = wt.convert_table(frame, tmp_path / "out", image="image", label="y")
     assert index.labels[0].classes == ("a", "b")
@@ -309,13 +313,13 @@ def test_values_that_differ_only_in_blanks_are_one_class_and_said_so(tmp_path: P
     assert line in index.info["source"]["decided"]
 
 
-# --- splits ---------------------------------------------------------------------------------------
+# --- splits ---
 
 
 def test_copies_of_an_image_in_two_groups_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = [picture(n % 6) for n in range(12)]  # each in both groups
+    images = [picture(n % 6) for n in range(12)]  # each image is in both groups
     path = write_parquet(tmp_path / "t.parquet", image=images, g=["a"] * 6 + ["b"] * 6)
     words = ["convert", "table", str(path), str(tmp_path / "out"), "--image", "image"]
     assert main([*words, "--group-by", "g", "--split", "train=0.5,val=0.5"]) == 0

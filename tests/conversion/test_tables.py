@@ -1,4 +1,4 @@
-"""Tables: one rule finds the pictures, and the kind of a label comes from its type and from what the user says."""
+"""Tables: one rule resolves image paths; types and declarations decide the kind of labels."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def table(
 
 
 def labelled(folder: Path, cells: list[Any]) -> str:
-    """A table of one picture for each cell."""
+    """Write a table with one image for each cell."""
     with_pictures(folder, range(len(cells)))
     return table(folder, [[f"IMG/{number}.png", cell] for number, cell in enumerate(cells)])
 
 
 def read(out: Path) -> dict[str, dict[str, bytes]]:
     """{key: {field: bytes}} of every shard, by tarfile."""
-    found: dict[str, dict[str, bytes]] = {}
+    actual: dict[str, dict[str, bytes]] = {}
     for path in sorted(out.glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
@@ -68,12 +68,12 @@ def read(out: Path) -> dict[str, dict[str, bytes]]:
                 field = base[base.index(".") + 1 :]
                 file = tar.extractfile(member)
                 assert file is not None
-                found.setdefault(member.name.removesuffix(f".{field}"), {})[field] = file.read()
-    return found
+                actual.setdefault(member.name.removesuffix(f".{field}"), {})[field] = file.read()
+    return actual
 
 
 def bad_rows(out: Path) -> dict[int, str]:
-    """{row: reason} of the quarantine."""
+    """{row: reason} of the skipped rows."""
     if not (out / "skipped.jsonl").exists():
         return {}
     return {
@@ -90,15 +90,15 @@ def sides(index: wt.Index) -> dict[str, str]:
     }
 
 
-# --- paths -----------------------------------------------------------------------------------------------------------
+# --- paths ---
 
 
 @pytest.mark.parametrize("rooted", [False, True])
-def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_missing(
+def test_an_existing_absolute_path_is_used_and_a_missing_one_is_an_error(
     tmp_path: Path, rooted: bool
 ) -> None:
     with_pictures(tmp_path / "old" / "a", [1])
-    with_pictures(tmp_path / "here", [1, 2])  # others of the same names
+    with_pictures(tmp_path / "here", [1, 2])  # other images with the same names
     (tmp_path / "here" / "IMG" / "1.png").write_bytes(picture(9))
     rows = [[f"{tmp_path}/old/a/IMG/1.png", "x"], [f"{tmp_path}/old/b/IMG/2.png", "y"]]
     options = {"root": str(tmp_path / "here")} if rooted else {}
@@ -121,7 +121,7 @@ def test_absolute_paths_of_another_machine_need_a_root(folder: Path) -> None:
 @pytest.mark.parametrize(
     "beginning", ["/", "/data/set/", "C:\\data\\set\\", "d:/", "\\\\server\\share\\"]
 )
-def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(
+def test_paths_of_another_machine_are_resolved_by_their_longest_suffix(
     folder: Path, beginning: str
 ) -> None:
     shutil.copy(folder / "IMG" / "5.png", folder / "0.png")  # the same name, nearer to the root
@@ -139,8 +139,8 @@ def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(
     assert "2 of 2 paths exist" in index.info["source"]["decided"][0]
 
 
-def test_one_beginning_is_left_out_of_all_paths(folder: Path) -> None:
-    """A shorter end of one path is no reason to take it: the rule that finds the others is the rule for all."""
+def test_one_prefix_is_removed_from_all_paths(folder: Path) -> None:
+    """A shorter suffix of one path is never used: one rule holds for all paths."""
     shutil.copy(folder / "IMG" / "5.png", folder / "7.png")
     file = table(folder, [[f"/x/IMG/{n}.png", "ab"[n % 2]] for n in (0, 1, 7)])
     index = wt.convert_table(
@@ -183,7 +183,7 @@ def test_the_rule_and_the_kinds_are_printed(
     assert json.loads(capsys.readouterr().out)["decided"] == lines[:3]
 
 
-def test_backslashes_of_a_name_stay_where_such_a_file_exists(folder: Path) -> None:
+def test_backslashes_in_the_name_of_an_existing_file_are_kept(folder: Path) -> None:
     (folder / "IMG\\0.png").write_bytes(picture(8))
     wt.convert_table(
         table(folder, [["IMG\\0.png", "a"]]), str(folder / "out"), image="file", label="y"
@@ -192,30 +192,30 @@ def test_backslashes_of_a_name_stay_where_such_a_file_exists(folder: Path) -> No
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_row_more_changes_no_key_and_no_split(tmp_path: Path, absolute: bool) -> None:
+def test_an_additional_row_changes_no_key_and_no_split(tmp_path: Path, absolute: bool) -> None:
     with_pictures(tmp_path / "set" / "day1", range(40))
     with_pictures(tmp_path / "set" / "day2", [99])
     before = f"{tmp_path}/set" if absolute else "../set"
     rows = [[f"{before}/day1/IMG/{n}.png", n % 2] for n in range(40)]
     more = [*rows[:20], [f"{before}/day2/IMG/99.png", 1], *rows[20:], rows[3]]
-    found = []
+    packed = []
     for name, some in (("a", rows), ("b", more)):
         file = table(tmp_path / "tables", some, name=f"{name}.csv")
         index = wt.convert_table(
             file, str(tmp_path / name), image="file", label="y", split={"train": 0.7, "val": 0.3}
         )
         splits = sides(index)
-        found.append(
+        packed.append(
             {(key, splits[key], fields["png"]) for key, fields in read(tmp_path / name).items()}
         )
-    assert len(found[1]) == 42
-    assert found[0] < found[1]
+    assert len(packed[1]) == 42
+    assert packed[0] < packed[1]
 
 
-# --- one picture, several rows ---------------------------------------------------------------------------------------
+# --- one image, several rows ---
 
 
-def test_rows_of_one_picture_come_to_one_split(folder: Path) -> None:
+def test_rows_of_one_image_are_in_one_split(folder: Path) -> None:
     with_pictures(folder, range(30))
     file = table(
         folder, [[f"{['', './', 'IMG/../'][n % 3]}IMG/{n % 30}.png", n % 3] for n in range(90)]
@@ -227,14 +227,14 @@ def test_rows_of_one_picture_come_to_one_split(folder: Path) -> None:
     for key, fields in read(folder / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
     assert len(places) == 30
-    assert all(len(found) == 1 for found in places.values())
+    assert all(len(sides_) == 1 for sides_ in places.values())
     assert index.info["divided"] == 0
     assert (
         "60 rows name an image that an earlier row names too" in index.info["source"]["decided"][-1]
     )
 
 
-def test_absolute_and_relative_paths_of_one_picture_come_to_one_split(
+def test_absolute_and_relative_paths_of_one_image_are_in_one_split(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_pictures(folder, range(20))
@@ -247,10 +247,10 @@ def test_absolute_and_relative_paths_of_one_picture_come_to_one_split(
     for key, fields in read(folder / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
     assert len(places) == 20
-    assert all(len(found) == 1 for found in places.values())
+    assert all(len(sides_) == 1 for sides_ in places.values())
 
 
-def test_an_object_that_names_an_entry_twice_is_a_bad_row(folder: Path) -> None:
+def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
     rows = [
         '{"file": "IMG/0.png", "y": 0}',
         '{"file": "IMG/1.png", "y": 0, "y": 1}',
@@ -267,7 +267,7 @@ def test_an_object_that_names_an_entry_twice_is_a_bad_row(folder: Path) -> None:
     assert "names 'a' 2 times" in reasons[3]
 
 
-def test_equal_bytes_of_a_table_come_to_one_split(tmp_path: Path) -> None:
+def test_equal_image_bytes_are_in_one_split(tmp_path: Path) -> None:
     frame = pandas.DataFrame(
         {"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]}
     )
@@ -277,10 +277,10 @@ def test_equal_bytes_of_a_table_come_to_one_split(tmp_path: Path) -> None:
     splits, places = sides(index), {}
     for key, fields in read(tmp_path / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
-    assert [len(found) for found in places.values()] == [1] * 20
+    assert [len(sides_) for sides_ in places.values()] == [1] * 20
 
 
-def test_a_picture_in_two_splits_is_reported(
+def test_an_image_in_two_splits_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [[f"IMG/{n % 3}.png", n % 2, "train" if n < 4 else "val"] for n in range(6)]
@@ -301,7 +301,7 @@ def test_a_picture_in_two_splits_is_reported(
     assert "2 images are in two splits or more" in capsys.readouterr().out
 
 
-# --- kinds of labels -------------------------------------------------------------------------------------------------
+# --- kinds of labels ---
 
 _NUMBERS = ["0.5", "0.25", "1.5", "2.5", "-1"]
 
@@ -310,7 +310,9 @@ _NUMBERS = ["0.5", "0.25", "1.5", "2.5", "-1"]
 @pytest.mark.parametrize(
     "odd", ["nan", "NA", "n/a", "None", "-", "?", "inf", "abc", "", "0.5.1", "1_000"]
 )
-def test_one_bad_cell_never_makes_numbers_classes(tmp_path: Path, odd: str, label: str) -> None:
+def test_one_bad_cell_does_not_turn_numbers_into_classes(
+    tmp_path: Path, odd: str, label: str
+) -> None:
     file = labelled(tmp_path, [*_NUMBERS[:2], odd, *_NUMBERS[2:]])
     with pytest.raises(SourceError, match="row 4"):
         wt.convert_table(file, str(tmp_path / "out"), image="file", label=label)
@@ -323,14 +325,16 @@ def test_one_bad_cell_never_makes_numbers_classes(tmp_path: Path, odd: str, labe
         [4],
     )
     assert "5 of 6 values fit" in index.info["source"]["decided"][1]
-    found = {key: json.loads(fields["json"])["y"] for key, fields in read(tmp_path / "out").items()}
-    assert found == {
+    values = {
+        key: json.loads(fields["json"])["y"] for key, fields in read(tmp_path / "out").items()
+    }
+    assert values == {
         f"IMG/{n}": float(cell) for n, cell in zip((0, 1, 3, 4, 5), _NUMBERS, strict=True)
     }
 
 
 @pytest.mark.parametrize("small", ["1e-100", "2.5e-100", "1E+3", "+.5", "-0"])
-def test_numbers_may_be_written_in_any_way(tmp_path: Path, small: str) -> None:
+def test_numbers_may_have_any_notation(tmp_path: Path, small: str) -> None:
     index = wt.convert_table(
         labelled(tmp_path, [*_NUMBERS, small]), str(tmp_path / "out"), image="file", label="y"
     )
@@ -346,7 +350,7 @@ def test_numbers_may_be_written_in_any_way(tmp_path: Path, small: str) -> None:
         (["2", "0", "x", "1", "0"], "y:class", ("0", "1", "2", "x"), []),
         (["0", "1", "-1", "1", "0"], "y", ("0", "1"), [4]),
         (["0", "1", "-1", "1", "0"], "y:class", ("-1", "0", "1"), []),
-        (["0", "3"], "y", ("0", "1", "2", "3"), []),  # class numbers are kept as they are
+        (["0", "3"], "y", ("0", "1", "2", "3"), []),  # class numbers are kept
         (["1", "2", "99999"], "y:class", ("1", "2", "99999"), []),
         (["007", "010", "100"], "y", ("007", "010", "100"), []),
         (["true", "False", "TRUE"], "y", ("False", "True"), []),
@@ -357,7 +361,7 @@ def test_numbers_may_be_written_in_any_way(tmp_path: Path, small: str) -> None:
         (["a|b", "b", "a"], "y", ("a", "a|b", "b"), []),
     ],
 )
-def test_classes_are_decided_by_nearly_all_cells(
+def test_the_kind_of_a_label_follows_nearly_all_cells(
     tmp_path: Path, cells: list[str], label: str, classes: tuple[str, ...], bad: list[int]
 ) -> None:
     file = labelled(tmp_path, cells)
@@ -387,7 +391,7 @@ def test_classes_are_decided_by_nearly_all_cells(
         ),
     ],
 )
-def test_a_column_of_two_meanings_is_asked_about(
+def test_an_ambiguous_column_is_an_error_with_both_declarations(
     tmp_path: Path, cells: list[str], words: str
 ) -> None:
     with_pictures(tmp_path, [0])
@@ -397,7 +401,7 @@ def test_a_column_of_two_meanings_is_asked_about(
     assert not (tmp_path / "out").exists()
 
 
-def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -> None:
+def test_two_names_of_one_number_stay_two_classes(tmp_path: Path) -> None:
     file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
     with pytest.raises(
         UsageError, match="'y' holds 1.1 and 1.10, which are the same number but different names"
@@ -409,16 +413,16 @@ def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -
         wt.convert_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind
         == "number"
     )
-    whole = wt.convert_table(
+    complete = wt.convert_table(
         labelled(tmp_path, ["1", "1.0", "1e0", "0"]),
         str(tmp_path / "whole"),
         image="file",
         label="y:class",
     )
-    assert whole.labels[0].classes == ("0", "1")
+    assert complete.labels[0].classes == ("0", "1")
 
 
-def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) -> None:
+def test_many_declared_class_numbers_are_kept(tmp_path: Path) -> None:
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])
     index = wt.convert_table(file, str(tmp_path / "out"), image="file", label="y:class")
@@ -430,15 +434,18 @@ def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_label(
+def test_class_names_of_a_hugging_face_table_are_kept_and_minus_one_is_missing(
     tmp_path: Path, several: bool
 ) -> None:
-    told = {"info": {"features": {"label": {"names": ["1", "0", "bird"], "_type": "ClassLabel"}}}}
-    made = pyarrow.table(
+    metadata = {
+        "info": {"features": {"label": {"names": ["1", "0", "bird"], "_type": "ClassLabel"}}}
+    }
+    arrow_table = pyarrow.table(
         {"image": [picture(n) for n in range(4)], "label": [0, 2, -1, 1], "x": [0.5] * 4}
     )
     pyarrow.parquet.write_table(
-        made.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "t.parquet"
+        arrow_table.replace_schema_metadata({"huggingface": json.dumps(metadata)}),
+        tmp_path / "t.parquet",
     )
     labels = ["label", "x"] if several else ["label"]
     index = wt.convert_table(
@@ -472,7 +479,7 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_la
         ([[1], [2]], "y:class", r"holds \[1\], which is not a class"),
     ],
 )
-def test_lists_that_are_no_classes_are_refused(
+def test_lists_that_are_not_classes_are_refused(
     tmp_path: Path, cells: list[Any], label: str, words: str
 ) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(len(cells))], "y": cells})
@@ -480,7 +487,7 @@ def test_lists_that_are_no_classes_are_refused(
         wt.convert_table(frame, str(tmp_path / "out"), image="image", label=label)
 
 
-def test_whole_numbers_that_became_floats_by_an_empty_cell_are_asked_about(tmp_path: Path) -> None:
+def test_integers_turned_into_floats_by_an_empty_cell_are_ambiguous(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(4)], "y": [0, 1, None, 1]})
     with pytest.raises(
         UsageError, match="whole numbers as floats beside empty cells.*y:class.*y:number"
@@ -492,7 +499,7 @@ def test_whole_numbers_that_became_floats_by_an_empty_cell_are_asked_about(tmp_p
     assert index.labels[0].classes == ("0", "1")
 
 
-# --- cells -----------------------------------------------------------------------------------------------------------
+# --- cells ---
 
 
 def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
@@ -503,7 +510,7 @@ def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
     assert csv.field_size_limit() == before
 
 
-def test_bytes_in_lists_and_objects_become_fields_of_their_own(tmp_path: Path) -> None:
+def test_bytes_in_lists_and_objects_become_fields(tmp_path: Path) -> None:
     crops = pyarrow.array([[picture(1), b"\xff\xd8 no"], []], pyarrow.list_(pyarrow.binary()))
     rows = pyarrow.table(
         {
@@ -514,22 +521,22 @@ def test_bytes_in_lists_and_objects_become_fields_of_their_own(tmp_path: Path) -
     )
     pyarrow.parquet.write_table(rows, tmp_path / "t.parquet")
     wt.convert_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image")
-    found = read(tmp_path / "out")
-    assert set(found["row-000000001"]) == {
+    packed = read(tmp_path / "out")
+    assert set(packed["row-000000001"]) == {
         "png",
         "crops.0.png",
         "crops.1.bin",
         "a_b.mask.png",
         "json",
     }
-    assert found["row-000000001"]["crops.0.png"] == picture(1)
-    assert found["row-000000001"]["crops.1.bin"] == b"\xff\xd8 no"
-    assert found["row-000000001"]["a_b.mask.png"] == picture(2)
-    assert json.loads(found["row-000000001"]["json"]) == {
+    assert packed["row-000000001"]["crops.0.png"] == picture(1)
+    assert packed["row-000000001"]["crops.1.bin"] == b"\xff\xd8 no"
+    assert packed["row-000000001"]["a_b.mask.png"] == picture(2)
+    assert json.loads(packed["row-000000001"]["json"]) == {
         "crops": ["crops.0.png", "crops.1.bin"],
         "a/b": {"mask": "a_b.mask.png", "n": 1},
     }
-    assert set(found["row-000000002"]) == {"png", "a_b.mask.png", "json"}
+    assert set(packed["row-000000002"]) == {"png", "a_b.mask.png", "json"}
 
 
 def test_columns_of_bytes_that_would_be_one_field_are_refused(tmp_path: Path) -> None:
@@ -541,7 +548,7 @@ def test_columns_of_bytes_that_would_be_one_field_are_refused(tmp_path: Path) ->
         wt.convert_table(frame, str(tmp_path / "out"), image="image", on_error="skip")
 
 
-def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
+def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
     cells = [
         Decimal("1.10"),
         datetime.datetime(2024, 1, 2, 3),
@@ -553,23 +560,21 @@ def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
         {"image": [picture(n) for n in range(5)], "x": pandas.Series(cells, dtype=object)}
     )
     wt.convert_table(frame, str(tmp_path / "out"), image="image")
-    found = read(tmp_path / "out")
-    assert [json.loads(found[f"row-00000000{n}"]["json"])["x"] for n in range(1, 5)] == [
+    packed = read(tmp_path / "out")
+    assert [json.loads(packed[f"row-00000000{n}"]["json"])["x"] for n in range(1, 5)] == [
         "1.10",
         "2024-01-02 03:00:00",
         "a/b",
         "2024-01-02",
     ]
-    assert found["row-000000005"]["x.bin"] == b"\0x"
+    assert packed["row-000000005"]["x.bin"] == b"\0x"
     for odd in (object(), {1, 2}, 1j, Image.new("L", (2, 2))):
         frame = pandas.DataFrame({"image": [picture(0)], "x": pandas.Series([odd], dtype=object)})
         with pytest.raises(UsageError, match=f"a cell of the table is {type(odd).__name__}"):
             wt.convert_table(frame, str(tmp_path / "odd"), image="image")
 
 
-def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such_blanks(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_leading_blanks_are_kept_unless_quotes_follow(folder: Path, tmp_path: Path) -> None:
     def texts(text: str) -> list[str]:
         (folder / "t.csv").write_text(text)
         wt.convert_table(
@@ -593,7 +598,7 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (
             "file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"),
@@ -607,26 +612,28 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
         ("file,y\nIMG/0.png,a\n".encode("utf-16-le"), "has NUL bytes in line 1, as UTF-16 has"),
     ],
 )
-def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(
-    folder: Path, data: bytes, told: str
+def test_a_csv_that_is_not_utf_8_is_refused_with_its_offset(
+    folder: Path, data: bytes, message: str
 ) -> None:
     (folder / "t.csv").write_bytes(data)
     with pytest.raises(
-        SourceError, match=f"t.csv {told}. A table must be UTF-8. Save it as UTF-8.$"
+        SourceError, match=f"t.csv {message}. A table must be UTF-8. Save it as UTF-8.$"
     ):
         wt.convert_table(folder / "t.csv", folder / "out", image="file", label="y")
 
 
 @pytest.mark.parametrize(
-    ("encoding", "told"),
+    ("encoding", "message"),
     [("latin-1", "line 2 has the byte 0xe9"), ("utf-16", "line 1 has the byte 0xff")],
 )
-def test_json_lines_that_are_not_utf_8_are_refused_with_the_place(
-    folder: Path, encoding: str, told: str
+def test_json_lines_that_are_not_utf_8_are_refused_with_their_offset(
+    folder: Path, encoding: str, message: str
 ) -> None:
     rows = '{"file": "IMG/0.png", "y": "a"}\n{"file": "IMG/1.png", "y": "\u00e9"}\n'
     (folder / "t.jsonl").write_text(rows, encoding)
-    with pytest.raises(SourceError, match=f"t.jsonl is not UTF-8: {told}. A table must be UTF-8."):
+    with pytest.raises(
+        SourceError, match=f"t.jsonl is not UTF-8: {message}. A table must be UTF-8."
+    ):
         wt.convert_table(folder / "t.jsonl", folder / "out", image="file", on_error="skip")
     (folder / "t.jsonl").write_text(rows, "utf-8-sig")
     assert len(wt.convert_table(folder / "t.jsonl", folder / "out", image="file")) == 2
@@ -634,7 +641,7 @@ def test_json_lines_that_are_not_utf_8_are_refused_with_the_place(
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "# made today\nfile,y\nIMG/0.png,a\n",
@@ -650,12 +657,12 @@ def test_json_lines_that_are_not_utf_8_are_refused_with_the_place(
         ),
     ],
 )
-def test_a_header_of_another_width_than_all_rows_is_an_error_with_both_widths(
-    folder: Path, text: str, told: str, on_error: str
+def test_a_header_whose_width_differs_from_all_rows_is_an_error(
+    folder: Path, text: str, message: str, on_error: str
 ) -> None:
     (folder / "t.csv").write_text(text)
     with pytest.raises(
-        SourceError, match=re.escape(f"no row has as many cells as the header: it {told}")
+        SourceError, match=re.escape(f"no row has as many cells as the header: it {message}")
     ):
         wt.convert_table(
             folder / "t.csv", folder / "out", image="file", label="y", on_error=on_error
@@ -663,7 +670,7 @@ def test_a_header_of_another_width_than_all_rows_is_an_error_with_both_widths(
 
 
 @pytest.mark.parametrize("delimiter", ["|", "\t", ";"])
-def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(
+def test_a_column_name_inside_another_suggests_a_wrong_delimiter(
     folder: Path, delimiter: str
 ) -> None:
     (folder / "t.csv").write_text(f"file{delimiter}y,z\nIMG/0.png,a\n")
@@ -674,7 +681,7 @@ def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(
         wt.convert_table(folder / "t.csv", folder / "out", image="file")
 
 
-def test_splits_that_look_alike_are_printed_and_not_merged(
+def test_similar_split_names_are_printed_and_not_merged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = table(
@@ -690,7 +697,7 @@ def test_splits_that_look_alike_are_printed_and_not_merged(
     assert set(wt.info(str(folder / "out")).splits) == {"train", "val", "Val"}
 
 
-def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_printed(
+def test_non_finite_numbers_outside_labels_are_counted_and_printed(
     folder: Path,
 ) -> None:
     nan, inf = float("nan"), float("inf")
@@ -701,7 +708,7 @@ def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_print
         "box": [[nan, 1.0], [2.0, inf], [inf, 0.0], None, [1.0, 2.0], [1.0, 2.0]],
         "n": [1, 2, 3, 4, 5, 6],
     }
-    wanted = [
+    expected = [
         "column depth: NaN became null in json (2 values)",
         "column depth: inf became the text 'inf' in json (1 value)",
         "column depth: -inf became the text '-inf' in json (1 value)",
@@ -717,5 +724,5 @@ def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_print
         )
         assert [
             line for line in index.info["source"]["decided"] if line.startswith("column")
-        ] == wanted
+        ] == expected
     assert json.loads(read(folder / "out")["IMG/3"]["json"])["depth"] == "inf"

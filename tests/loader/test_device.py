@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import Sample, ours, picture, write_shards, write_tar
+from tests.conftest import Sample, live_threads_and_children, picture, write_shards, write_tar
 from tests.support.servers import Handler, serving, stall
 from wdstrain.loader.device import DeviceCopy, copy_ahead
 from wdstrain.loader.epoch import EpochBatches
@@ -177,7 +177,7 @@ def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> 
     with pytest.raises(wt.SampleError, match="more than max_errors=0.03 allows"):
         list(copy_ahead(iter(loader), _Copies()))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-    assert ours() == []  # the error closed the loader
+    assert live_threads_and_children() == []  # the error closed the loader
 
 
 def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> None:

@@ -1,1 +1,1 @@
-"""An independent model of data sets, and drawn cases which compare the package with it."""
+"""An independent model of data sets, and random cases that compare the package with it."""

@@ -1,6 +1,7 @@
-"""A model of a data set in plain Python: which samples there are, and what a loader must deliver for each.
+"""Model of a data set in plain Python: its samples, and the batches a loader must deliver.
 
-Nothing here imports the package. The tars are written by Python's `tarfile`, the images by Pillow, the arrays by NumPy.
+This module does not import the package. The tars are written by Python's `tarfile`, the images by
+Pillow, the arrays by NumPy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as its maker meant it: values, and the bytes of each tar field."""
+    """One sample in the model: values, and the bytes of each tar field."""
 
     number: int
     key: str
@@ -41,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples by shard, in file order. `classes` names what the labels count; () if they are bare numbers."""
+    """Samples by shard, in file order. `classes`: names of the class numbers, or ()."""
 
     shards: tuple[tuple[Sample, ...], ...]
     classes: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class DataSet:
 
 
 def draw_sample(rng: random.Random, number: int, key: str) -> Sample:
-    """A sample whose every field is drawn anew; `number` identifies it in the model and in the fields."""
+    """Return a sample with random fields; `number` identifies it in the model and in the fields."""
     values = np.random.default_rng(rng.getrandbits(64))
     array = values.integers(0, 256, SHAPE).astype(np.uint8)
     pixels = values.integers(0, 256, (*SIDES, 3)).astype(np.uint8)
@@ -73,7 +74,7 @@ def draw_sample(rng: random.Random, number: int, key: str) -> Sample:
 
 
 def draw_data_set(rng: random.Random, *, first: int = 0, most: int = 60) -> DataSet:
-    """A set of drawn shard sizes; keys are unique, or begin anew in each shard as many writers have it."""
+    """Return a set with random shard sizes; keys are unique, or restart in each shard."""
     counts = [rng.randrange(1, most) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
     anew, wide = rng.random() < 0.3, rng.random() < 0.2
     shards, number = [], first
@@ -115,7 +116,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def read_tars(paths: Sequence[Path]) -> Iterator[tuple[Path, str, dict[str, bytes]]]:
-    """Yield (shard, key, fields) of each sample, by Python's `tarfile` and the rule of webdataset's keys."""
+    """Yield (shard, key, fields) of each sample, by `tarfile` and webdataset's rule for keys."""
     for path in paths:
         key, fields = "", dict[str, bytes]()
         with tarfile.open(path) as tar:

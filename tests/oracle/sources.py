@@ -1,4 +1,4 @@
-"""Drawn sources of a conversion, each with a model of what the shards must hold.
+"""Random sources of a conversion, each with a model of the expected shards.
 
 An item is identified by the bytes of one of its fields, which no other item has.
 """
@@ -26,7 +26,7 @@ NOISE = (".DS_Store", "notes.txt", "._0.png", "Thumbs.db")
 
 @dataclass
 class Item:
-    """One sample which the source offers: its fields as bytes, and its labels by name."""
+    """One sample of the source: its fields as bytes, and its labels by name."""
 
     identity: bytes
     fields: dict[str, bytes] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class Item:
 
 @dataclass
 class Source:
-    """A source to convert, and the samples that the shards must hold.
+    """A source to convert, and the samples that the shards must contain.
 
-    field: the tar field that identifies an item. bad: samples that must be left out and counted.
-    change: alters the source, so that a resume must be refused; None if nothing can tell.
+    field: the tar field that identifies an item. bad: samples that must be skipped and counted.
+    change: alters the source, so that a resume must be refused; None if a change is undetectable.
     """
 
     field: str
@@ -49,13 +49,13 @@ class Source:
 
 
 def draw_source(rng: random.Random, folder: Path) -> Source:
-    """A source of a drawn kind below `folder`."""
+    """Return a source of a random kind below `folder`."""
     folder.mkdir(parents=True)
     return rng.choice((draw_folder, draw_table, draw_arrays, draw_iterable, draw_tars))(rng, folder)
 
 
 def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
-    """An image whose bytes no other has."""
+    """Return an image with unique bytes."""
     file = io.BytesIO()
     pixels = np.frombuffer(rng.randbytes(7 * 5 * 3), np.uint8).reshape(7, 5, 3)
     Image.fromarray(pixels).save(file, form, quality=95)
@@ -63,7 +63,7 @@ def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
 
 
 def draw_folder(rng: random.Random, folder: Path) -> Source:
-    """Class folders with odd names, files that are no images, and dots and equal stems in names."""
+    """Class folders with unusual names, non-image files, and dots and equal stems in names."""
     items, paths = [], []
     for name in rng.sample(WORDS, rng.randrange(1, len(WORDS))):
         for number in range(rng.randrange(1, 12)):
@@ -128,9 +128,11 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
         csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
 
     def convert(out: str, **options: Any) -> wt.Index:
-        given = {"on_error": "skip", **options}
+        convert_options = {"on_error": "skip", **options}
         labels = ["kind:class", "angle:number"]
-        return wt.convert_table(str(folder / "table.csv"), out, image="file", label=labels, **given)
+        return wt.convert_table(
+            str(folder / "table.csv"), out, image="file", label=labels, **convert_options
+        )
 
     def change() -> None:
         good[0][3] += "another text"
@@ -202,7 +204,7 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
 
 
 def draw_tars(rng: random.Random, folder: Path) -> Source:
-    """Shards that another program wrote, selected, and with fields dropped or renamed."""
+    """Shards written by another program, selected, and with fields dropped or renamed."""
     data: DataSet = draw_data_set(rng)
     write(data, folder / "tars", rng)
     select = rng.choice((None, None, "cls == 1", "json.angle > 0 and cls != 2", "has.bin"))
@@ -225,7 +227,7 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
         )
 
     def change() -> None:
-        sample = rng.choice([one for one in data.samples if chosen(one)])
+        sample = rng.choice([sample for sample in data.samples if chosen(sample)])
         sample.fields["number"] += b"000000"
         write(data, folder / "tars", rng)
 

@@ -1,8 +1,8 @@
-"""Drawn conversions; what lies in the shards is compared with what the source said.
+"""Random conversions: the contents of the shards are compared with a model of the source.
 
 Every case is a function of its seed, which pytest prints as the name of the test:
 
-    pytest tests/oracle -k 'converting and 17'
+    pytest tests/oracle/test_converting.py -k 17
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BLOCK, BLOCKS = 60, 3  # cases of the slow part
 
 
 @pytest.mark.parametrize("seed", range(DEFAULT))
-def test_converting(seed: int, tmp_path: Path) -> None:
-    """The shards hold each item of the source once, with its bytes and its labels; killed or not."""
+def test_shards_of_a_random_source_contain_every_item_once(seed: int, tmp_path: Path) -> None:
+    """This holds for bytes and labels, and after a killed conversion was resumed."""
     check_case(seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_converting_more(block: int, tmp_path: Path) -> None:
+def test_shards_of_more_random_sources_contain_every_item_once(block: int, tmp_path: Path) -> None:
     check_block(check_case, block, BLOCK, tmp_path)
 
 
@@ -101,10 +101,10 @@ def check_shards(source: Source, out: Path, index: wt.Index, options: dict[str, 
 def check_labels(source: Source, out: Path, index: wt.Index) -> None:
     """Read every split with a loader and compare the labels by name."""
     by_identity = {item.identity: item for item in source.items}
-    wanted = {name for item in source.items for name in item.labels}
-    if not wanted:
+    expected = {name for item in source.items for name in item.labels}
+    if not expected:
         return
-    assert {label.name for label in index.labels} == wanted
+    assert {label.name for label in index.labels} == expected
     fields: dict[str, Any] = {}
     for label in index.labels:
         make = wt.number if label.kind == "number" else wt.label
@@ -137,7 +137,7 @@ def contents(out: Path) -> dict[str, str]:
 def check_kill(
     rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
 ) -> None:
-    """Killed at a drawn moment and resumed, a conversion ends with the same bytes."""
+    """Check that a conversion killed at a random moment and resumed writes the same bytes."""
     other = out.with_name("killed")
     fork = multiprocessing.get_context("fork")
     for _ in range(rng.choice((1, 1, 2))):
@@ -155,7 +155,7 @@ def check_kill(
 def check_jobs(
     rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
 ) -> None:
-    """Two processes write the same bytes as one."""
+    """Check that two processes write the same bytes as one."""
     other = out.with_name("jobs")
     source.convert(str(other), **options, num_workers=2)
     assert contents(other) == contents(out)
@@ -164,12 +164,12 @@ def check_jobs(
 def check_change(
     rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
 ) -> None:
-    """A finished set is what `resume` returns for the same source, and never for another one."""
+    """Check that `resume` returns a finished set for the same source, not for a changed one."""
     before = contents(out)
-    again = source.convert(str(out), **options, resume=True)
+    resumed = source.convert(str(out), **options, resume=True)
     assert contents(out) == before
-    assert len(again) > 0
-    if source.change is None or "limit" in options:  # what changes may be beyond the limit
+    assert len(resumed) > 0
+    if source.change is None or "limit" in options:  # a change may be beyond the limit
         return
     source.change()
     with pytest.raises(wt.WdstrainError):

@@ -1,8 +1,8 @@
-"""Drawn cases of loading, compared with a model of the data set that shares no code with the package.
+"""Random cases of loading, compared with a model that shares no code with the package.
 
 Every case is a function of its seed, which pytest prints as the name of the test:
 
-    pytest tests/oracle -k 'loading and 17'
+    pytest tests/oracle/test_loading.py -k 17
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ Batch = Mapping[str, Any]
 
 
 @pytest.mark.parametrize("seed", range(DEFAULT))
-def test_loading(seed: int, tmp_path: Path) -> None:
-    """Each sample is delivered once, with the values of the model, for any workers and ranks."""
+def test_a_random_set_is_delivered_once_with_the_values_of_the_model(
+    seed: int, tmp_path: Path
+) -> None:
+    """This holds for any workers and ranks."""
     check_case(seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_loading_more(block: int, tmp_path: Path) -> None:
+def test_more_random_sets_are_delivered_once_with_the_values_of_the_model(
+    block: int, tmp_path: Path
+) -> None:
     check_block(check_case, block, BLOCK, tmp_path)
 
 
@@ -52,10 +56,10 @@ Orders = list[list[list[int]]]  # sample numbers by rank, step and row
 
 @dataclass
 class Case:
-    """One drawn data set, and how a loader reads it.
+    """One random data set, and the way a loader reads it.
 
-    paths: its shards. options: of the loader. view: form of the samples. orders: the epoch as it was
-    delivered to each rank.
+    paths: its shards. options: of the loader. view: form of the samples. orders: the delivered
+    epoch of each rank.
     """
 
     rng: random.Random
@@ -86,7 +90,7 @@ class Case:
         return self.rng.randrange(self.world_size)
 
     def loader(self, rank: int, source: Any = None, **more: Any) -> wt.Loader:
-        """Return the loader of a rank. source: instead of the shards. more: further options."""
+        """Return the loader of a rank. source: replaces the shards. more: further options."""
         named = {**self.options, **options(self.view), "rank": rank, **more}
         return wt.Loader(self.paths if source is None else source, **named)
 
@@ -111,7 +115,7 @@ class Case:
 
 
 def check_case(seed: int, folder: Path) -> None:
-    """Compare one drawn case with the model, and check one more property of it."""
+    """Compare one random case with the model, and check one more property of it."""
     rng = random.Random(seed)
     data = draw_data_set(rng)
     paths = write(data, folder / "set", rng)
@@ -122,10 +126,10 @@ def check_case(seed: int, folder: Path) -> None:
 
 
 def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
-    """Options of a loader that any case must work with."""
+    """Return random options of a loader that are valid for every case."""
     tail = rng.choice(("drop", "pad", "keep"))
     world_size = rng.choice((1, 1, 2, 3, 4))
-    if samples < world_size and tail == "drop":  # not a batch for each rank
+    if samples < world_size and tail == "drop":  # less than one batch per rank
         tail = "pad"
     lanes = rng.choice((None, world_size, 2 * world_size))
     per_lane = rng.choice((1, 2, 3, 5))
@@ -174,7 +178,7 @@ def check_epoch(case: Case, source: Any) -> Orders:
         order = [number for step in by_rank[0] for number in step][: real.total()]
         dropped = len(case.data.samples) - real.total()
         expected = [sample.number for sample in case.data.samples]
-        # with tail="drop" one run of samples is left out
+        # With tail="drop" one run of samples is dropped.
         assert any(
             order == expected[:at] + expected[at + dropped :] for at in range(len(order) + 1)
         )
@@ -182,7 +186,7 @@ def check_epoch(case: Case, source: Any) -> Orders:
 
 
 def check_counts(case: Case, by_rank: Orders, real: Counter[int]) -> None:
-    """Every sample comes once; with tail="drop", fewer than a global batch are left out."""
+    """Check that samples are delivered once; "drop" drops less than a global batch."""
     repeated = [number for number, times in real.items() if times > 1]
     assert not repeated, f"repeated: {repeated}"
     total, step, tail = len(case.data.samples), case.global_batch, case.options["tail"]
@@ -208,7 +212,7 @@ def check_workers(case: Case) -> None:
 
 
 def check_resume(case: Case) -> None:
-    """A loop that stops at any step goes on with the next batch, also in a new loader."""
+    """Check that a stopped loop continues with the next batch, also in a new loader."""
     rng, rank = case.rng, case.draw_rank()
     steps = len(case.orders[rank])
     if not steps:
@@ -242,12 +246,14 @@ def check_ranks(case: Case) -> None:
     ranks = {"lanes": lanes, "world_size": world_size, "batch_size": total // world_size}
     others = check_epoch(replace(case, options=case.options | ranks), case.paths)
     for step in range(len(case.orders[0])):
-        mine = sorted(number for rank in case.orders for number in rank[step])
-        assert mine == sorted(number for rank in others for number in rank[step]), f"step {step}"
+        global_batch = sorted(number for rank in case.orders for number in rank[step])
+        assert global_batch == sorted(number for rank in others for number in rank[step]), (
+            f"step {step}"
+        )
 
 
 def damage(case: Case, field: str, victims: set[int]) -> Case:
-    """Return a case whose data set has samples that cannot be decoded. victims: their numbers."""
+    """Return a case whose data set has undecodable samples. victims: their numbers."""
     shards = tuple(
         tuple(
             replace(sample, fields=sample.fields | {field: BROKEN[field]})
@@ -267,7 +273,7 @@ def damage(case: Case, field: str, victims: set[int]) -> Case:
 
 
 def check_bad_samples(case: Case) -> None:
-    """A sample that cannot be decoded is replaced and counted, or ends the loop at its batch."""
+    """Check that an undecodable sample is replaced and counted, or ends the loop at its batch."""
     rng, samples = case.rng, case.data.samples
     view = rng.choice(tuple(DECODED))
     field = rng.choice(DECODED[view])
@@ -304,7 +310,7 @@ def check_bad_samples(case: Case) -> None:
 
 
 def check_part(case: Case) -> None:
-    """Some of the shards, listed or named by a pattern, are a set of their own."""
+    """Check that some of the shards, listed or named by a pattern, are a set of their own."""
     paths = case.paths
     chosen = sorted(case.rng.sample(range(len(paths)), case.rng.randrange(1, len(paths) + 1)))
     data = DataSet(tuple(case.data.shards[index] for index in chosen))
@@ -322,7 +328,7 @@ def check_part(case: Case) -> None:
 
 
 def check_server(case: Case) -> None:
-    """A server that fails now and then gives the same as the disk, also through a cache."""
+    """Check that a server with transient faults delivers as the disk, also through a cache."""
     rng, rank = case.rng, case.draw_rank()
     more: dict[str, Any] = {}
     if rng.random() < 0.6:
@@ -344,7 +350,7 @@ def check_server(case: Case) -> None:
 
 
 def check_mixture(case: Case) -> None:
-    """A mixture gives each source its share, each sample once, and each sample its own bytes."""
+    """Check that a mixture has exact shares, delivers each sample once, with its own bytes."""
     rng, folder = case.rng, case.folder.parent / "other"
     sets = {"a": case.data, "b": draw_data_set(rng, first=100_000)}
     write(sets["b"], folder, rng)
@@ -384,10 +390,7 @@ def check_mixture(case: Case) -> None:
 
 
 def check_fork(case: Case) -> None:
-    """A forked child that uses its parent's loader delivers the same batches or raises an error.
-
-    The parent goes on unharmed.
-    """
+    """Check that a forked child delivers the same batches or raises, and its parent continues."""
     rank = case.draw_rank()
     loader = case.loader(rank)
     batches = loader.epoch(case.epoch)
@@ -420,9 +423,9 @@ def check_fork(case: Case) -> None:
 
 
 def check_stream(case: Case) -> None:
-    """A stream gives each sample once per epoch, under any number of worker processes.
+    """Check that a stream has each sample once per epoch, for any number of worker processes.
 
-    Also after single samples were taken from it.
+    Single samples may be taken from it before.
     """
     rng = case.rng
     stream = wt.stream(case.paths, seed=case.options["seed"], shuffle=case.options["shuffle"])
@@ -462,7 +465,7 @@ CHECKS = (
 )
 
 
-def test_the_model_notices_a_changed_byte(tmp_path: Path) -> None:
+def test_the_model_detects_a_changed_byte(tmp_path: Path) -> None:
     """Samples that differ from the model in one byte do not pass."""
     rng = random.Random(0)
     data = draw_data_set(rng)

@@ -1,4 +1,4 @@
-"""The ways to ask a loader for samples, and what each must deliver for a sample of the model."""
+"""Ways to request samples from a loader, and the expected delivery for a sample of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def example(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """A user's transform that draws."""
+    """A user's transform with random numbers."""
     return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
 
 
@@ -65,20 +65,20 @@ DECODED = {
 
 
 def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
-    """The numbers of the samples of a batch, row by row; padding counts as a row."""
+    """Return the numbers of the samples of a batch, row by row; padding counts as a row."""
     return [int(number) for number in batch["number"]]
 
 
 def compare(
     view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[str, ...] = ()
 ) -> None:
-    """Assert that every row holds just what the model says of its sample."""
+    """Assert that every row holds the values of its sample in the model."""
     by_number = data.by_number()
     for row, number in enumerate(rows(view, batch)):
         sample = by_number[number]
         assert batch["__key__"][row] == sample.key
         if view == "bytes":
-            names = {name for one in by_number.values() for name in one.fields}
+            names = {name for each in by_number.values() for name in each.fields}
             delivered = {name: batch[name][row] for name in names if batch[name][row] is not None}
             assert delivered == sample.fields
         elif "transform" in view:

@@ -1,4 +1,4 @@
-"""A process knows its place in a job of torchrun or srun, and nothing else is taken for such a job."""
+"""The rank of a process under torchrun or srun, and environments that are not such a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP: dict[str, Any] = {
 
 
 def of_slurm(changes: dict[str, Any], **others: str) -> Launch:
-    """What a process finds out with SLURM's variables; None removes one."""
+    """Return the rank that a process reads from SLURM's variables; None removes a variable."""
     variables = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
     return Launch.of(
         {**{f"SLURM_{name}": str(value) for name, value in variables.items()}, **others}
@@ -44,7 +44,7 @@ def of_slurm(changes: dict[str, Any], **others: str) -> Launch:
         ({"STEP_ID": 3}, "tcp://gpu07:19714"),
     ],
 )
-def test_tasks_of_srun_meet_on_the_first_machine_of_their_step(
+def test_tasks_of_srun_use_the_address_of_the_first_machine_of_their_step(
     changes: dict[str, Any], address: str
 ) -> None:
     launch = of_slurm(changes)
@@ -80,15 +80,15 @@ def test_a_shell_a_batch_script_and_a_single_task_are_one_process(changes: dict[
     assert of_slurm(changes) == Launch()
 
 
-def test_variables_of_torchrun_and_of_the_user_win_over_those_of_slurm() -> None:
+def test_variables_of_torchrun_and_of_the_user_override_slurm() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert of_slurm({}, **torchrun, MASTER_ADDR="a") == Launch(3, 4, 1, 2, "env://")
     assert of_slurm({}, RANK="0", WORLD_SIZE="1").size == 1
-    given = of_slurm({}, MASTER_ADDR="10.1.1.1", MASTER_PORT="29500")
-    assert given.address == "tcp://10.1.1.1:29500"
+    launch = of_slurm({}, MASTER_ADDR="10.1.1.1", MASTER_PORT="29500")
+    assert launch.address == "tcp://10.1.1.1:29500"
 
 
-def test_values_that_are_no_numbers_are_named() -> None:
+def test_non_numeric_variables_are_an_error() -> None:
     with pytest.raises(UsageError, match="RANK='first' in the environment"):
         Launch.of({"RANK": "first"})
     with pytest.raises(UsageError, match="Set MASTER_ADDR"):

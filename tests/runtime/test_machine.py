@@ -1,4 +1,4 @@
-"""Processors and memory of this process, as affinity, control groups and torchrun say."""
+"""Usable processors and memory, from affinity, control groups and torchrun."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 def test_ranks_of_one_machine_share_its_processors(
     monkeypatch: pytest.MonkeyPatch, local: str, share: int
 ) -> None:
-    whole = cores()
+    all_cores = cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert cores() == max(1, min(share, whole))
+    assert cores() == max(1, min(share, all_cores))
 
 
-# runs in a mount namespace of its own with an empty control group folder: the test writes the limits there
+# Runs in a mount namespace of its own with an empty control group folder: the test writes the
+# limits there.
 _QUOTAS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -42,7 +43,7 @@ from wdstrain.runtime.machine import cores, memory
 
 root = "/sys/fs/cgroup"
 
-def said(group, **files):
+def print_limits(group, **files):
     os.makedirs(f"{root}{group}", exist_ok=True)
     for name, text in files.items():
         with open(f"{root}{group}/{name.replace('__', '.')}", "w") as file:
@@ -52,22 +53,22 @@ def said(group, **files):
         os.unlink(f"{root}{group}/{name.replace('__', '.')}")
 
 os.environ.pop("LOCAL_WORLD_SIZE", None)
-said("")
-said("", cpu__max="max 100000", memory__max="max")
+print_limits("")
+print_limits("", cpu__max="max 100000", memory__max="max")
 for group in ("", "/a/b", "/a"):
-    said(group, cpu__max="100000 100000", memory__max="1048576")
-    said("/cpu" + (group and "/c"), cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
-    said("/memory" + (group and "/d"), memory__limit_in_bytes="1048576")
-said("/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-said("/elsewhere", cpu__max="100000 100000", memory__max="1048576")
-said("", cpu__max="50000 100000")
-said("", cpu__max="nonsense", memory__max="")
+    print_limits(group, cpu__max="100000 100000", memory__max="1048576")
+    print_limits("/cpu" + (group and "/c"), cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
+    print_limits("/memory" + (group and "/d"), memory__limit_in_bytes="1048576")
+print_limits("/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+print_limits("/elsewhere", cpu__max="100000 100000", memory__max="1048576")
+print_limits("", cpu__max="50000 100000")
+print_limits("", cpu__max="nonsense", memory__max="")
 os.environ["LOCAL_WORLD_SIZE"] = "3"
-said("", cpu__max="100000 100000")
+print_limits("", cpu__max="100000 100000")
 """
 
 
-def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_path: Path) -> None:
+def test_control_groups_limit_processors_and_memory(tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     groups.write_text("0::/a/b\n4:cpu,cpuacct:/c\n3:memory:/d\n2:pids:/elsewhere\n")
     mount = f"mount -t tmpfs none /sys/fs/cgroup && mount --bind {groups} /proc/$$/cgroup"
@@ -88,8 +89,8 @@ def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_p
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    whole, all_, few = found[0][0], found[0][1], 1 << 20
+    limits = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    whole, all_, few = limits[0][0], limits[0][1], 1 << 20
     assert whole == _HERE
     version2, of_cpu, of_memory = (1, few), (1, all_), (whole, few)
     expected = (
@@ -98,14 +99,14 @@ def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_p
         + [(whole, all_)] * 2
         + [(1, all_), (whole, all_), (1, all_)]
     )
-    assert found == expected
+    assert limits == expected
 
 
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or _HERE < 2,
     reason="needs two processors and their affinity",
 )
-def test_a_process_that_was_bound_to_processors_does_not_share_them() -> None:
+def test_a_process_bound_to_processors_does_not_share_them() -> None:
     code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:-1]); from wdstrain.runtime.machine import cores; print(cores())"
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(

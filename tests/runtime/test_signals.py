@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a loop: nothing hangs, the next epoch is whole, nothing stays."""
+"""Ctrl-C at any moment of a loop: no hang, a complete next epoch, no leftovers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def interrupt(urls: str, case: str, times: str = "once") -> None:
         words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["moments"] > 1000
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["moments"] > 1000
     assert (
-        said["interrupted"] > count / 2
-    )  # the others come where Python drops them, or when the loop has ended
+        result["interrupted"] > count / 2
+    )  # the others come while Python drops the loader, or after the loop
 
 
 @pytest.fixture
@@ -58,15 +58,15 @@ def shards(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("times", ["once", "twice"])
 @pytest.mark.parametrize("case", ["bytes", "threads", "workers"])
-def test_after_an_interrupt_at_any_moment_the_next_epoch_is_whole(
+def test_after_an_interrupt_at_any_moment_the_next_epoch_is_complete(
     shards: Path, case: str, times: str
 ) -> None:
-    """twice: another Ctrl-C comes within two milliseconds, while the first is being answered."""
+    """twice: a second Ctrl-C comes within two milliseconds, during the handling of the first."""
     interrupt(str(shards), case, times)
 
 
 @pytest.mark.slow
-def test_arrays_that_land_in_their_batches_can_be_interrupted_at_any_moment(tmp_path: Path) -> None:
+def test_direct_reads_of_arrays_can_be_interrupted_at_any_moment(tmp_path: Path) -> None:
     samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(2048, n, np.int32)} for n in range(21))
     wt.pack(samples, str(tmp_path / "s"), shuffle=False)
     interrupt(str(tmp_path / "s"), "arrays")

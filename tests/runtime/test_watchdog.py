@@ -1,4 +1,4 @@
-"""Somebody is stuck: who it is, where, and in which line is told; and what each stage of an epoch cost."""
+"""Stalls are logged with stage, shard, key and stack trace; reports have the time of each stage."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.conftest import picture, write_shards, write_tar
 from tests.support.servers import Handler, serving
 from wdstrain.loader.stats import EpochStats, Finding
 
-STUCK = "s000009"  # of the sample at which somebody is stuck
+STUCK = "s000009"  # key of the sample where a stage stalls
 
 
 class Listener(logging.Handler):
-    """Collects what the logger says; `then` is called at the first warning that it gives."""
+    """Log handler that collects messages and calls `then` at its first warning."""
 
     def __init__(self, then: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.lines: list[str] = []
         self._then = then
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.levelno >= logging.WARNING and text.startswith("no batch"):
-            self.said.append(text)
+            self.messages.append(text)
             self._then(text)
         elif record.levelno == logging.INFO:
             self.lines.append(text)
@@ -59,12 +59,12 @@ def listen() -> Iterator[Callable[..., Listener]]:
 
     yield begin
     logger.setLevel(level)
-    for one in listeners:
-        logger.removeHandler(one)
+    for listener in listeners:
+        logger.removeHandler(listener)
 
 
 class WaitsForGate:
-    """A transform that waits at one sample until a file is there; it is that sample's own line that waits."""
+    """A transform that waits at one sample until a file exists, in a line of its own."""
 
     def __init__(self, gate: Path) -> None:
         self.gate = gate
@@ -95,15 +95,13 @@ def test_a_stall_is_logged_with_stage_shard_key_and_stack(
     gate = tmp_path / "gate"
 
     def stack_is_there(text: str) -> None:
-        if waits(
-            text
-        ):  # before, processes may only be beginning, and between the looks at a desk and at a stack one may have begun
+        if waits(text):  # earlier, a worker may still be starting
             gate.touch()
 
     def waits(text: str) -> bool:
         return "Stage decode" in text and "wait_at_the_gate" in text
 
-    heard = listen(stack_is_there)
+    log = listen(stack_is_there)
     loader = wt.Loader(
         shards,
         transform=WaitsForGate(gate),
@@ -112,22 +110,22 @@ def test_a_stall_is_logged_with_stage_shard_key_and_stack(
         multiprocessing_context=context,
         patience=0.3,
     )
-    assert sum(len(batch["__key__"]) for batch in loader) == 21  # what was slow is not lost
+    assert sum(len(batch["__key__"]) for batch in loader) == 21  # the slow batch is delivered
     loader.close()
-    told, *_ = [
-        text for text in heard.said if waits(text)
-    ]  # again after twice the time, where a machine is that slow
-    assert f"part-001.tar: '{STUCK}' at offset 4096" in told
-    assert ("worker process" if workers else "decoder thread") in told
-    assert "test_watchdog.py" in told
+    message, *_ = [
+        text for text in log.messages if waits(text)
+    ]  # logged again after twice the time, on a slow machine
+    assert f"part-001.tar: '{STUCK}' at offset 4096" in message
+    assert ("worker process" if workers else "decoder thread") in message
+    assert "test_watchdog.py" in message
 
 
 @pytest.mark.slow
-def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_stack(
+def test_a_worker_that_holds_the_gil_in_native_code_still_logs_its_stack(
     shards: Path, listen: Callable[..., Listener]
 ) -> None:
     reading, writing = os.pipe()
-    heard = listen(
+    log = listen(
         lambda _: os.write(writing, b"xx")
     )  # the next epoch is being decoded before this one ends
 
@@ -136,7 +134,7 @@ def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_
             byte = ctypes.create_string_buffer(1)
             while (
                 ctypes.PyDLL(None).read(reading, byte, 1) != 1
-            ):  # PyDLL keeps the lock; a signal may cut the call short
+            ):  # PyDLL keeps the GIL; a signal may cut the call short
                 pass
         return {"length": len(sample["txt"])}
 
@@ -152,8 +150,8 @@ def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_
     loader.close()
     os.close(reading)
     os.close(writing)
-    (told,) = [text for text in heard.said if " in transform" in text][:1]
-    assert STUCK in told
+    (message,) = [text for text in log.messages if " in transform" in text][:1]
+    assert STUCK in message
 
 
 def test_a_stopped_worker_is_logged_as_stopped(
@@ -169,7 +167,7 @@ def test_a_stopped_worker_is_logged_as_stopped(
             os.kill(os.getpid(), signal.SIGSTOP)
         return {"length": len(sample["txt"])}
 
-    heard = listen(go_on)
+    log = listen(go_on)
     loader = wt.Loader(
         shards,
         transform=transform,
@@ -180,15 +178,15 @@ def test_a_stopped_worker_is_logged_as_stopped(
     )
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
-    (told,) = [text for text in heard.said if "no answer from the process: stopped" in text]
-    assert STUCK in told
+    (message,) = [text for text in log.messages if "no answer from the process: stopped" in text]
+    assert STUCK in message
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(
+def test_a_stopped_worker_does_not_outlive_its_loader(
     shards: Path, listen: Callable[..., Listener]
 ) -> None:
-    taken = shards / "taken"  # the first batch, which a worker that is stopped could not hand over
+    taken = shards / "taken"  # the first batch; a worker that is already stopped could not send it
 
     def transform(sample: dict[str, Any]) -> dict[str, int]:
         if sample["__key__"] == STUCK:
@@ -214,7 +212,7 @@ def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(
         and time.monotonic() < end
     ):
         time.sleep(0.005)
-    loader.close()  # torch waits for 5 s, asks the worker to end, and leaves it; the fixture looks for what is left
+    loader.close()  # torch waits 5 s and kills the worker; the fixture checks for leftovers
 
 
 def test_silent_storage_is_logged_with_shard_and_offset(
@@ -223,7 +221,7 @@ def test_silent_storage_is_logged_with_shard_and_offset(
     write_shards(tmp_path / "far", [7, 13])
     wt.index(tmp_path / "far")
     gate = threading.Event()
-    heard = listen(lambda _: gate.set())
+    log = listen(lambda _: gate.set())
 
     def silent(handler: Handler, path: Path, start: int, stop: int) -> bool:
         gate.wait(60)
@@ -234,32 +232,32 @@ def test_silent_storage_is_logged_with_shard_and_offset(
         loader = wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3)
         assert sum(len(batch["__key__"]) for batch in loader) == 20
         loader.close()
-    (told,) = [text for text in heard.said if "Stage read" in text][:1]
-    assert ".tar is being read at offset 0" in told
-    assert "read_thread.py" in told
+    (message,) = [text for text in log.messages if "Stage read" in text][:1]
+    assert ".tar is being read at offset 0" in message
+    assert "read_thread.py" in message
 
 
-def test_nothing_is_logged_while_batches_come_or_the_loop_is_busy(
+def test_no_stall_is_logged_while_batches_arrive_or_the_loop_is_busy(
     shards: Path, listen: Callable[..., Listener]
 ) -> None:
-    heard, busy = listen(), threading.Event()
+    log, busy = listen(), threading.Event()
     for batch in wt.Loader(shards, batch_size=5, patience=0.05):
-        busy.wait(0.2)  # four times the patience, of the loop's own
+        busy.wait(0.2)  # four times the stall limit, in the loop itself
         del batch
     silent = wt.Loader(shards, batch_size=5, patience=0)
     next(iter(silent))
     assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
     silent.close()
-    assert heard.said == []
+    assert log.messages == []
     with pytest.raises(wt.UsageError, match="patience=-1: must be a number of seconds >= 0"):
         wt.Loader(shards, patience=-1)
 
 
-# --- what an epoch cost ----------------------------------------------------------------------------------------------
+# --- time of the stages of an epoch ---
 
 
 class SlowField:
-    """A field of the user's that takes its time; asleep, so that decoders do not take it from each other."""
+    """A slow field of the user that sleeps, so that decoders do not compete for a core."""
 
     names, example = ("txt",), None
 
@@ -269,7 +267,7 @@ class SlowField:
 
 
 class SlowToStack:
-    """What a transform gives, which takes its time to become a batch."""
+    """A slow transform whose output takes long to become a batch."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         return {"part": SlowPart({"length": len(sample["txt"])})}
@@ -282,7 +280,7 @@ class SlowPart(dict[str, int]):
 
 
 @pytest.mark.alone
-def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
+def test_seconds_are_counted_for_the_stage_that_took_them(tmp_path: Path) -> None:
     """20 samples at 4 ms each are 80 ms of the stage, and the other stages are far below."""
     shards = write_shards(tmp_path / "shards", [20])
     wt.index(shards)
@@ -304,7 +302,7 @@ def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
         }
 
     for workers in (0, 1):
-        found = {
+        measured = {
             "decode_seconds": seconds(
                 wt.Loader(shards, {"txt": SlowField()}, batch_size=5, num_workers=workers)
             ),
@@ -313,7 +311,7 @@ def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
             ),
             "loop_seconds": seconds(wt.Loader(shards, batch_size=5, num_workers=workers), 0.03),
         }
-        for stage, took in found.items():
+        for stage, took in measured.items():
             assert took[stage] >= 0.08, (workers, stage, took)
             others = {
                 "read_seconds",
@@ -332,7 +330,7 @@ def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
 
 
 def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Listener]) -> None:
-    heard = listen()
+    log = listen()
     loader = wt.Loader(shards, batch_size=5)
     for _ in range(2):
         for _batch in loader:
@@ -340,12 +338,12 @@ def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Lis
     for _batch in wt.to_device(loader, "cpu"):
         pass
     for _batch in loader:
-        break  # an epoch that was left is none
+        break  # an interrupted epoch is not logged
     loader.close()
-    assert [line.partition(",")[0] for line in heard.lines] == [
+    assert [line.partition(",")[0] for line in log.lines] == [
         f"epoch {i}: 20 samples" for i in range(3)
     ]
-    for line in heard.lines:
+    for line in log.lines:
         assert "\n" not in line
         assert len(line) <= 120
         for word in ("MB", "samples/s", "waited"):
@@ -353,14 +351,14 @@ def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Lis
         assert "bound" in line or "no bottleneck" in line
 
 
-def test_the_line_and_the_report_name_what_went_wrong(
+def test_the_log_line_and_the_report_name_bad_samples(
     tmp_path: Path, listen: Callable[..., Listener]
 ) -> None:
     bad = {"<b>k03</b>": b"no picture"}
     samples = [(f"k{i:02d}", {"png": picture(i), "cls": b"0"}) for i in range(20)]
     samples[3] = ("<b>k03</b>", {"png": bad["<b>k03</b>"], "cls": b"0"})
     write_tar(tmp_path / "shards" / "a.tar", samples)
-    heard = listen()
+    log = listen()
     loader = wt.Loader(
         tmp_path / "shards",
         {"image": wt.image(size=8)},
@@ -372,7 +370,7 @@ def test_the_line_and_the_report_name_what_went_wrong(
         pass
     loader.close()
     report = loader.report()
-    line, bad_line = heard.lines
+    line, bad_line = log.lines
     assert ", 1 bad; " in line
     assert bad_line == "epoch 0: bad samples: 1 x png: no image of a known format"
     assert report["bad_samples"][0]["key"] == "<b>k03</b>"
@@ -419,7 +417,7 @@ def test_reasons_that_differ_in_quoted_values_are_counted_together() -> None:
     assert len(meter.bad_line) <= 120
 
 
-def test_descriptors_are_given_back_with_the_loader(shards: Path) -> None:
+def test_descriptors_are_closed_with_the_loader(shards: Path) -> None:
     def count() -> int:
         for _ in range(3):
             loader = wt.Loader(
@@ -449,7 +447,7 @@ def test_a_worker_that_uses_SIGUSR2_itself_is_not_killed_by_the_watchdog(
     shards: Path, listen: Callable[..., Listener], tmp_path: Path
 ) -> None:
     gate = WaitsForGate(tmp_path / "gate")
-    heard = listen(
+    log = listen(
         lambda text: (
             gate.gate.touch()
             if "other code in this worker took the signal SIGUSR2" in text
@@ -471,10 +469,10 @@ def test_a_worker_that_uses_SIGUSR2_itself_is_not_killed_by_the_watchdog(
     )
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
-    assert any("other code in this worker took the signal SIGUSR2" in text for text in heard.said)
+    assert any("other code in this worker took the signal SIGUSR2" in text for text in log.messages)
 
 
-def test_a_slow_hand_off_is_the_verdict() -> None:
+def test_a_slow_transfer_is_the_bottleneck() -> None:
     meter = EpochStats(
         samples=100,
         batches=100,

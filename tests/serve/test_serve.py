@@ -1,4 +1,4 @@
-"""A folder over HTTP: any range, never a byte of another file, nothing outside the folder."""
+"""`wdstrain serve`: any byte range of a file, and no file outside the folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Answer = tuple[int, http.client.HTTPMessage, bytes]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all kinds of things in it, and a secret beside it."""
+    """A folder with all kinds of entries, and a secret beside it."""
     root = tmp_path_factory.mktemp("serving")
     shards = root / "shards"
     (shards / "sub").mkdir(parents=True)
@@ -82,7 +82,7 @@ def connect(server: Server) -> http.client.HTTPConnection:
 def ask(
     server: Server | http.client.HTTPConnection, path: str, method: str = "GET", **headers: str
 ) -> Answer:
-    """An answer, over a connection of its own unless one is given."""
+    """Return the response to a request, over a new connection unless one is given."""
     connection = connect(server) if isinstance(server, Server) else server
     try:
         connection.request(
@@ -96,11 +96,11 @@ def ask(
 
 
 def raw(server: Server, target: bytes) -> tuple[int, bytes]:
-    """Status and everything that is answered to a target of any bytes."""
+    """Return status and complete response for a target of any bytes."""
     with socket.create_connection(address(server), timeout=20) as plugged:
         plugged.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        found = rest_of(plugged)
-    return int(found.split(b" ", 2)[1]), found
+        response = rest_of(plugged)
+    return int(response.split(b" ", 2)[1]), response
 
 
 def address(server: Server) -> tuple[str, int]:
@@ -109,17 +109,17 @@ def address(server: Server) -> tuple[str, int]:
 
 
 def rest_of(plugged: socket.socket) -> bytes:
-    """Everything until the server ends the connection."""
-    found = bytearray()
+    """Return all bytes until the server closes the connection."""
+    received = bytearray()
     while chunk := plugged.recv(MB):
-        found += chunk
-    return bytes(found)
+        received += chunk
+    return bytes(received)
 
 
-# --- parts -------------------------------------------------------------------------------------------
+# --- ranges ---
 
 
-def test_any_part_of_a_file_is_what_a_slice_gives(server: Server) -> None:
+def test_any_range_of_a_file_equals_a_slice_of_it(server: Server) -> None:
     draw, connection = random.Random(2), connect(server)
     cases = [(0, 1), (0, 10_000), (9_999, 10_000), (5, 20_000)]
     cases += [tuple(sorted(draw.sample(range(10_001), 2))) for _ in range(100)]
@@ -135,24 +135,24 @@ def test_any_part_of_a_file_is_what_a_slice_gives(server: Server) -> None:
 
 
 @pytest.mark.parametrize("words", ["bytes=0-1,5-6", "lines=1-2", "bytes=5-2", "bytes=x-", "bytes="])
-def test_a_range_that_is_not_understood_gives_the_whole(server: Server, words: str) -> None:
+def test_an_unsupported_range_returns_the_complete_file(server: Server, words: str) -> None:
     assert ask(server, "/a.tar", Range=words)[::2] == (200, BYTES)
 
 
-def test_a_part_behind_the_end_is_refused_with_the_size(server: Server) -> None:
+def test_a_range_beyond_the_end_is_refused_with_the_size(server: Server) -> None:
     for words in ("bytes=10000-", "bytes=999999-1000000"):
         status, headers, body = ask(server, "/a.tar", Range=words)
         assert (status, headers["Content-Range"]) == (416, "bytes */10000")
         assert not set(body) & set(BYTES) or len(body) < 200
 
 
-def test_an_empty_file_has_a_length_and_no_parts(server: Server) -> None:
+def test_an_empty_file_has_a_length_and_no_ranges(server: Server) -> None:
     status, headers, body = ask(server, "/empty.tar")
     assert (status, headers["Content-Length"], body) == (200, "0", b"")
     assert ask(server, "/empty.tar", Range="bytes=0-")[0] == 416
 
 
-def test_parts_behind_four_gigabytes_are_given(tmp_path: Path) -> None:
+def test_ranges_beyond_four_gigabytes_are_served(tmp_path: Path) -> None:
     with open(tmp_path / "far.tar", "wb") as file:
         file.truncate((5 << 30) - 3)
         file.seek(5 << 30)
@@ -161,12 +161,12 @@ def test_parts_behind_four_gigabytes_are_given(tmp_path: Path) -> None:
         assert ask(server, "/far.tar", Range=f"bytes={5 << 30}-")[2] == b"end"
 
 
-def test_head_says_what_get_says_and_ignores_ranges(server: Server) -> None:
+def test_head_has_the_headers_of_get_and_ignores_ranges(server: Server) -> None:
     names = ("Content-Length", "Content-Type", "ETag", "Last-Modified", "Accept-Ranges")
     status, headers, body = ask(server, "/a.tar", "HEAD", Range="bytes=0-3")
-    _, wanted, _ = ask(server, "/a.tar")
+    _, expected, _ = ask(server, "/a.tar")
     assert (status, body) == (200, b"")
-    assert [headers[name] for name in names] == [wanted[name] for name in names]
+    assert [headers[name] for name in names] == [expected[name] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_head_says_what_get_says_and_ignores_ranges(server: Server) -> None:
     [("a.tar", "application/x-tar"), ("index.json", "application/json")]
     + [(name, "application/octet-stream") for name in ("page.html", "plain")],
 )
-def test_no_file_is_called_a_page(server: Server, name: str, kind: str) -> None:
+def test_no_file_has_the_content_type_of_html(server: Server, name: str, kind: str) -> None:
     headers = ask(server, f"/{name}")[1]
     assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == (kind, "nosniff")
 
 
-def test_conditions_are_met_or_refused(server: Server) -> None:
+def test_conditional_requests_are_supported(server: Server) -> None:
     headers = ask(server, "/a.tar")[1]
     tag, modified = headers["ETag"], headers["Last-Modified"]
     assert ask(server, "/a.tar", If_None_Match=tag)[0] == 304
@@ -195,7 +195,7 @@ def test_conditions_are_met_or_refused(server: Server) -> None:
     assert modified.endswith(" GMT")
 
 
-def test_parts_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
+def test_ranges_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"old" * 100)
     with Server(tmp_path) as server:
         tag = ask(server, "/a.tar", Range="bytes=0-9")[1]["ETag"]
@@ -203,15 +203,15 @@ def test_parts_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
         os.utime(tmp_path / "new", (1, 1))
         os.replace(tmp_path / "new", tmp_path / "a.tar")
         assert ask(server, "/a.tar", If_Match=tag, Range="bytes=10-19")[0] == 412
-        found = ask(server, "/a.tar", If_Range=tag, Range="bytes=10-19")
-        assert found[::2] == (200, b"new" * 100)
+        response = ask(server, "/a.tar", If_Range=tag, Range="bytes=10-19")
+        assert response[::2] == (200, b"new" * 100)
 
 
-# --- what may be reached -----------------------------------------------------------------------------
+# --- access ---
 
 
-def climbs() -> list[bytes]:
-    """Ways out of a folder, by spellings of dots and separators that some server has fallen for."""
+def escaping_targets() -> list[bytes]:
+    """Return targets that escape a folder by spellings of dots and separators."""
     dots = [
         b"..",
         b"%2e%2e",
@@ -225,7 +225,7 @@ def climbs() -> list[bytes]:
     between = [b"/", b"%2f", b"\\", b"%5c", b"%252f", b"%c0%af", b"//", b"/./"]
     begins = [b"/", b"//", b"/sub/", b"/nearby/", b"/%2f", b"file:///", b"http://x/", b""]
     ends = [(1, b"secret.tar"), (9, b"etc/passwd")]
-    found = [
+    targets = [
         begin + separator.join([*[dot] * depth, end.replace(b"/", separator)])
         for begin, dot, separator, (depth, end) in itertools.product(begins, dots, between, ends)
     ]
@@ -242,29 +242,29 @@ def climbs() -> list[bytes]:
         b"%zz",
         b"a.tar/a.tar",
     ]
-    return found + [b"/" + name for name in (*hidden, *links, *odd, b"x" * 5000, b"a/" * 2000)]
+    return targets + [b"/" + name for name in (*hidden, *links, *odd, b"x" * 5000, b"a/" * 2000)]
 
 
-def test_nothing_outside_the_folder_and_nothing_hidden_is_given(server: Server) -> None:
-    targets = climbs()
+def test_files_outside_the_folder_and_hidden_files_are_not_served(server: Server) -> None:
+    targets = escaping_targets()
     assert len(targets) > 1000
     with ThreadPoolExecutor(8) as pool:
-        for target, (status, found) in zip(
+        for target, (status, body) in zip(
             targets, pool.map(lambda target: raw(server, target), targets), strict=True
         ):
-            if target != b"/store.tar":  # a link into a store in the folder
+            if target != b"/store.tar":  # a link within the folder
                 assert status in (400, 404, 414), target
-                assert b"hushhush" not in found.partition(b"\r\n\r\n")[2], target
-                assert b"root:" not in found, target
+                assert b"hushhush" not in body.partition(b"\r\n\r\n")[2], target
+                assert b"root:" not in body, target
 
 
-def test_links_that_stay_inside_are_followed(server: Server) -> None:
+def test_links_within_the_folder_are_followed(server: Server) -> None:
     for name in ("near.tar", "nearby/b.tar"):
         assert ask(server, f"/{name}")[::2] == (200, BYTES)
     assert ask(server, "/store.tar")[::2] == (200, b"hushhush")
 
 
-def test_a_link_that_changes_while_it_is_asked_for_gives_nothing_from_outside(
+def test_a_link_that_changes_during_requests_serves_no_outside_file(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "shards" / "sub").mkdir(parents=True)
@@ -297,13 +297,13 @@ def test_a_link_that_changes_while_it_is_asked_for_gives_nothing_from_outside(
     assert all(b"hushhush" not in body for _, _, body in answers)
 
 
-def test_a_folder_that_is_a_link_itself_is_served(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_a_link_is_served(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     with Server(tmp_path / "link") as server:
         assert ask(server, "/one.tar")[2] == b"1"
 
 
-def test_a_folder_shows_what_may_be_asked_for(server: Server) -> None:
+def test_a_folder_lists_the_files_that_are_served(server: Server) -> None:
     status, headers, page = ask(server, "/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     links = re.findall(rb'<a href="\./([^"]*)">', page)
@@ -318,16 +318,16 @@ def test_a_folder_shows_what_may_be_asked_for(server: Server) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").touch(0)
     with Server(tmp_path) as server:
         assert ask(server, "/a.tar")[0] == 403
 
 
-# --- connections -------------------------------------------------------------------------------------
+# --- connections ---
 
 
-def test_a_connection_is_kept_from_one_request_to_the_next(server: Server) -> None:
+def test_a_connection_is_kept_alive_between_requests(server: Server) -> None:
     connection = connect(server)
     connection.connect()
     first = connection.sock
@@ -343,7 +343,7 @@ def test_other_methods_are_refused(server: Server, method: str) -> None:
     assert (status, headers["Allow"]) == (405, "GET,HEAD")
 
 
-def test_many_clients_at_once_each_get_their_bytes(server: Server) -> None:
+def test_many_concurrent_clients_get_their_own_bytes(server: Server) -> None:
     def client(number: int) -> bool:
         draw, connection = random.Random(number), connect(server)
         for _ in range(20):
@@ -358,7 +358,7 @@ def test_many_clients_at_once_each_get_their_bytes(server: Server) -> None:
         assert all(pool.map(client, range(32)))
 
 
-def test_a_file_that_shrinks_while_it_is_sent_is_cut_off(tmp_path: Path) -> None:
+def test_sending_a_shrinking_file_closes_the_connection(tmp_path: Path) -> None:
     with open(tmp_path / "large.tar", "wb") as file:
         file.truncate(64 * MB)
     with Server(tmp_path) as server, socket.socket() as client:
@@ -373,7 +373,7 @@ def test_a_file_that_shrinks_while_it_is_sent_is_cut_off(tmp_path: Path) -> None
         assert len(body) < 64 * MB
 
 
-def test_the_end_does_not_wait_for_clients_that_rest_or_take_nothing(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_idle_or_stalled_clients(tmp_path: Path) -> None:
     with open(tmp_path / "large.tar", "wb") as file:
         file.truncate(64 * MB)
     with Server(tmp_path) as server:
@@ -385,7 +385,7 @@ def test_the_end_does_not_wait_for_clients_that_rest_or_take_nothing(tmp_path: P
     slow.close()
 
 
-def test_a_server_that_never_began_ends_too(folder: Path) -> None:
+def test_a_server_that_never_started_can_be_closed(folder: Path) -> None:
     server = Server(folder)
     port = address(server)[1]
     server.close()
@@ -393,20 +393,20 @@ def test_a_server_that_never_began_ends_too(folder: Path) -> None:
         assert ask(server, "/one.tar")[2] == b"1"
 
 
-# --- with the loader -------------------------------------------------------------------------------------------------
+# --- with the loader ---
 
 
-def test_a_loader_gets_from_the_server_what_the_disk_gives(tmp_path: Path) -> None:
+def test_a_loader_reads_from_the_server_as_from_the_disk(tmp_path: Path) -> None:
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(300))
     wt.pack(rows, str(tmp_path / "shards"), max_shard_size=200_000)
 
     def epoch(urls: str) -> list[Any]:
         loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100)
-        found = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
+        batches = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
         loader.close()
-        return found
+        return batches
 
-    wanted = epoch(str(tmp_path / "shards"))
+    expected = epoch(str(tmp_path / "shards"))
     last = len(list((tmp_path / "shards").glob("*.tar"))) - 1
     with Server(tmp_path) as server:
         assert last > 1
@@ -416,15 +416,15 @@ def test_a_loader_gets_from_the_server_what_the_disk_gives(tmp_path: Path) -> No
             "shards/index.json",
             f"shards/train-{{000000..{last:06d}}}.tar",
         ):
-            assert epoch(server.url + address) == wanted
+            assert epoch(server.url + address) == expected
         assert main(["verify", f"{server.url}shards"]) == 0
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_serves_until_it_is_ended_and_says_what_it_served(
+def test_the_command_serves_until_a_signal_and_prints_totals(
     folder: Path, sent: signal.Signals
 ) -> None:
     words = ["--json"] if sent == signal.SIGTERM else []
@@ -434,12 +434,12 @@ def test_the_command_serves_until_it_is_ended_and_says_what_it_served(
     ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n", line
         )
-        assert found, line
-        assert found[1] == str(folder.resolve())
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[3]), timeout=20)
+        assert match, line
+        assert match[1] == str(folder.resolve())
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[3]), timeout=20)
         assert ask(connection, "/a.tar", Range="bytes=5-9")[2] == BYTES[5:10]
         begun = time.monotonic()
         process.send_signal(sent)
@@ -450,12 +450,12 @@ def test_the_command_serves_until_it_is_ended_and_says_what_it_served(
     if words:
         report = json.loads(out)
         assert report.pop("seconds") > 0
-        assert report == {"folder": found[1], "url": found[2], "requests": 1, "bytes": 5}
+        assert report == {"folder": match[1], "url": match[2], "requests": 1, "bytes": 5}
     else:
         assert re.fullmatch(r"served 1 request, 0\.0 MB, in \d+ s\n", out)
 
 
-def test_the_verb_helps_with_an_example(capsys: Any) -> None:
+def test_the_help_of_serve_has_an_example(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     assert "example: wdstrain serve " in capsys.readouterr().out
@@ -481,7 +481,7 @@ def test_the_verb_helps_with_an_example(capsys: Any) -> None:
         ([".", "--port", "-1"], 2, "-1: must be"),
     ],
 )
-def test_what_cannot_be_served_is_one_sentence(
+def test_unservable_folders_and_addresses_are_one_line_errors(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
@@ -501,7 +501,7 @@ def test_what_cannot_be_served_is_one_sentence(
     assert printed.out == ""
 
 
-def test_a_folder_that_others_can_read_is_said_to_be(folder: Path) -> None:
+def test_serving_beyond_loopback_logs_a_warning(folder: Path) -> None:
     command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--host", "0.0.0.0"]
     with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -512,7 +512,7 @@ def test_a_folder_that_others_can_read_is_said_to_be(folder: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it(folder: Path) -> None:
+def test_a_missing_library_raises_with_the_install_command(folder: Path) -> None:
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -523,7 +523,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(folder: Pa
     assert (done.returncode, done.stderr) == (2, error)
 
 
-def test_names_and_new_addresses_are_listened_at(folder: Path) -> None:
+def test_host_names_and_ipv6_addresses_are_supported(folder: Path) -> None:
     with Server(folder, "localhost") as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert server.is_local
@@ -537,11 +537,11 @@ def test_names_and_new_addresses_are_listened_at(folder: Path) -> None:
         assert ask(server, "/one.tar")[2] == b"1"
 
 
-def test_an_address_is_taken_once(folder: Path) -> None:
+def test_an_address_is_used_by_one_server_at_a_time(folder: Path) -> None:
     with Server(folder) as server:
         port = int(server.url.rsplit(":", 1)[1].strip("/"))
         with pytest.raises(StorageError, match="is taken"):
             Server(folder, port=port)
         ask(server, "/one.tar")
-    with Server(folder, port=port) as server:  # at once, and not after the minutes of TIME_WAIT
+    with Server(folder, port=port) as server:  # immediately, without waiting for TIME_WAIT
         assert ask(server, "/one.tar")[2] == b"1"

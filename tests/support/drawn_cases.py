@@ -1,9 +1,9 @@
-"""Many drawn cases in one test. Every day draws other cases.
+"""Many random cases in one test; every day has other cases.
 
-The seed of the first case that fails is in its error. The cases of another day are drawn again with
-WDSTRAIN_TEST_DAY, the number of the day:
+The error contains the seed of the first case that fails. WDSTRAIN_TEST_DAY, the number of a day,
+repeats the cases of that day:
 
-    WDSTRAIN_TEST_DAY=739579 pytest tests/oracle -m slow -k loading
+    WDSTRAIN_TEST_DAY=739579 pytest tests/oracle/test_loading.py -m slow
 """
 
 from __future__ import annotations

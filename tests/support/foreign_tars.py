@@ -1,4 +1,4 @@
-"""Tars that Python's tarfile writes, and their samples as webdataset reads them."""
+"""Tars written by Python's tarfile, and their samples as webdataset reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODES = {".tar": "w", ".tgz": "w:gz", ".tar.gz": "w:gz", ".tar.bz2": "w:bz2", ".
 
 
 def write_members(path: Path, members: list[tuple[str, bytes]], *, format: int = 0) -> str:
-    """Write a tar of these (name, data), compressed as its name says. Returns its path.
+    """Write a tar of these (name, data), compressed by its file extension. Returns its path.
 
     format: tarfile's. A name that ends with a slash is a directory.
     """
@@ -32,7 +32,7 @@ def write_members(path: Path, members: list[tuple[str, bytes]], *, format: int =
 
 
 def write_set(folder: Path, counts: list[int], ending: str = ".tar") -> str:
-    """Write shards of so many samples `key.cls` and `key.txt`. Returns their brace pattern."""
+    """Write shards of `counts` samples `key.cls` and `key.txt`. Returns their brace pattern."""
     number = 0
     for shard, count in enumerate(counts):
         members = []

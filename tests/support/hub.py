@@ -1,4 +1,4 @@
-"""A server with the HTTP layout of the Hugging Face Hub, whose files lie on a second server."""
+"""A server with the HTTP layout of the Hugging Face Hub, whose files are on a second server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAGE = 2  # entries of a page of a list
 
 @dataclass
 class Hub:
-    """A running Hub. files: the server of its files. requests: paths that the Hub was asked for."""
+    """A running Hub. files: the server of its files. requests: requested paths."""
 
     url: str
     files: Served

@@ -1,8 +1,9 @@
-"""Interrupts a loop over a loader, again and again, at moments drawn from all at which Python looks for a Ctrl-C.
+"""Interrupt a loop over a loader repeatedly, at random moments at which Python handles Ctrl-C.
 
-Those are where a function begins and where one of C has returned, in the main thread, which is what a profiler is called for. So each
-is as likely as another, however short the time in which a real Ctrl-C would meet it. Run as a program of its own, because a lock that
-stays locked ends nothing: it prints the stacks of all threads and gives up. Its last line is {"moments", "interrupted"}.
+These moments are calls of Python functions and returns of C functions in the main thread, as a
+profiler sees them. Each is equally likely, however short. This module runs as a program of its own,
+because a lock that stays locked never ends: the program then prints the stacks of all threads and
+exits. Its last line is {"moments", "interrupted"}.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any
 
 import wdstrain as wt
 
-PATIENCE = 60.0  # seconds until a loop that does not end is given up
+PATIENCE = 60.0  # seconds until a loop counts as hanging
 SWALLOWED = (
     "<genexpr>",
     "__del__",
     "_remove",
-)  # where Python prints and drops whatever is raised: no place of ours
+)  # functions whose exceptions Python prints and drops
 
 
 class Moments:
-    """Counts the moments of the main thread within `with`; at the `nth` there is a Ctrl-C."""
+    """Count the moments of the main thread within `with`, and raise Ctrl-C at the `nth`."""
 
     def __init__(self, nth: int = 0) -> None:
         self.count, self.nth = 0, nth
@@ -53,13 +54,13 @@ class Moments:
                 signal.raise_signal(signal.SIGINT)
 
 
-def alive() -> list[str]:
-    threads = [one.name for one in threading.enumerate() if one.name.startswith("wdstrain")]
+def live_threads_and_children() -> list[str]:
+    threads = [item.name for item in threading.enumerate() if item.name.startswith("wdstrain")]
     return threads + [str(child) for child in multiprocessing.active_children()]
 
 
 def interrupted(turn: Callable[[], None], nth: int, second: float | None) -> bool:
-    """Whether a turn that is interrupted ended with that. second: seconds until another Ctrl-C, which is a real one."""
+    """Return whether the turn ended with KeyboardInterrupt. second: delay of a second Ctrl-C."""
     ended_by_it, began = False, threading.Event()
 
     def again() -> None:
@@ -82,7 +83,7 @@ def interrupted(turn: Callable[[], None], nth: int, second: float | None) -> boo
             began.set()
             if second is not None:
                 thread.join()
-                time.sleep(0.001)  # a step in which it arrives
+                time.sleep(0.001)  # the time of a training step
     return ended_by_it
 
 
@@ -101,10 +102,10 @@ def main() -> None:
     elif kind == "array":
         options["fields"] = {"x": wt.array("x.npy", shape=(2048,), dtype="int32")}
 
-    def made() -> wt.Loader:
+    def new_loader() -> wt.Loader:
         return wt.Loader(urls, batch_size=2, multiprocessing_context="fork", **options)
 
-    loader: wt.Loader | None = made()
+    loader: wt.Loader | None = new_loader()
 
     def turn() -> None:
         for _ in range(2):
@@ -116,7 +117,7 @@ def main() -> None:
     promised = [batch["__key__"] for batch in loader.epoch(0)]
     ended = 0
     for number in range(count):
-        loader = made()
+        loader = new_loader()
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         ended += interrupted(
             turn, rng.randrange(1, moments.count), rng.uniform(0, 0.002) if twice else None
@@ -128,9 +129,9 @@ def main() -> None:
             f"after interrupt {number}"
         )
         loader = None
-        if alive():  # a traceback goes with the collector
+        if live_threads_and_children():  # the traceback keeps the loader until a collection
             gc.collect()
-        assert not alive(), f"after interrupt {number}"
+        assert not live_threads_and_children(), f"after interrupt {number}"
         faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"moments": moments.count, "interrupted": ended}))
 

@@ -1,4 +1,4 @@
-"""A notebook's kernel for tests: a real one, which runs cells and gives what a notebook would show of each."""
+"""A real notebook kernel for tests, which runs cells and returns their output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.conftest import ROOT
 
 @dataclass
 class Shown:
-    """What a notebook was told to show for a cell: texts by stream, and bundles {MIME type: data} of what was displayed."""
+    """Output of a cell: texts by stream, and displayed bundles {MIME type: data}."""
 
     streams: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
     displays: list[dict[str, Any]] = field(default_factory=list)
-    updates: list[dict[str, Any]] = field(default_factory=list)  # of what was displayed before
+    updates: list[dict[str, Any]] = field(default_factory=list)  # new versions of earlier displays
     error: str = ""  # "NameError: ..."
 
     @property
@@ -32,7 +32,7 @@ class Shown:
 
 
 class Kernel:
-    """A kernel that runs."""
+    """A running kernel."""
 
     def __init__(self, manager: Any, client: Any) -> None:
         self._manager, self._client = manager, client
@@ -45,7 +45,9 @@ class Kernel:
         seconds: float = 60,
         on_text: Callable[[str], None] | None = None,
     ) -> Shown:
-        """Run a cell. fails: it ends with an error. on_text: called with what it printed so far, whenever that grew."""
+        """Run a cell. fails: it ends with an error. on_text: called with the printed text whenever
+        it grows.
+        """
         shown = Shown()
 
         def hook(message: dict[str, Any]) -> None:
@@ -67,11 +69,11 @@ class Kernel:
 
     def interrupted(self, code: str, *, at: str = "begun") -> Shown:
         """Run a cell and interrupt it when it has printed this word."""
-        told: list[str] = []
+        calls: list[str] = []
 
         def interrupt(text: str) -> None:
-            if at in text and not told:
-                told.append(text)
+            if at in text and not calls:
+                calls.append(text)
                 self._manager.interrupt_kernel()
 
         shown = self.run(code, fails=True, on_text=interrupt)
@@ -81,7 +83,7 @@ class Kernel:
 
 @contextmanager
 def kernel(home: Path) -> Iterator[Kernel]:
-    """A kernel of its own, which leaves nothing in the home folder and works in `home`."""
+    """Start a kernel that works in `home` and writes no files to the user's home folder."""
     jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter-client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     places = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")

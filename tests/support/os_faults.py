@@ -1,4 +1,4 @@
-"""The calls of the operating system: recorded, or replaced by a fault at a chosen call."""
+"""Operating system calls: recorded, or replaced by a fault at a chosen call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def path_of(argument: Any) -> str:
 def watched_calls(
     name: str, pattern: str, before: Callable[[], object], module: Any = os
 ) -> Iterator[None]:
-    """Call `before` whenever a function of the system gets a path that matches.
+    """Call `before` whenever an OS function gets a path that matches.
 
-    name: of the function in `module`. pattern: regular expression for the end of the path of the
-    file; the new name if the function renames.
+    name: of the function in `module`. pattern: regular expression for the end of the file's path;
+    the new name if the function renames.
     """
     original = getattr(module, name)
 
@@ -53,10 +53,9 @@ def bytes_read() -> int:
 
 @contextmanager
 def recorded_reads(pattern: str = "") -> Iterator[list[tuple[str, int, int]]]:
-    """Record the (path, offset, length) of what Python code reads from files.
+    """Record the (path, offset, length) of reads by Python code.
 
-    Reads of compiled code are not seen. pattern: regular expression for the end of the paths to
-    record.
+    Reads of compiled code are not recorded. pattern: regular expression for the end of the paths.
     """
     reads: list[tuple[str, int, int]] = []
 

@@ -1,4 +1,4 @@
-"""A reader of whole samples, without a loader around it."""
+"""A reader of complete samples, without a loader."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collected_batches(
             for number in range(len(block)):
                 batch = run.collect(block, number)
                 yield Collected(reader, run, batch)
-                slots.lease(batch.slot, 0)  # frees it
+                slots.lease(batch.slot, 0)  # frees the slot
                 run.release(batch.batch_number)
     finally:
         reader.close()

@@ -1,4 +1,4 @@
-"""A real HTTP server on the loopback that serves a folder and, when it is told to, misbehaves like real ones."""
+"""A real local HTTP server of a folder, with faults on request."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ Fault = Callable[["Handler", Path, int, int], bool]
 
 @dataclass
 class Served:
-    """A running server. faults are asked before each answer, in turn; one that returns True has answered.
+    """A running server. Before each response the next fault is called; if it returns True, it has
+    responded.
 
-    says: the header that names the version of a file: "strong" or "weak" ETag, "modified" (Last-Modified), or "nothing".
+    says: header that identifies the version of a file: "strong" or "weak" ETag, "modified"
+    (Last-Modified), or "nothing".
     """
 
     root: Path
     url: str = ""
     ranges: bool = True
     says: str = "strong"
-    delay: float = 0.0  # seconds before each answer
-    pages: bool = False  # answer what is not there with a page and status 200
+    delay: float = 0.0  # seconds before each response
+    pages: bool = False  # respond to missing paths with a page and status 200
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -54,7 +56,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             served.headers.append(dict(self.headers.items()))
         if served.delay:
             time.sleep(served.delay)
-        # a proxy is asked for the whole address
+        # A proxy gets the complete address.
         path = served.root / re.sub(r"^http://[^/]*", "", self.path).split("?")[0].lstrip("/")
         if not path.is_file():
             body = b"<html>not found</html>"
@@ -73,22 +75,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("If-Match") not in (None, version.get("ETag")):
             self.answer(412, b"", version)
             return
-        found = (
+        ranged_ = (
             re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
             if served.ranges
             else None
         )
         start, stop = (
-            (int(found[1]), min(size, int(found[2] or size - 1) + 1)) if found else (0, size)
+            (int(ranged_[1]), min(size, int(ranged_[2] or size - 1) + 1)) if ranged_ else (0, size)
         )
         fault = served.next_fault() if path.suffix == ".tar" else None
         if fault is not None and fault(self, path, start, stop):
             return
         data = path.read_bytes()[start:stop]
         headers = {**version, "Content-Type": "application/octet-stream"}
-        if found:
+        if ranged_:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        self.answer(206 if found else 200, data, headers)
+        self.answer(206 if ranged_ else 200, data, headers)
 
     def answer(
         self, status: int, body: bytes, headers: dict[str, str], *, length: int | None = None
@@ -101,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def begin(self, path: Path, start: int, stop: int) -> bytes:
-        """The head of a range's answer; returns the bytes that should follow."""
+        """Send the header of a range response; return the bytes that should follow."""
         ranged = self.served.ranges and self.headers.get("Range") is not None
         self.send_response(206 if ranged else 200)
         if ranged:
@@ -111,7 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return path.read_bytes()[start:stop]
 
     def drop(self, *, reset: bool) -> None:
-        """End the connection now, cleanly or with a reset."""
+        """Close the connection, cleanly or with a reset."""
         self.wfile.flush()
         if reset:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -122,11 +124,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile = open("/dev/null", "wb")  # noqa: SIM115  nothing more is sent
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log no request."""
 
 
 def cut(after: int, *, reset: bool = False) -> Fault:
-    """The connection ends after so many bytes of the body."""
+    """Close the connection after this many bytes of the body."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.wfile.write(handler.begin(path, start, stop)[:after])
@@ -137,7 +139,7 @@ def cut(after: int, *, reset: bool = False) -> Fault:
 
 
 def cut_in_headers() -> Fault:
-    """The connection is reset in the middle of the answer's head."""
+    """Reset the connection in the middle of the response header."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Ra")
@@ -148,7 +150,7 @@ def cut_in_headers() -> Fault:
 
 
 def end_in_headers(after: int, *, tagged: bool = True) -> Fault:
-    """The connection ends cleanly after so many bytes of the answer's head."""
+    """Close the connection cleanly after this many bytes of the response header."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         lines = [
@@ -165,7 +167,7 @@ def end_in_headers(after: int, *, tagged: bool = True) -> Fault:
 
 
 def lead_to(address: str) -> Fault:
-    """The object is said to be elsewhere."""
+    """Redirect to another address."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.answer(302, b"there", {"Location": f"{address}/{path.name}?sig=hush-elsewhere"})
@@ -175,7 +177,7 @@ def lead_to(address: str) -> Fault:
 
 
 def status(code: int, **headers: str) -> Fault:
-    """An answer with this status."""
+    """Respond with this status."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.answer(
@@ -187,7 +189,7 @@ def status(code: int, **headers: str) -> Fault:
 
 
 def stall(after: int, released: threading.Event) -> Fault:
-    """No byte comes after so many, until the test is over."""
+    """Stop sending after this many bytes, until the test ends."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.wfile.write(handler.begin(path, start, stop)[:after])
@@ -200,7 +202,7 @@ def stall(after: int, released: threading.Event) -> Fault:
 
 
 def change(text: bytes) -> Fault:
-    """The object is replaced by another before this answer is made."""
+    """Replace the object before this response."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         other = path.with_suffix(".new")
@@ -213,7 +215,7 @@ def change(text: bytes) -> Fault:
 
 
 def in_chunks(size: int) -> Fault:
-    """The body comes in chunks, without a length."""
+    """Send the body in chunks, without a length."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         data = path.read_bytes()[start:stop]
@@ -233,7 +235,7 @@ def in_chunks(size: int) -> Fault:
 
 
 def fine() -> Fault:
-    """No fault: lets one answer pass."""
+    """No fault: a normal response."""
     return lambda handler, path, start, stop: False
 
 
@@ -245,7 +247,7 @@ def serving(
     handler = type("OneHandler", (Handler,), {"served": served})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # whoever reads us may leave
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may close
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
     )
@@ -262,7 +264,7 @@ def serving(
 
 
 def small_and_quick(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Set ranges and blocks that are smaller than the shards of tests, little reading ahead, and short pauses."""
+    """Make ranges and blocks smaller than test shards, readahead small, and pauses short."""
     monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", str(block))
     monkeypatch.setenv("WDSTRAIN_READ_AHEAD", "256KiB")
     monkeypatch.setenv("WDSTRAIN_RETRY_PAUSE", "0.001")

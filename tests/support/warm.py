@@ -1,8 +1,9 @@
-"""Commands and snippets of the guides, each in a process of its own that begins with torch imported.
+"""Commands and snippets of the guides in processes that begin with torch imported.
 
-A process that imports torch, torchvision and the metrics takes some five seconds before it does anything, and the guides have a hundred
-commands. So one process imports them once and forks for each: what runs is the program itself, with the folder, environment, input
-and output of whoever called it; only the imports are not done again. The shell finds it as `wdstrain`, and snippets as `snippet FILE`.
+An import of torch, torchvision and the metrics takes about five seconds, and the guides have a
+hundred commands. So one process imports them once and forks for each command. The child runs the
+program itself, with the folder, environment, input and output of its caller. The shell finds it as
+`wdstrain`, and snippets as `snippet FILE`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ sys.exit(int(status))
 
 @contextlib.contextmanager
 def warm(folder: Path) -> Iterator[Path]:
-    """A folder with `wdstrain` and `snippet`, for the front of the path, which work until the end."""
+    """Yield a folder for the front of PATH, with `wdstrain` and `snippet`."""
     address = f"\0wdstrain-guides-{os.getpid()}-{os.urandom(8).hex()}"
     for name in NAMES:
         (folder / name).write_text(
@@ -59,13 +60,13 @@ def warm(folder: Path) -> Iterator[Path]:
         assert server.stdout.readline() == "ready\n"
         yield folder
     finally:
-        os.killpg(server.pid, signal.SIGKILL)  # with whatever a snippet left behind
+        os.killpg(server.pid, signal.SIGKILL)  # with the processes that snippets left running
         server.wait()
         server.stdout.close()
 
 
 def serve(address: str) -> None:
-    """Fork for each call, and tell the caller the exit status of what it called."""
+    """Fork for each call, and send the exit status to the caller."""
     import torch.utils.tensorboard  # noqa: F401
     import torchmetrics  # noqa: F401
     import torchvision  # noqa: F401
@@ -73,7 +74,7 @@ def serve(address: str) -> None:
     import wdstrain.training.api  # noqa: F401
 
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the system
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{address}")
         listener.listen()
@@ -101,7 +102,7 @@ def serve(address: str) -> None:
 
 
 def run(name: str, words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
-    """Be the program that was called, to its end."""
+    """Run the called program to its end."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -118,8 +119,8 @@ def run(name: str, words: list[str], folder: str, environment: dict[str, str]) -
     except BaseException:
         traceback.print_exc()
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter ends, but for taking apart what was imported:
-    atexit._run_exitfuncs()  # that takes seconds where every page of it has to be copied first
+    threading._shutdown()  # type: ignore[attr-defined]  # exit without unloading modules:
+    atexit._run_exitfuncs()  # torch's own exit takes seconds, because it copies every page
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -50,7 +50,7 @@ class Blocks(nn.Module):
         return result
 
 
-# --- gradient checkpointing ---------------------------------------------------------------------------
+# --- gradient checkpointing ---
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_b_32", "densenet121", "mobilenet_v3_small"])
@@ -112,7 +112,7 @@ def test_a_model_without_blocks_cannot_be_checkpointed(vectors: Path, tmp_path: 
         )
 
 
-# --- 16 bits ------------------------------------------------------------------------------------------
+# --- 16 bits ---
 
 
 def test_a_step_whose_gradient_overflows_16_bits_is_skipped_and_counted(
@@ -123,7 +123,7 @@ def test_a_step_whose_gradient_overflows_16_bits_is_skipped_and_counted(
 
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
         calls.append(1)
-        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but not its gradient
+        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but with an infinite gradient
         return (
             nn.functional.binary_cross_entropy_with_logits(
                 outputs[:, 0], target.float(), reduction="none"

@@ -1,4 +1,4 @@
-"""What training does to images, and that validation sees them as they are."""
+"""Augmentation in training, and unaugmented images in validation."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def test_only_images_of_training_are_augmented(
     shards: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     plain, val, _ = images_of(shards, tmp_path / "plain")
-    changed, again, _ = images_of(shards, tmp_path / "changed", **options)
-    assert torch.equal(val, again)
+    changed, unchanged, _ = images_of(shards, tmp_path / "changed", **options)
+    assert torch.equal(val, unchanged)
     assert plain.shape == changed.shape
     assert not torch.allclose(plain, changed)
     assert not torch.allclose(*changed.chunk(2)) if "augment" not in options else True
     resumed = tmp_path / "resumed"
     images_of(shards, resumed, **{**options, "epochs": 1})
-    rest, _, _ = images_of(shards, resumed, **options, resume=True)
-    assert torch.equal(rest, changed.chunk(2)[1])
+    resumed_images, _, _ = images_of(shards, resumed, **options, resume=True)
+    assert torch.equal(resumed_images, changed.chunk(2)[1])
 
 
-def test_mixing_ends_at_an_epoch(shards: Path, tmp_path: Path) -> None:
+def test_mixing_ends_at_the_given_epoch(shards: Path, tmp_path: Path) -> None:
     plain, _, _ = images_of(shards, tmp_path / "plain")
     mixed, _, _ = images_of(shards, tmp_path / "mixed", mixup=1.0, mixup_off_epoch=1)
     assert not torch.allclose(plain.chunk(2)[0], mixed.chunk(2)[0], atol=1e-2)
@@ -114,7 +114,7 @@ def test_validation_crops_the_center_and_so_do_predictions(shards: Path, tmp_pat
 
 
 class Noisy:
-    """A field of the user's that adds noise."""
+    """A field of the user that adds noise."""
 
     names = ("png",)
     example = wt.Example((3, 8, 8), "float32")
@@ -179,7 +179,7 @@ def test_lists_of_numbers_are_flags_and_lines_of_a_file(shards: Path, tmp_path: 
     assert main(wrong) == 2
 
 
-# --- fields ---------------------------------------------------------------------------------------
+# --- fields ---
 
 
 class StopAfterEpoch(wt.Callback):
@@ -190,21 +190,23 @@ class StopAfterEpoch(wt.Callback):
 def test_fields_of_a_loader_train_as_options_do(shards: Path, tmp_path: Path) -> None:
     fields = {"pixels": wt.image(size=8, augment="rrc+flip"), "label": wt.label()}
     train, val, done = images_of(shards, tmp_path / "fields", fields=fields)
-    same, same_val, other = images_of(shards, tmp_path / "options", augment="rrc+flip")
-    assert torch.equal(train, same)
-    assert torch.equal(val, same_val)
-    assert done.val == pytest.approx({**other.val})
+    by_options, by_options_val, rest_ = images_of(shards, tmp_path / "options", augment="rrc+flip")
+    assert torch.equal(train, by_options)
+    assert torch.equal(val, by_options_val)
+    assert done.val == pytest.approx({**rest_.val})
     images_of(shards, tmp_path / "resumed", fields=fields, callbacks=[StopAfterEpoch()])
-    rest, _, again = images_of(shards, tmp_path / "resumed", fields=fields, resume=True)
-    assert torch.equal(rest, train.chunk(2)[1])
+    resumed_images, _, resumed_run = images_of(
+        shards, tmp_path / "resumed", fields=fields, resume=True
+    )
+    assert torch.equal(resumed_images, train.chunk(2)[1])
     assert all(
-        torch.equal(value, again.model.state_dict()[name])
+        torch.equal(value, resumed_run.model.state_dict()[name])
         for name, value in done.model.state_dict().items()
     )
     checkpoint, data = tmp_path / "fields" / "checkpoints" / "last.pt", f"{shards}/val-*.tar"
     plain = {"pixels": wt.image(size=8), "label": wt.label()}
-    for given in (None, plain):
-        _, metrics = wt.evaluate(checkpoint, data, model=Recorder, fields=given)
+    for val_fields in (None, plain):
+        _, metrics = wt.evaluate(checkpoint, data, model=Recorder, fields=val_fields)
         assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
 
 
@@ -222,7 +224,7 @@ def test_fields_of_a_loader_train_as_options_do(shards: Path, tmp_path: Path) ->
         ({"image": wt.image()}, "without a fixed size"),
     ],
 )
-def test_fields_that_are_no_inputs_are_refused(
+def test_fields_that_are_not_inputs_are_refused(
     shards: Path, tmp_path: Path, fields: Any, words: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=words):

@@ -1,4 +1,4 @@
-"""On a CUDA device a step of training does not make the host wait; only a look at the sums does, now and then."""
+"""On a CUDA device, training steps do not synchronize; only the occasional read of sums does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOKS = "epoch_sums.py"  # reads the sums for the progress about twice per seco
 
 
 class ReportWaits(wt.Callback):
-    """Lets torch warn of operations that wait for the device, between the first and last steps."""
+    """Enable torch's warnings of synchronizing operations between the first and last steps."""
 
     def on_step_end(self, trainer: RunningTrainer) -> None:
         if trainer.state.step == 4:

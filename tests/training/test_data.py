@@ -1,4 +1,4 @@
-"""Which samples a run trains on and validates on, and where their labels come from."""
+"""Training and validation samples of a run, and the source of their labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def linear(outputs: int) -> nn.Module:
 
 
 class Seen(wt.Callback):
-    """Number of samples of each epoch, and of its validation."""
+    """Records the number of samples of each epoch, and of its validation."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
@@ -69,10 +69,10 @@ class Seen(wt.Callback):
         self.validated.append(metrics.get("val", {}).get("samples", 0))
 
 
-# --- folds ------------------------------------------------------------------------------------------
+# --- folds ---
 
 
-def test_each_fold_validates_on_its_part_and_trains_on_the_rest(
+def test_each_fold_validates_on_its_part_and_trains_on_the_others(
     shards: Path, tmp_path: Path
 ) -> None:
     index = wt.open(f"{shards}/train-*.tar")
@@ -114,10 +114,10 @@ def test_a_fold_excludes_other_validation_data_and_other_splits(
     assert not (tmp_path / "run").exists()
 
 
-# --- splits -----------------------------------------------------------------------------------------
+# --- splits ---
 
 
-def test_splits_that_are_named_are_taken_as_named(shards: Path, tmp_path: Path) -> None:
+def test_train_and_val_may_be_named_splits(shards: Path, tmp_path: Path) -> None:
     sizes = {split: len(wt.open(f"{shards}/{split}-*.tar")) for split in ("train", "extra", "val")}
     both = sizes["train"] + sizes["extra"]
     named: list[Any] = [
@@ -140,7 +140,7 @@ def test_splits_that_are_named_are_taken_as_named(shards: Path, tmp_path: Path) 
         wt.train(f"{shards}/*.tar", tmp_path / "run", val=f"{shards}/val-*.tar", **QUICK)
 
 
-# --- labels of shards that declare none --------------------------------------------------------------
+# --- labels of shards that declare none ---
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
     assert done.val["accuracy"] == 1.0
 
 
-def test_classes_are_learned_as_numbers_if_they_are_numbers(tmp_path: Path) -> None:
+def test_numeric_classes_are_learned_as_class_numbers(tmp_path: Path) -> None:
     labels = [
         wt.Label("age", "class", "json", "age", ("20", "30")),
         wt.Label("kind", "class", "json", "kind", ("cat", "dog")),
@@ -207,7 +207,7 @@ def test_classes_are_learned_as_numbers_if_they_are_numbers(tmp_path: Path) -> N
         wt.train(tmp_path / "shards", tmp_path / "other", label="kind:number", **QUICK)
 
 
-# --- what the terminal says --------------------------------------------------------------------------
+# --- terminal output ---
 
 
 class Lines:
@@ -222,25 +222,23 @@ class Lines:
         self.lines.append(" ".join(text.split()))
 
 
-def test_a_run_says_what_it_trains_on_and_which_checkpoint_is_the_best(
-    shards: Path, tmp_path: Path
-) -> None:
-    told = Lines()
-    done = wt.train(shards, tmp_path / "run", model=linear, device="cpu", progress=told, **QUICK)
-    assert told.lines[:4] == [
+def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
+    lines_ = Lines()
+    done = wt.train(shards, tmp_path / "run", model=linear, device="cpu", progress=lines_, **QUICK)
+    assert lines_.lines[:4] == [
         "model tests.training.test_data:linear: 579 parameters, on cpu",
         "task: label (one of 3 classes)",
         "training: 54 samples; label: cat 27, dog 16, elk 11",
         "validation: 18 samples; label: cat 9, dog 6, elk 3",
     ]
     accuracy = f"{done.val['accuracy']:.2%}"
-    assert told.lines[-2:] == [
+    assert lines_.lines[-2:] == [
         "training ended: the 1 epoch is done",
         f"best.pt is of epoch 1, the only epoch: accuracy {accuracy}",
     ]
 
 
-# --- usage -------------------------------------------------------------------------------------------
+# --- usage ---
 
 
 @pytest.mark.parametrize(

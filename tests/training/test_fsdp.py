@@ -1,4 +1,4 @@
-"""With FSDP each process keeps a part of the model, and the run is that of one process."""
+"""With FSDP each process holds a part of the model, and the run equals that of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESUME = {"resume": True}
 
 
 def blocks(outputs: int) -> torch.nn.Module:
-    """A model of which one element of a sequence is large enough to be split by itself."""
+    """A model with one layer that is large enough to be split by itself."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(3, 7, 3, 2),
         torch.nn.ReLU(),
@@ -47,7 +47,7 @@ def blocks(outputs: int) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Shards of 100 images for training and 13 for validation: the last rank of four gets none in the last batch."""
+    """100 training images and 13 validation images: the last of four ranks lacks a batch."""
     folder = tmp_path_factory.mktemp("pets")
     write_class_folder(folder / "png" / "train", {"cat": 50, "dog": 50})
     write_class_folder(folder / "png" / "val", {"cat": 6, "dog": 7})
@@ -68,11 +68,11 @@ def state_of(out: Path) -> dict[str, Any]:
 
 
 def check_close(out: Path, alone: Path) -> None:
-    """Weights, averages and optimizer differ by rounding only, and so do the metrics."""
-    here, there = state_of(out), state_of(alone)
+    """Check that weights, averages, optimizer and metrics differ only by rounding."""
+    actual, single_process = state_of(out), state_of(alone)
     for name in ("model", "raw", "optimizer"):
-        torch.testing.assert_close(here[name], there[name], rtol=1e-3, atol=1e-5)
-    lines = zip(here["state"]["history"], there["state"]["history"], strict=True)
+        torch.testing.assert_close(actual[name], single_process[name], rtol=1e-3, atol=1e-5)
+    lines = zip(actual["state"]["history"], single_process["state"]["history"], strict=True)
     for line, expected in lines:
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert line["val"] == pytest.approx(expected["val"], rel=1e-3)
@@ -106,7 +106,7 @@ def test_two_processes_with_fsdp_resume_to_the_same_bits_and_one_process_resumes
 
 
 @pytest.mark.slow
-def test_four_processes_with_fsdp_resume_what_one_began(
+def test_four_processes_with_fsdp_resume_a_run_of_one_process(
     pets: str, alone: Path, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "run")
@@ -117,13 +117,15 @@ def test_four_processes_with_fsdp_resume_what_one_began(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_compiled_model_is_split_and_learns_what_it_learns_without(
+def test_a_compiled_model_is_split_and_learns_as_without_compiling(
     pets: str, tmp_path: Path
 ) -> None:
-    """Parts of the model run the same code with other shapes, and the compiler fails with dynamic shapes."""
+    """Blocks run the same code with other shapes, and dynamic shapes make the compiler fail."""
     options = {**FSDP, "model": "small", "epochs": 1, "freeze": None, "unfreeze_epoch": None}
     compiled, plain = tmp_path / "compiled", tmp_path / "plain"
     job = [(str(compiled), {**options, "compile": True}), (str(plain), options)]
     run_job(2, pets, job, timeout=280)
-    here, there = (state_of(out)["state"]["history"] for out in (compiled, plain))
-    assert here[0]["loss"] == pytest.approx(there[0]["loss"], rel=1e-3)
+    compiled_history, plain_history = (
+        state_of(out)["state"]["history"] for out in (compiled, plain)
+    )
+    assert compiled_history[0]["loss"] == pytest.approx(plain_history[0]["loss"], rel=1e-3)

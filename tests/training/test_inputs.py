@@ -1,4 +1,4 @@
-"""Inputs that the user gives: several of them, labels among the fields, and whole transforms."""
+"""Inputs given by the user: several inputs, labels among the fields, and complete transforms."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(shards: Sets, out: Path, **options: Any) -> Any:
 
 
 class Both(nn.Module):
-    """A model of an image and numbers, which keeps what it gets."""
+    """A model of an image and numbers, which keeps its inputs."""
 
     seen: list[dict[str, Tensor]]
 
@@ -79,7 +79,7 @@ class Both(nn.Module):
 
 
 class One(nn.Module):
-    """A linear model of images, which keeps what it gets."""
+    """A linear model of images, which keeps its inputs."""
 
     seen: list[Tensor]
 
@@ -107,7 +107,7 @@ def decoded(data: bytes) -> np.ndarray[Any, Any]:
 
 
 def scaled(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A transform that normalizes images itself, and leaves the label to the shards."""
+    """A transform that normalizes images itself, and takes the label from the shards."""
     pixels = torch.from_numpy(decoded(sample["png"]).copy())
     return {"image": (pixels.float() - MEAN * 255) / (STD * 255)}
 
@@ -151,12 +151,12 @@ def weights(run: Any) -> list[Tensor]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two runs ended with the same weights and metrics."""
+    """Return whether two runs ended with the same weights and metrics."""
     equal = all(map(torch.equal, weights(first), weights(second)))
     return equal and first.val == pytest.approx(second.val)
 
 
-# --- several inputs -------------------------------------------------------------------------------
+# --- several inputs ---
 
 
 @pytest.mark.parametrize("given", [{"fields": SEVERAL}, {"transform": several}])
@@ -181,11 +181,11 @@ def test_a_model_of_several_inputs_is_resumed_scored_predicted_and_exported(
     done = train(shards, tmp_path / "run", model=Both, fields=SEVERAL)
     train(shards, tmp_path / "two", model=Both, fields=SEVERAL, epochs=1)
     two = train(shards, tmp_path / "two", model=Both, fields=SEVERAL, resume=True)
-    assert not same(done, two)  # one epoch more of a schedule of one epoch
+    assert not same(done, two)  # one more epoch in a schedule of one epoch
     val, last = shards.val, checkpoint(tmp_path / "run")
-    given: dict[str, Any] = {"model": Both, "fields": SEVERAL}
-    assert wt.evaluate(last, val, **given)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
-    wt.predict(last, val, tmp_path / "p.csv", probabilities=True, **given)
+    inputs: dict[str, Any] = {"model": Both, "fields": SEVERAL}
+    assert wt.evaluate(last, val, **inputs)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    wt.predict(last, val, tmp_path / "p.csv", probabilities=True, **inputs)
     wt.export(last, tmp_path / "m.pt2", model=Both)
     program: Any = torch.export.load(tmp_path / "m.pt2").module()
     rows = rows_of(tmp_path / "p.csv")
@@ -206,7 +206,7 @@ def test_a_model_of_several_inputs_is_resumed_scored_predicted_and_exported(
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(1))
     with pytest.raises(wt.UsageError, match="image files give one input, and the model has 3"):
-        wt.predict(last, tmp_path / "images", tmp_path / "q.csv", **given)
+        wt.predict(last, tmp_path / "images", tmp_path / "q.csv", **inputs)
 
 
 def test_class_numbers_and_tokens_reach_the_model_as_int64(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path, fi
         ({"transform": several}, "fields= and transform= were both given"),
     ],
 )
-def test_what_does_not_go_with_several_inputs_is_refused(
+def test_options_that_need_one_input_are_refused_with_several_inputs(
     shards: Sets, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=words):
@@ -323,10 +323,8 @@ def test_what_does_not_go_with_several_inputs_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_size_of_a_model_is_that_of_the_images_of_its_field(
-    shards: Sets, tmp_path: Path
-) -> None:
-    """The model "small" halves images of 48 pixels and more at once."""
+def test_the_image_size_of_a_model_comes_from_its_field(shards: Sets, tmp_path: Path) -> None:
+    """The model "small" immediately halves images of 48 pixels and more."""
     large = {"image": wt.image(size=48)}
     done = train(shards, tmp_path / "fields", fields=large)
     assert same(done, train(shards, tmp_path / "options", image_size=48))
@@ -335,7 +333,7 @@ def test_the_size_of_a_model_is_that_of_the_images_of_its_field(
     assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
 
 
-# --- labels among the fields ----------------------------------------------------------------------
+# --- labels among the fields ---
 
 
 @pytest.mark.parametrize(
@@ -346,10 +344,10 @@ def test_the_size_of_a_model_is_that_of_the_images_of_its_field(
         (wt.label("json", column="tags", multi=True, classes=CLASSES), "json.tags:multi"),
     ],
 )
-def test_the_field_of_the_label_says_what_is_learned(
+def test_the_field_of_the_label_decides_the_task(
     shards: Sets, tmp_path: Path, label: Any, option: str
 ) -> None:
-    """In shards that declare no label."""
+    """The shards declare no label."""
     bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
     for path, packed in zip(bare, shards, strict=True):
         path.write_bytes((packed / "train-000000.tar").read_bytes())
@@ -358,13 +356,13 @@ def test_the_field_of_the_label_says_what_is_learned(
     classes = ",".join(getattr(label, "classes", ())) or None
     words = {"label": option, "classes": classes, "image_size": 8}
     assert same(done, train(bare, tmp_path / "options", model=One, **words))
-    again = train(bare, tmp_path / "fields", model=One, fields=fields, resume=True)
-    assert same(done, again)
+    resumed = train(bare, tmp_path / "fields", model=One, fields=fields, resume=True)
+    assert same(done, resumed)
     metrics = wt.evaluate(checkpoint(tmp_path / "fields"), bare.val, model=One)[1]
     assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
 
 
-def test_the_field_of_the_label_chooses_among_declared_labels(tmp_path: Path) -> None:
+def test_the_field_of_the_label_selects_a_declared_label(tmp_path: Path) -> None:
     labels = [
         wt.Label("kind", "class", "json", "kind", ("0", "1", "2")),
         wt.Label("age", "number", "json", "age"),
@@ -387,12 +385,12 @@ def test_the_field_of_the_label_chooses_among_declared_labels(tmp_path: Path) ->
     assert not (tmp_path / "bad").exists()
 
 
-# --- transforms -----------------------------------------------------------------------------------
+# --- transforms ---
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("transform", [scaled, labeled, named])
-def test_a_transform_trains_as_the_field_of_the_same_images(
+def test_a_transform_trains_like_a_field_of_the_same_images(
     shards: Sets, tmp_path: Path, transform: Any, workers: int
 ) -> None:
     fields = {"image": wt.image(size=8)}
@@ -400,8 +398,8 @@ def test_a_transform_trains_as_the_field_of_the_same_images(
     options = {"model": One, "transform": transform, "num_workers": workers}
     done = train(shards, tmp_path / "run", **options)
     assert done.val == pytest.approx(expected.val, rel=1e-4)
-    for one, other in zip(weights(done), weights(expected), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    for weight, reference in zip(weights(done), weights(expected), strict=True):
+        assert torch.allclose(weight, reference, atol=1e-5)
 
 
 def test_a_random_transform_is_for_training_only_and_resumes(shards: Sets, tmp_path: Path) -> None:
@@ -418,25 +416,25 @@ def test_a_random_transform_is_for_training_only_and_resumes(shards: Sets, tmp_p
                 trainer.stop("half way")
 
     train(shards, tmp_path / "resumed", callbacks=[Stop()], **options)
-    again = train(shards, tmp_path / "resumed", resume=True, **options)
-    assert same(done, again)
+    resumed_run = train(shards, tmp_path / "resumed", resume=True, **options)
+    assert same(done, resumed_run)
     first = torch.cat(done.model.seen[1:4])  # type: ignore[union-attr, index]
-    resumed = torch.cat(again.model.seen[1:])  # type: ignore[union-attr, index]
+    resumed = torch.cat(resumed_run.model.seen[1:])  # type: ignore[union-attr, index]
     seen = torch.cat(done.model.seen[1:])  # type: ignore[union-attr, index]
     assert torch.equal(resumed, seen[-len(resumed) :])
     assert len(first) == 24
 
 
-def test_a_transform_is_given_again_to_score_and_to_predict(shards: Sets, tmp_path: Path) -> None:
+def test_evaluate_and_predict_take_the_transform_again(shards: Sets, tmp_path: Path) -> None:
     done = train(shards, tmp_path / "run", model=One, transform=labeled)
     val, last = shards.val, checkpoint(tmp_path / "run")
     with pytest.raises(wt.UsageError, match="a transform of your own. Give it again: transform="):
         wt.evaluate(last, val, model=One)
     with pytest.raises(wt.UsageError, match=r"float32\[3, 8, 8\], .* was trained on image: uint8"):
         wt.evaluate(last, val, model=One, transform=scaled)
-    given: dict[str, Any] = {"model": One, "transform": labeled}
-    assert wt.evaluate(last, val, **given)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
-    wt.predict(last, val, tmp_path / "p.csv", **given)
+    inputs: dict[str, Any] = {"model": One, "transform": labeled}
+    assert wt.evaluate(last, val, **inputs)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    wt.predict(last, val, tmp_path / "p.csv", **inputs)
     rows = rows_of(tmp_path / "p.csv")
     assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
     images = tmp_path / "images"
@@ -461,16 +459,16 @@ def test_a_transform_predicts_shards_without_labels(shards: Sets, tmp_path: Path
     train(shards, tmp_path / "run", model=One, fields={"image": wt.image(size=8)})
     wt.pack(({"__key__": f"{n:03d}", "png": png(n)} for n in range(24, 40)), tmp_path / "new")
     last = checkpoint(tmp_path / "run")
-    found = []
-    for urls, given in ((tmp_path / "new", {"transform": without_label}), (shards.val, {})):
-        wt.predict(last, urls, tmp_path / "p.csv", model=One, **given)
-        found.append({row["key"]: row["label probability"] for row in rows_of(tmp_path / "p.csv")})
-    assert found[0] == found[1]
+    probabilities = []
+    for urls, options in ((tmp_path / "new", {"transform": without_label}), (shards.val, {})):
+        wt.predict(last, urls, tmp_path / "p.csv", model=One, **options)
+        probabilities.append(
+            {row["key"]: row["label probability"] for row in rows_of(tmp_path / "p.csv")}
+        )
+    assert probabilities[0] == probabilities[1]
 
 
-def test_samples_that_a_transform_cannot_take_have_rows_of_their_own(
-    shards: Sets, tmp_path: Path
-) -> None:
+def test_samples_that_fail_in_a_transform_have_their_own_rows(shards: Sets, tmp_path: Path) -> None:
     def fails_at_30(sample: Mapping[str, Any]) -> dict[str, Any]:
         if sample["__key__"] == "030":
             raise ValueError("thirty")
@@ -486,7 +484,7 @@ def test_samples_that_a_transform_cannot_take_have_rows_of_their_own(
 
 
 def wrong(**entries: Any) -> Any:
-    """A transform that returns these entries beside an image."""
+    """Return a transform that returns these entries beside an image."""
     return lambda sample: {"image": decoded(sample["png"]), **entries}
 
 
@@ -506,7 +504,7 @@ def wrong(**entries: Any) -> Any:
         ("scaled", "must be a function of a sample"),
     ],
 )
-def test_transforms_that_give_no_examples_are_refused(
+def test_transforms_without_usable_examples_are_refused(
     shards: Sets, tmp_path: Path, transform: Any, words: str
 ) -> None:
     with pytest.raises(wt.WdstrainError, match=words):

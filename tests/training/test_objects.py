@@ -1,4 +1,4 @@
-"""Objects of the user's in a training run: losses, optimizers, metrics, callbacks, and limits."""
+"""User-defined objects in a run: losses, optimizers, metrics, callbacks, and limits."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tags(n: int) -> list[str]:
-    """Tags of a sample; nothing has "z"."""
+    """Tags of a sample; no sample has "z"."""
     return [name for name, has in (("x", n % 2), ("y", n % 5 == 0)) if has]
 
 
 class Recorder(wt.Callback):
-    """Keeps the names of the hooks that were called."""
+    """Records the names of the called hooks."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -80,12 +80,12 @@ def test_a_callback_stops_a_run_which_resumes_where_it_ended(shards: Path, tmp_p
                 trainer.stop("enough")
 
     options = {**QUICK, "label": "cls", "deterministic": True}
-    whole = wt.train(shards, tmp_path / "whole", **options)
+    uninterrupted = wt.train(shards, tmp_path / "whole", **options)
     stopped = wt.train(shards, tmp_path / "run", callbacks=[Stop()], **options)
     assert (stopped.stop_reason, len(stopped.epochs)) == ("enough", 1)
     resumed = wt.train(shards, tmp_path / "run", resume=True, **options)
     assert resumed.stop_reason == "all 2 epochs are done"
-    for name, value in whole.model.state_dict().items():
+    for name, value in uninterrupted.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
@@ -99,9 +99,7 @@ def test_a_callback_changes_the_learning_rate(shards: Path, tmp_path: Path) -> N
     assert [line["lr"] for line in run.epochs] == [0.01, 0.005]
 
 
-def test_a_loss_an_optimizer_and_a_metric_of_the_users_are_used(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_user_defined_loss_optimizer_and_metric_are_used(shards: Path, tmp_path: Path) -> None:
     calls = {"loss": 0, "optimizer": 0}
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -127,7 +125,7 @@ def test_a_loss_an_optimizer_and_a_metric_of_the_users_are_used(
     assert -1 <= run.val["kappa"] <= 1
 
 
-def test_metrics_that_choose_the_best_can_be_named(shards: Path, tmp_path: Path) -> None:
+def test_the_metric_of_the_best_checkpoint_can_be_named(shards: Path, tmp_path: Path) -> None:
     options = {**QUICK, "label": "cls"}
     run = wt.train(shards, tmp_path / "run", monitor="f1", **options)
     assert run.monitor == "f1"
@@ -146,7 +144,7 @@ def test_limits_of_batches_hold_for_each_epoch(shards: Path, tmp_path: Path) -> 
     assert [line["val"]["samples"] for line in run.epochs] == [8, 8]
 
 
-def test_both_weights_are_validated_with_an_average(shards: Path, tmp_path: Path) -> None:
+def test_weights_and_their_average_are_both_validated(shards: Path, tmp_path: Path) -> None:
     run = wt.train(shards, tmp_path / "run", label="cls", ema=0.9, **QUICK)
     last = run.epochs[-1]
     assert last["val"]["loss"] != last["val_raw"]["loss"]
@@ -171,7 +169,7 @@ def test_frozen_parameters_are_trained_from_the_epoch_that_unfreezes_them(
 
 
 class Fixed(torch.nn.Module):
-    """Returns outputs that depend on the mean of the image only."""
+    """Returns outputs that depend only on the mean of the image."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -182,9 +180,7 @@ class Fixed(torch.nn.Module):
         return self.last(torch.sin(9 * pixels.mean((1, 2, 3))[:, None] + self.weight))
 
 
-def test_metrics_are_those_of_scikit_learn_and_empty_classes_are_left_out(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_metrics_equal_scikit_learn_without_empty_classes(shards: Path, tmp_path: Path) -> None:
     options = {**QUICK, "epochs": 1, "label": "cls,tags", "model": Fixed}
     run = wt.train(shards, tmp_path / "run", **options)
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
@@ -219,7 +215,7 @@ def test_metrics_are_those_of_scikit_learn_and_empty_classes_are_left_out(
         wt.predict(checkpoint, f"{shards}/val-*.tar", tmp_path / "p.txt", model=Fixed)
 
 
-def test_validation_sees_no_augmentation_of_a_given_field(shards: Path, tmp_path: Path) -> None:
+def test_validation_does_not_augment_a_given_field(shards: Path, tmp_path: Path) -> None:
     image = wt.image(size=16, augment="rrc+flip")
     options = {**QUICK, "label": "cls", "lr": 1e-30, "weight_decay": 0.0, "model": Fixed}
     run = wt.train(shards, tmp_path / "run", fields={"image": image}, **options)

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics of every kind of label, predictions, exports, events, a page, and the sentence on what held it back."""
+"""Results of a run: metrics, predictions, exports, events, report, bottleneck."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of pictures with four labels: one of two classes, one of three, several of three, and a number."""
+    """Shards of images with four labels: 2 classes, 3 classes, several of 3 tags, a number."""
     folder = tmp_path_factory.mktemp("bright")
     rng = np.random.default_rng(0)
     (folder / "img").mkdir()
@@ -80,7 +80,7 @@ def run(bright: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_several_labels_are_learnt_at_once_each_by_a_head_of_its_kind(run: Path) -> None:
+def test_several_labels_are_learned_together_with_a_head_each(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = lines[-1]["val"]
     assert last["kind/accuracy"] > 0.8
@@ -107,7 +107,7 @@ def test_several_labels_are_learnt_at_once_each_by_a_head_of_its_kind(run: Path)
     assert state["task"][3]["mean"] == pytest.approx(lines[0]["light/target_mean"], abs=0.02)
 
 
-def test_predictions_of_shards_hold_prediction_and_true_label(
+def test_predictions_of_shards_contain_prediction_and_true_label(
     bright: Path, run: Path, tmp_path: Path
 ) -> None:
     table = tmp_path / "predictions.csv"
@@ -130,14 +130,14 @@ def test_predictions_of_shards_hold_prediction_and_true_label(
         == pytest.approx(1, abs=1e-4)
         for row in rows
     )
-    said = [
+    predicted = [
         {name for name in ("dim", "lit", "white") if float(row[f"tags={name}"]) > 0.5}
         for row in rows
     ]
-    assert said == [set(filter(None, row["tags"].split("|"))) for row in rows]
+    assert predicted == [set(filter(None, row["tags"].split("|"))) for row in rows]
 
 
-def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
+def test_predictions_of_a_folder_have_a_row_for_every_image(
     bright: Path, run: Path, tmp_path: Path, capsys: Any
 ) -> None:
     new = tmp_path / "new"
@@ -176,7 +176,7 @@ def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
     assert (row["key"], row["kind"]) == ("black.jpg", "no")
 
 
-def test_files_that_are_no_images_are_passed_over_and_counted(
+def test_files_that_are_not_images_are_skipped_and_counted(
     run: Path, tmp_path: Path, capsys: Any
 ) -> None:
     folder, table = tmp_path / "new", tmp_path / "p.csv"
@@ -245,7 +245,9 @@ def test_an_exported_model_predicts_as_the_checkpoint(
     path = tmp_path / f"model.{ending}"
     assert main(["export", str(run / "checkpoints" / "best.pt"), str(path)]) == 0
     about = json.loads((tmp_path / f"model.{ending}.json").read_text())
-    assert [(one["label"], one["columns"]) for one in about["outputs"]] == [
+    assert [
+        (normalization["label"], normalization["columns"]) for normalization in about["outputs"]
+    ] == [
         ("kind", 1),
         ("shade", 3),
         ("tags", 3),
@@ -258,8 +260,8 @@ def test_an_exported_model_predicts_as_the_checkpoint(
         .repeat(3, 1, 1, 1)
     )
     mean, std = (
-        torch.tensor(one).view(3, 1, 1) * 255
-        for one in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        torch.tensor(normalization).view(3, 1, 1) * 255
+        for normalization in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     )
     with torch.no_grad():
         expected = opened.model((pixels.float() - mean) / std)
@@ -268,10 +270,10 @@ def test_an_exported_model_predicts_as_the_checkpoint(
             return
         expected[:, 7] = opened.task.heads[3].values(
             expected[:, 7:]
-        )  # a number is as the labels have it
+        )  # a number has the unit of the labels
         if ending == "onnx":
-            found = ReferenceEvaluator(str(path)).run(None, {"image": pixels.float().numpy()})[0]
-            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
+            outputs = ReferenceEvaluator(str(path)).run(None, {"image": pixels.float().numpy()})[0]
+            np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-3, atol=1e-3)
             return
         loaded: Any = torch.export.load(path).module()
         torch.testing.assert_close(loaded(pixels.float()), expected, rtol=1e-4, atol=1e-4)
@@ -290,7 +292,7 @@ def test_unknown_export_formats_and_a_missing_exporter_are_errors(
 
 
 class _Page(HTMLParser):
-    """What a page is made of: tags that are open, what it fetches, its headings."""
+    """Parsed HTML page: open tags, fetched addresses, headings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +320,7 @@ class _Page(HTMLParser):
             self.titles.append(data)
 
 
-def test_the_page_shows_all_of_it_and_fetches_nothing(run: Path) -> None:
+def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
     text = (run / "report.html").read_text()
     page = _Page()
     page.feed(text)
@@ -350,7 +352,7 @@ def test_the_page_shows_all_of_it_and_fetches_nothing(run: Path) -> None:
     assert "nan" not in re.sub(r"[\w/+]{60,}", "", text)
 
 
-def test_events_are_those_of_metrics(run: Path) -> None:
+def test_tensorboard_events_equal_the_metrics(run: Path) -> None:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert {
@@ -369,7 +371,7 @@ def test_events_are_those_of_metrics(run: Path) -> None:
     assert [event.step for event in events.Scalars("val/loss")] == [9 * (i + 1) for i in range(8)]
 
 
-def test_seconds_of_stages_add_up_to_those_of_the_epoch(run: Path) -> None:
+def test_seconds_of_stages_add_up_to_the_epoch(run: Path) -> None:
     for line in (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()):
         parts = [
             line[f"{stage}_seconds"] for stage in ("data", "copy", "compute", "optimizer", "other")
@@ -378,7 +380,7 @@ def test_seconds_of_stages_add_up_to_those_of_the_epoch(run: Path) -> None:
         assert line["stall"] == pytest.approx(parts[0] / line["seconds"])
 
 
-# --- what held it back -----------------------------------------------------------------------------------------------
+# --- bottleneck ---
 
 
 def linear(outputs: int) -> torch.nn.Module:
@@ -387,7 +389,7 @@ def linear(outputs: int) -> torch.nn.Module:
 
 
 class Slow:
-    """Pictures that take long to decode."""
+    """An image field that takes long to decode."""
 
     def __init__(self) -> None:
         self._image = wt.image(size=16)
@@ -433,7 +435,7 @@ def test_a_slow_disk_is_named(
     )
 
 
-def test_a_short_epoch_has_no_bottleneck_unless_it_mostly_waited() -> None:
+def test_a_short_epoch_has_a_bottleneck_only_if_it_mostly_waited() -> None:
     spent = {"data": 0.4, "copy": 0.0, "compute": 2.0, "optimizer": 0.6}
     stats = EpochStats(batches=44, samples=1400, decode_seconds=2.0)
     assert verdict(stats.report(), spent, "model").startswith("no bottleneck is named")
@@ -444,9 +446,10 @@ def test_a_short_epoch_has_no_bottleneck_unless_it_mostly_waited() -> None:
     assert verdict(stats.report(), {**spent, "data": 0.1}, "model").startswith("model bound")
 
 
-def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_estimates_the_gain_of_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second
+    # 1000 samples in 10 s: a decoder takes 10 ms per sample, and the model alone could do 500 per
+    # second.
     meter = EpochStats(
         batches=10,
         samples=1000,
@@ -470,7 +473,7 @@ def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.Monke
     )
 
 
-# --- from Python -----------------------------------------------------------------------------------------------------
+# --- from Python ---
 
 
 def test_a_user_defined_model_is_trained_and_scored_from_python(
@@ -514,7 +517,7 @@ def test_a_user_defined_model_is_trained_and_scored_from_python(
         ),
     ],
 )
-def test_a_model_that_is_none_is_refused_before_anything_is_written(
+def test_an_invalid_model_is_refused_before_any_write(
     bright: Path, tmp_path: Path, model: Any, words: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=words):
@@ -557,10 +560,10 @@ def test_a_model_that_is_none_is_refused_before_anything_is_written(
         {"label": "kind,tags", "deterministic": True, "clip_norm": 1.0},
         pytest.param(
             {"label": "kind", "amp": "fp16", "clip_norm": 1.0}, marks=pytest.mark.slow
-        ),  # which a processor emulates
+        ),  # emulated on a CPU
     ],
 )
-def test_recipes_of_the_field_run_and_are_kept_with_the_run(
+def test_common_recipes_run_and_are_saved_with_the_run(
     bright: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     done = train(bright / "out", tmp_path / "run", **{**OPTIONS, "epochs": 1, **options})
@@ -577,7 +580,9 @@ def test_mixup_needs_one_class_per_sample(bright: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_training_ends_when_validation_gets_no_better(bright: Path, tmp_path: Path) -> None:
+def test_training_stops_early_without_improvement_in_validation(
+    bright: Path, tmp_path: Path
+) -> None:
     done = train(
         bright / "out",
         tmp_path / "run",
@@ -588,9 +593,7 @@ def test_training_ends_when_validation_gets_no_better(bright: Path, tmp_path: Pa
     assert max(values[-2:]) <= max(values[:-2])
 
 
-def test_options_come_from_a_file_and_flags_win_over_it(
-    bright: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_flags_override_options_of_a_file(bright: Path, tmp_path: Path, capsys: Any) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         f'label = "kind"\nepochs = 7\nbatch_size = 16\nimage_size = 8\n[data]\ntrain = "{bright}/out"\n'
@@ -617,7 +620,7 @@ def test_options_come_from_a_file_and_flags_win_over_it(
     assert "other holds no run to continue" in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(
+def test_a_report_that_cannot_be_written_is_a_warning(
     bright: Path, tmp_path: Path, capsys: Any
 ) -> None:
     train(bright / "out", tmp_path / "run", **{**OPTIONS, "label": "kind", "epochs": 1})
@@ -652,7 +655,7 @@ def test_axis_ticks_are_round_numbers_that_span_the_data() -> None:
     ],
 )
 @pytest.mark.parametrize("share", [False, True])
-def test_no_two_marks_of_an_axis_read_the_same(low: float, high: float, share: bool) -> None:
+def test_axis_tick_labels_are_distinct(low: float, high: float, share: bool) -> None:
     drawn = charts.lines(
         [charts.Line("loss", [low, high], [low, high])], across="step", share=share
     )

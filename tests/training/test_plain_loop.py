@@ -1,4 +1,4 @@
-"""A run ends in the weights that a plain PyTorch loop over the same batches ends in."""
+"""A run ends in the weights of a plain PyTorch loop over the same batches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scheduler(name: str, optimizer: Any, updates: int, epochs: int) -> Any:
 
 
 def plain_weights(shards: Path, options: dict[str, Any], classes: int = 3) -> nn.Module:
-    """Return the model after a loop as every script has it; with ema its average."""
+    """Return the model after a plain training loop; with ema its average."""
     model = net(classes)
     average, step = copy.deepcopy(model), 0
     groups = [
@@ -145,10 +145,10 @@ def test_rate_and_patience_may_change_when_a_run_is_resumed(vectors: Path, tmp_p
     first = wt.train(vectors, tmp_path / "run", lr=1e-9, patience=1, epochs=9, **options)
     assert len(first.epochs) < 9
     assert "did not improve" in first.stop_reason
-    again = wt.train(
+    resumed = wt.train(
         vectors, tmp_path / "run", lr=0.01, patience=0, epochs=5, resume=True, **options
     )
-    assert len(again.epochs) == 5
-    assert again.stop_reason == "all 5 epochs are done"
-    assert {epoch["lr"] for epoch in again.epochs[: len(first.epochs)]} == {1e-9}
-    assert {epoch["lr"] for epoch in again.epochs[len(first.epochs) :]} == {0.01}
+    assert len(resumed.epochs) == 5
+    assert resumed.stop_reason == "all 5 epochs are done"
+    assert {epoch["lr"] for epoch in resumed.epochs[: len(first.epochs)]} == {1e-9}
+    assert {epoch["lr"] for epoch in resumed.epochs[len(first.epochs) :]} == {0.01}

@@ -1,4 +1,4 @@
-"""What is learnt and how: heads, losses, metrics, schedules, averages, options."""
+"""Heads, losses, metrics, schedules, averages, options."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def index_of(*labels: Label) -> Index:
     return Index((), ("jpg", "cls", "json"), Offsets.of([], []), labels)
 
 
-# --- tasks -----------------------------------------------------------------------------------------------------------
+# --- tasks ---
 
 
-def test_the_task_follows_from_the_labels_or_is_given() -> None:
+def test_the_task_follows_from_the_labels_or_the_option() -> None:
     task = Task.of(index_of(KIND, TWO, TAGS, LIGHT), "kind,two,tags,light")
     assert [(head.kind, head.outputs) for head in task.heads] == [
         ("class", 3),
@@ -79,22 +79,20 @@ def test_the_task_follows_from_the_labels_or_is_given() -> None:
         ("light,light", "names a label twice"),
     ],
 )
-def test_a_task_that_does_not_fit_the_label_is_refused_with_those_that_do(
-    asked: str, words: str
-) -> None:
+def test_an_unsuitable_task_is_refused_with_the_suitable_ones(asked: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Task.of(index_of(KIND, LIGHT), asked)
 
 
-def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_are_shared() -> None:
+def test_losses_equal_torch_and_their_mean_is_independent_of_ranks() -> None:
     torch.manual_seed(0)
     outputs = torch.randn(12, 3)
     targets = torch.randint(0, 3, (12,))
     weights = torch.tensor([0.5, 1.0, 2.0])
     head = ClassHead(KIND)
-    ours = head.losses(outputs, targets, smoothing=0.1)
+    losses = head.losses(outputs, targets, smoothing=0.1)
     torch.testing.assert_close(
-        ours.mean(), nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+        losses.mean(), nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
     )
     weighted = head.losses(outputs, targets, weights=weights)
     parts = [
@@ -123,17 +121,17 @@ def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_ar
     )
 
 
-def test_weights_of_classes_make_rare_ones_count_as_much_as_frequent_ones() -> None:
+def test_class_weights_balance_rare_and_frequent_classes() -> None:
     weights = ClassHead(KIND).class_weights({"a": 80, "b": 20}, 100)
     assert weights[0] * 80 == weights[1] * 20
     assert float(weights[0] * 80 + weights[1] * 20) == pytest.approx(100)
-    assert weights[2] == 1  # nobody has it, so it is of no weight
+    assert weights[2] == 1  # no sample has this class
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics ---
 
 
-def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() -> None:
+def test_metrics_of_every_kind_equal_scikit_learn_for_any_batches() -> None:
     torch.manual_seed(0)
     task = Task((ClassHead(KIND), BinaryHead(TWO), MultiLabelHead(TAGS), NumberHead(LIGHT)))
     outputs = torch.randn(100, task.outputs)
@@ -147,26 +145,26 @@ def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() 
     for rows in torch.arange(100).split([1, 40, 0, 59]):
         own = [target[rows] for target in targets]
         scores.update(outputs[rows], own, task.losses(outputs[rows], own))
-    found, details = scores.compute(lambda values: values.clone())
+    metrics, details = scores.compute(lambda values: values.clone())
     kind, two, tags, light = (own.numpy() for own in task.split(outputs))
     true = [target.numpy() for target in targets]
-    assert found["samples"] == 100
-    assert found["loss"] == pytest.approx(float(task.losses(outputs, targets).mean()), rel=1e-5)
-    assert found["kind/accuracy"] == pytest.approx((kind.argmax(1) == true[0]).mean())
+    assert metrics["samples"] == 100
+    assert metrics["loss"] == pytest.approx(float(task.losses(outputs, targets).mean()), rel=1e-5)
+    assert metrics["kind/accuracy"] == pytest.approx((kind.argmax(1) == true[0]).mean())
     assert details["kind"]["confusion"] == [
         [int(((true[0] == i) & (kind.argmax(1) == j)).sum()) for j in range(3)] for i in range(3)
     ]
-    assert found["two/auroc"] == pytest.approx(roc_auc_score(true[1], two[:, 0]), abs=1e-3)
-    assert found["tags/accuracy"] == pytest.approx(((tags > 0) == true[2]).mean())
-    assert found["tags/auroc"] == pytest.approx(
+    assert metrics["two/auroc"] == pytest.approx(roc_auc_score(true[1], two[:, 0]), abs=1e-3)
+    assert metrics["tags/accuracy"] == pytest.approx(((tags > 0) == true[2]).mean())
+    assert metrics["tags/auroc"] == pytest.approx(
         roc_auc_score(true[2], tags, average="macro"), abs=1e-3
     )
-    assert found["light/mse"] == pytest.approx(((light[:, 0] - true[3]) ** 2).mean(), rel=1e-5)
-    assert found["light/mae"] == pytest.approx(np.abs(light[:, 0] - true[3]).mean(), rel=1e-5)
-    assert found["light/r2"] == pytest.approx(r2_score(true[3], light[:, 0]), rel=1e-4)
+    assert metrics["light/mse"] == pytest.approx(((light[:, 0] - true[3]) ** 2).mean(), rel=1e-5)
+    assert metrics["light/mae"] == pytest.approx(np.abs(light[:, 0] - true[3]).mean(), rel=1e-5)
+    assert metrics["light/r2"] == pytest.approx(r2_score(true[3], light[:, 0]), rel=1e-4)
 
 
-def test_the_main_metric_of_the_task_chooses_the_best() -> None:
+def test_the_main_metric_of_the_task_selects_the_best_epoch() -> None:
     assert default_monitor(Task((ClassHead(KIND),))) == "accuracy"
     assert default_monitor(Task((MultiLabelHead(TAGS),))) == "mAP"
     assert default_monitor(Task((NumberHead(LIGHT),))) == "mse"
@@ -182,33 +180,33 @@ def test_the_main_metric_of_the_task_chooses_the_best() -> None:
     assert is_better(0.5, math.nan, maximize=True)
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------
+# --- recipes ---
 
 
-def test_one_cycle_is_that_of_torch() -> None:
+def test_the_one_cycle_schedule_equals_torch() -> None:
     rate = Schedule(Config(epochs=3, lr=0.5), 7)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=21)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=21)
     for step in range(21):
-        assert 0.5 * rate(step) == pytest.approx(theirs.get_last_lr()[0])
+        assert 0.5 * rate(step) == pytest.approx(scheduler.get_last_lr()[0])
         optimizer.step()
         if step < 20:
-            theirs.step()
+            scheduler.step()
 
 
 def test_schedules_warm_up_and_fall_step_by_step() -> None:
     cosine = Schedule(Config(epochs=4, schedule="cosine", warmup=1), 10)
-    found = [cosine(step) for step in range(40)]
-    assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert found[10] == 1
-    assert sorted(found[10:], reverse=True) == found[10:]
-    assert found[39] < 0.01
+    rates = [cosine(step) for step in range(40)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10] == 1
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+    assert rates[39] < 0.01
     steps = Schedule(Config(epochs=4, schedule="step", step_epochs=2), 10)
     assert [steps(0), steps(19), steps(20), steps(39)] == pytest.approx([1, 1, 0.1, 0.1])
     assert Schedule(Config(schedule="constant"), 10)(99) == 1
 
 
-def test_norms_and_biases_are_not_drawn_to_zero() -> None:
+def test_norms_and_biases_have_no_weight_decay() -> None:
     model = build("small", 3, 16)
     groups = make_optimizer(model, Config(weight_decay=0.1)).param_groups
     assert all(weight.ndim > 1 for weight in groups[0]["params"])
@@ -245,7 +243,7 @@ class Backbone(nn.Module):
     ],
     ids=["ViT", "Swin", "timm", "part of a model"],
 )
-def test_tokens_and_position_embeddings_are_not_drawn_to_zero(
+def test_tokens_and_position_embeddings_have_no_weight_decay(
     model: nn.Module, free: set[str]
 ) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -263,7 +261,7 @@ def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
         model.weight.fill_(11.0)
     average.update(model, 0)  # a decay of 1/10
     assert float(average.model.weight) == pytest.approx(1 + 0.9 * 10)
-    average.update(model, 1000)  # of 0.9
+    average.update(model, 1000)  # a decay of 0.9
     assert float(average.model.weight) == pytest.approx(10 + 0.1 * 1)
 
 
@@ -281,27 +279,27 @@ def test_each_operation_of_a_policy_equals_that_of_torchvision(name: str, part: 
 
 
 @pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])
-def test_a_policy_draws_every_change_and_depends_on_the_draws_alone(policy: str) -> None:
+def test_a_policy_draws_every_operation_and_depends_only_on_the_draws(policy: str) -> None:
     rng = np.random.default_rng(0)
     picture = rng.integers(0, 256, (16, 16, 3)).astype(np.uint8)
     draws = rng.random((300, DRAWS))
     varied = Augment.parse(policy)
-    made = []
+    images = []
     for row in draws:
         for _ in range(2):
             pixels = picture.copy()
             varied.apply_policy(pixels, row)
-            made.append(pixels.tobytes())
-    assert made[::2] == made[1::2]
-    assert len(set(made)) > 100
+            images.append(pixels.tobytes())
+    assert images[::2] == images[1::2]
+    assert len(set(images)) > 100
     with pytest.raises(UsageError, match="use one of trivialaugment and randaugment, not both"):
         Augment.parse("trivialaugment+randaugment")
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models ---
 
 
-def test_weights_of_a_file_are_taken_but_for_a_last_layer_of_another_shape(tmp_path: Path) -> None:
+def test_weights_of_a_file_are_loaded_except_a_last_layer_of_another_shape(tmp_path: Path) -> None:
     pretrained = build("resnet18", 1000, 64)
     torch.save(pretrained.state_dict(), tmp_path / "resnet18.pth")
     model = build("resnet18", 5, 64)
@@ -318,7 +316,7 @@ def test_weights_of_a_file_are_taken_but_for_a_last_layer_of_another_shape(tmp_p
         load(model, "resnet18", str(tmp_path / "pickle.pth"))
 
 
-def test_frozen_layers_do_not_learn_and_keep_the_means_of_their_norms() -> None:
+def test_frozen_layers_keep_their_weights_and_running_means() -> None:
     model = build("resnet18", 5, 64)
     freeze(model, "backbone")
     assert {name for name, weight in model.named_parameters() if weight.requires_grad} == {
@@ -332,7 +330,7 @@ def test_frozen_layers_do_not_learn_and_keep_the_means_of_their_norms() -> None:
     assert model.fc.training
 
 
-def test_the_last_layer_is_found_in_models_of_every_make() -> None:
+def test_the_last_layer_is_found_in_models_of_every_kind() -> None:
     for name, last in (
         ("resnet18", "fc"),
         ("mobilenet_v3_small", "classifier.3"),
@@ -342,13 +340,11 @@ def test_the_last_layer_is_found_in_models_of_every_make() -> None:
         assert last_layer(build(name, 7, 64))[0] == last
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options ---
 
 
 @pytest.mark.parametrize("ending", ["toml", "yaml"])
-def test_a_file_of_options_is_read_and_what_it_does_not_know_is_refused_with_the_nearest(
-    tmp_path: Path, ending: str
-) -> None:
+def test_a_config_file_is_read_and_unknown_options_are_refused(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"recipe.{ending}"
     texts = {
         "toml": "epochs = 3\nlabel-smoothing = 0.1\n[data]\ntrain = 'x'\n",
@@ -372,7 +368,7 @@ def test_a_file_of_options_is_read_and_what_it_does_not_know_is_refused_with_the
         read_config(str(path))
 
 
-def test_what_a_run_saves_of_its_options_reads_as_the_same(tmp_path: Path) -> None:
+def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
     config = Config(label='a,"b"', lr=1e-4, clip_norm=1.0, deterministic=True, augment="rrc+flip")
     (tmp_path / "config.toml").write_text(config.toml({"train": ["a b", "ü"], "val": None}))
     options, data = read_config(str(tmp_path / "config.toml"))
@@ -395,7 +391,7 @@ def test_what_a_run_saves_of_its_options_reads_as_the_same(tmp_path: Path) -> No
         ({"epochs": True}, "not a whole number"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], words: str) -> None:
+def test_contradicting_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Config.of(options)
 
@@ -410,10 +406,10 @@ def test_help_lists_every_option_with_its_text() -> None:
         wt.train("shards", "run", epoch=3)
 
 
-# --- optimizers --------------------------------------------------------------------------------
+# --- optimizers ---
 
 
-def test_a_plateau_drops_the_rate_after_epochs_without_improvement() -> None:
+def test_a_plateau_schedule_lowers_the_rate_after_epochs_without_improvement() -> None:
     assert count_plateaus([0.1, 0.2, 0.2, 0.2], 2, maximize=True) == 1
     assert count_plateaus([0.1, 0.2, 0.2, 0.3, 0.3], 2, maximize=True) == 0
     assert count_plateaus([3.0, 3.0, 3.0, 3.0, 3.0], 2, maximize=False) == 2
@@ -421,7 +417,7 @@ def test_a_plateau_drops_the_rate_after_epochs_without_improvement() -> None:
     assert [rate(100, plateaus) for plateaus in range(3)] == pytest.approx([1.0, 0.145, 0.0595])
 
 
-def test_no_schedule_falls_below_the_lowest_rate() -> None:
+def test_no_schedule_falls_below_the_minimum_rate() -> None:
     for schedule in ("onecycle", "cosine", "step", "constant"):
         rate = Schedule(Config(schedule=schedule, epochs=3, lr=0.5, min_lr=0.1), 5)
         assert all(0.1 <= 0.5 * rate(step) <= 0.5 + 1e-9 for step in range(15))
@@ -459,7 +455,7 @@ def test_lion_steps_by_the_sign_of_the_average() -> None:
     torch.testing.assert_close(weight.data, torch.tensor([0.95 - 0.1, -0.95 + 0.1, 0.0]))
 
 
-def test_both_output_layers_of_a_segmentation_model_start_anew(tmp_path: Path) -> None:
+def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: Path) -> None:
     name = "lraspp_mobilenet_v3_large"
     trained = build(name, 21, 32, is_dense=True).state_dict()
     torch.save({**trained, "aux_classifier.4.weight": torch.zeros(1)}, tmp_path / "w.pt")
@@ -470,7 +466,7 @@ def test_both_output_layers_of_a_segmentation_model_start_anew(tmp_path: Path) -
     assert not set(fresh) & set(freeze(model, "backbone"))
 
 
-# --- weights -----------------------------------------------------------------------------------
+# --- weights ---
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
@@ -506,7 +502,7 @@ def test_weights_by_name_come_from_the_cache_of_torch_hub(
     )
 
 
-def test_patterns_say_which_parameters_are_frozen() -> None:
+def test_patterns_select_the_frozen_parameters() -> None:
     model = build("resnet18", 5, 64)
     frozen = freeze(model, "conv1,layer1,*.bn2.*")
     assert "conv1.weight" in frozen

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on, and comes to the same weights, bit for bit."""
+"""A run that is killed at any moment resumes and ends in the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.training.api import TrainResult, train
 from wdstrain.training.checkpoint import read_checkpoint, read_last
 
-# everything that has a state of its own: dropout, momentum, an average, mixed pictures, accumulated gradients, batch norms
+# Every part with a state of its own: dropout, momentum, an average, mixed images, accumulated
+# gradients, batch norms.
 OPTIONS: dict[str, Any] = {
     "model": "tests.training.test_resuming:dropping",
     "epochs": 2,
@@ -45,7 +46,11 @@ OPTIONS: dict[str, Any] = {
     "deterministic": True,
     "checkpoint_every": 2,
 }
-RESUME = ("--resume", "--model", str(OPTIONS["model"]))  # a function is called only if it is named
+RESUME = (
+    "--resume",
+    "--model",
+    str(OPTIONS["model"]),
+)  # a function is called only if the command line names it
 
 
 def dropping(outputs: int) -> torch.nn.Module:
@@ -62,7 +67,7 @@ def dropping(outputs: int) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of 90 pictures of three classes, a fifth of them for validation."""
+    """Shards of 90 images of three classes, a fifth of them for validation."""
     folder = tmp_path_factory.mktemp("pets")
     write_class_folder(folder / "png", {"cat": 30, "dog": 30, "eel": 30})
     words = [
@@ -81,33 +86,33 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody stopped."""
+    """The folder of a run without interruption."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     train(str(pets), out, **OPTIONS)
     return out
 
 
 def same(out: Path, undisturbed: Path) -> None:
-    """Weights, the average of them, the optimizer's state, metrics and lines are equal, but for the seconds."""
-    ours, theirs = (
+    """Check that weights, averages, optimizer, metrics and lines are equal, except seconds."""
+    actual, expected = (
         read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, undisturbed)
     )
     for name in ("model", "raw"):
-        assert list(ours[name]) == list(theirs[name])
-        for key, value in theirs[name].items():
-            assert torch.equal(ours[name][key], value), f"{name}: {key}"
-    for one, other in zip(
-        ours["optimizer"]["state"].values(), theirs["optimizer"]["state"].values(), strict=True
+        assert list(actual[name]) == list(expected[name])
+        for key, value in expected[name].items():
+            assert torch.equal(actual[name][key], value), f"{name}: {key}"
+    for state_entry, expected_entry in zip(
+        actual["optimizer"]["state"].values(), expected["optimizer"]["state"].values(), strict=True
     ):
-        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
-    assert [timeless(line) for line in ours["state"]["history"]] == [
-        timeless(line) for line in theirs["state"]["history"]
+        assert torch.equal(state_entry["momentum_buffer"], expected_entry["momentum_buffer"])
+    assert [timeless(line) for line in actual["state"]["history"]] == [
+        timeless(line) for line in expected["state"]["history"]
     ]
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (out, undisturbed)
     ]
-    assert lines[0] == ours["state"]["history"]
+    assert lines[0] == actual["state"]["history"]
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [(line["epoch"], line["step"]) for line in steps] == sorted(
         {(line["epoch"], line["step"]) for line in steps}
@@ -116,7 +121,7 @@ def same(out: Path, undisturbed: Path) -> None:
 
 
 def position(out: Path) -> dict[str, int]:
-    """Where a run would go on."""
+    """Return the position where a run would resume."""
     state, refused = read_last(str(out / "checkpoints"))
     assert state is not None
     assert not refused
@@ -142,7 +147,7 @@ def words_of(pets: Path, out: Path) -> list[str]:
 
 
 def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:
-    """A training process, when it has come so far."""
+    """Return a training process that has reached a point."""
     process = subprocess.Popen(
         words_of(pets, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -153,7 +158,7 @@ def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Pope
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint(
+def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -161,7 +166,8 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
     process.kill()
     process.communicate()
     before = position(out)
-    # and again, in the middle of the write of the next checkpoint: all of it is written, and it has no name yet
+    # A second kill within the write of the next checkpoint: the file is complete, but not yet
+    # renamed.
     code = (
         "import os, signal, sys, wdstrain.training.checkpoint as c\n"
         "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -179,21 +185,21 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
     same(out, undisturbed)
 
 
-def test_a_terminated_run_writes_a_checkpoint_first_and_goes_on_to_the_same_bits(
+def test_a_terminated_run_writes_a_checkpoint_and_resumes_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in said
+    assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in stderr
     assert main(["train", str(pets), *RESUME, "--out", str(out)]) == 0
     same(out, undisturbed)
 
 
 class At:
-    """Is told how a run goes on, and does something at one point of it."""
+    """Progress display that calls a function at one point of a run."""
 
     def __init__(self, title: str, done: int, act: Callable[[], Any]) -> None:
         self._at, self._act, self.lines = (title, done), act, list[str]()
@@ -223,7 +229,7 @@ def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signa
 @pytest.mark.parametrize(
     ("title", "done"), [("training", 2), ("training", 9), ("validating", 1), ("training", 17)]
 )
-def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
+def test_a_run_stopped_at_any_point_resumes_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path, title: str, done: int
 ) -> None:
     stopped_at(pets, tmp_path / "run", title, done)
@@ -231,7 +237,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
     same(tmp_path / "run", undisturbed)
 
 
-def test_a_run_goes_on_with_other_workers_and_ends_where_it_would_have(
+def test_a_run_resumes_with_other_workers_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     stopped_at(pets, tmp_path / "run", "training", 13, signal.SIGINT)
@@ -250,8 +256,8 @@ def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
     options = {**OPTIONS, "epochs": 1}
     train(str(pets), tmp_path / "run", **options)
     before = (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes()
-    again = train(str(pets), tmp_path / "run", resume=True, **options)
-    assert len(again.epochs) == 1
+    resumed = train(str(pets), tmp_path / "run", resume=True, **options)
+    assert len(resumed.epochs) == 1
     assert (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes() == before
     more = train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
     assert [line["epoch"] for line in more.epochs] == [0, 1]
@@ -272,7 +278,7 @@ def test_a_folder_without_a_checkpoint_is_started_with_resume(
         ({"batch_size": 4}, "batch_size was 8, is 4"),
     ],
 )
-def test_another_run_is_not_gone_on_with(
+def test_a_run_with_other_options_is_not_resumed(
     pets: Path, undisturbed: Path, other: dict[str, Any], words: str
 ) -> None:
     before = sorted(
@@ -321,7 +327,7 @@ def test_other_data_and_another_model_of_the_same_name_are_refused(
         train(str(pets), undisturbed, resume=True, **OPTIONS)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -371,14 +377,14 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
     assert len(done.epochs) == 2
 
 
-def test_checkpoints_are_written_by_the_clock_too(
+def test_checkpoints_are_written_at_time_intervals(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
     train(str(pets), tmp_path / "run", **options)
     steps = [
         f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)
-    ]  # where steps of the optimizer end
+    ]  # optimizer steps end here
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
     same(tmp_path / "run", undisturbed)
 
@@ -393,7 +399,7 @@ def test_a_checkpoint_of_another_format_is_refused(undisturbed: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_checkpoint_is_written(
+def test_workers_survive_a_signal_to_all_processes_until_the_checkpoint(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -409,14 +415,14 @@ def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_c
     ):
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, said
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
     train(str(pets), out, resume=True, **OPTIONS)
     same(out, undisturbed)
 
 
 def test_a_run_resumes_beside_unknown_files(pets: Path, tmp_path: Path) -> None:
-    """What is no run is neither overwritten nor gone on with, and nothing is left in it."""
+    """A folder with unknown files is neither overwritten nor resumed, and gets no new files."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
     for how in ({}, {"overwrite": True}, {"resume": True}):
@@ -446,9 +452,7 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: P
     assert len(names) == 5
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(
-    pets: Path, tmp_path: Path
-) -> None:
+def test_a_nan_loss_ends_the_run_without_a_checkpoint(pets: Path, tmp_path: Path) -> None:
     from wdstrain.errors import WdstrainError
 
     options = {
@@ -469,7 +473,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(
 
 
 @pytest.mark.parametrize("requests", [40, 57, 75])
-def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_same_bits(
+def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
     requests: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -492,12 +496,12 @@ def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_sam
         assert main(words) == 1
         at = position(out)
         assert at["step"] > 0
-        said = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         assert (
             f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written. Resume continues from it."
-            in said
+            in stderr
         )
-        assert re.search("did not arrive in .* status 503", said)
+        assert re.search("did not arrive in .* status 503", stderr)
         server.faults.clear()
         monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
         assert main([*words, *RESUME]) == 0
@@ -505,7 +509,7 @@ def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_sam
     same(out, tmp_path / "undisturbed")
 
 
-def test_a_validation_whose_server_goes_away_is_done_after_a_resume(
+def test_a_validation_that_loses_its_server_is_repeated_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wt.pack(

@@ -23,7 +23,7 @@ QUICK: dict[str, Any] = {"label": "mask.png", "classes": CLASSES, "image_size": 
 
 
 def scene(rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
-    """An image whose colors are the classes of its mask, and the mask; the first row has no class."""
+    """Return an image whose colors are the classes of its mask, and the mask without row 0."""
     mask = np.zeros((16, 20), np.uint8)
     for number in (1, 2):
         top, left = rng.integers(0, 10), rng.integers(0, 14)
@@ -81,7 +81,7 @@ def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path
         assert text in report
 
 
-def test_images_without_class_folders_ask_for_flat_also_with_masks(
+def test_images_without_class_folders_need_flat_with_masks_too(
     folders: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(wt.SourceError, match="flat=True"):
@@ -116,28 +116,30 @@ def test_masks_are_predicted_as_files_for_shards_and_folders(
 
 
 @pytest.mark.parametrize("option", ["probabilities", "embeddings"])
-def test_predictions_refuse_what_masks_do_not_have(run: Path, option: str, tmp_path: Path) -> None:
+def test_options_without_meaning_for_masks_are_refused(
+    run: Path, option: str, tmp_path: Path
+) -> None:
     with pytest.raises(wt.UsageError, match=f"{option}: not available for masks"):
         wt.predict(best(run), tmp_path, tmp_path / "p.csv", **{option: True})
 
 
-def test_an_exported_model_gives_the_outputs_of_each_pixel(run: Path, tmp_path: Path) -> None:
+def test_an_exported_model_has_the_outputs_of_each_pixel(run: Path, tmp_path: Path) -> None:
     wt.export(best(run), tmp_path / "m.pt2")
     program = torch.export.load(tmp_path / "m.pt2").module()
     assert program(torch.zeros(3, 3, 16, 16)).shape == (3, 3, 16, 16)
 
 
-# --- metrics --------------------------------------------------------------------------------------
+# --- metrics ---
 
 
 def mean_iou(counts: npt.NDArray[Any]) -> float:
-    """The mean IoU of a confusion matrix, over the classes that occur or are predicted."""
+    """Return the mean IoU of a confusion matrix, over the classes that occur or are predicted."""
     union = counts.sum(0) + counts.sum(1) - counts.diagonal()
     return float(np.mean((counts.diagonal()[union > 0]) / union[union > 0]))
 
 
 class Reads(torch.nn.Module):
-    """Predicts the class that the red channel of a pixel names; blue holds nothing."""
+    """A model that predicts the class in the red channel of a pixel; blue is unused."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -152,10 +154,10 @@ class Reads(torch.nn.Module):
 
 
 @pytest.mark.parametrize("case", range(6))
-def test_scores_are_those_of_numpy(case: int, tmp_path: Path) -> None:
+def test_scores_equal_numpy(case: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(case)
     classes, count = int(rng.integers(2, 9)), int(rng.integers(4, 12))
-    used = rng.integers(0, classes, max(1, classes // 2))  # others have no pixels
+    used = rng.integers(0, classes, max(1, classes // 2))  # other classes have no pixels
     counts = np.zeros((classes, classes))
     samples = []
     for number in range(count):
@@ -194,7 +196,7 @@ def png(numbers: npt.NDArray[Any]) -> bytes:
     return buffer.getvalue()
 
 
-# --- usage ----------------------------------------------------------------------------------------
+# --- usage ---
 
 
 def test_a_model_of_torchvision_learns_masks(shards: Path, tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_a_model_of_torchvision_learns_masks(shards: Path, tmp_path: Path) -> No
         ({"fields": {"image": wt.image()}}, "without a fixed size"),
     ],
 )
-def test_what_does_not_go_with_masks_is_refused(
+def test_options_that_do_not_fit_masks_are_refused(
     shards: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=message):

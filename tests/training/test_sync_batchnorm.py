@@ -1,4 +1,4 @@
-"""Synchronized batch norms see the batches of all processes, so these train as one process does."""
+"""Synchronized batch norms use the batches of all processes, so these train as one process does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_processes_with_synchronized_batch_norms_train_as_one_process(
     for name in runs:
         state = read_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"))
         torch.testing.assert_close(state["model"], expected["model"], rtol=1e-3, atol=1e-5)
-        val, val_alone = (one["state"]["history"][0]["val"] for one in (state, expected))
+        val, val_alone = (
+            run_state["state"]["history"][0]["val"] for run_state in (state, expected)
+        )
         assert val == pytest.approx(val_alone, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Several processes share every batch, and come to what one of them would; one that dies ends the job with a sentence."""
+"""Several processes share every batch and train as one process; a dead process ends the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from wdstrain.cli import main
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import read_checkpoint
 
-# no batch norm, which would see another part of a batch in each process; rank 3 gets none of the 13 validation samples at last
+# No batch norm, which would see another part of a batch in each process; rank 3 has no sample of
+# the 13 for validation.
 OPTIONS: dict[str, Any] = {
     "model": "tests.training.test_torchrun:plain",
     "epochs": 2,
@@ -65,7 +66,7 @@ def alone(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(
     processes: int, *words: str, options: dict[str, Any] = OPTIONS
 ) -> subprocess.Popen[str]:
-    """A job of so many processes."""
+    """Start a job with this number of processes."""
     run = [
         sys.executable,
         "-m",
@@ -85,27 +86,29 @@ def started(
 
 
 def equal_within_noise(out: Path, alone: Path) -> None:
-    ours, theirs = (
+    actual, expected = (
         read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, alone)
     )
-    for name, value in theirs["model"].items():
-        torch.testing.assert_close(ours["model"][name], value, rtol=1e-4, atol=1e-5)
-    for one, other in zip(ours["state"]["history"], theirs["state"]["history"], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["samples"] == other["samples"]
-        assert one["val"]["samples"] == 13
-        assert one["val"] == pytest.approx(other["val"], rel=1e-4)
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(actual["model"][name], value, rtol=1e-4, atol=1e-5)
+    for epoch, expected_epoch in zip(
+        actual["state"]["history"], expected["state"]["history"], strict=True
+    ):
+        assert epoch["loss"] == pytest.approx(expected_epoch["loss"], rel=1e-5)
+        assert epoch["samples"] == expected_epoch["samples"]
+        assert epoch["val"]["samples"] == 13
+        assert epoch["val"] == pytest.approx(expected_epoch["val"], rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_come_to_the_losses_and_metrics_of_one(
+def test_processes_have_the_losses_and_metrics_of_one_process(
     pets: Path, alone: Path, tmp_path: Path, processes: int
 ) -> None:
     job = started(processes, str(pets), "--out", str(tmp_path / "run"), "--json")
-    out, said = job.communicate(timeout=100)
-    assert job.returncode == 0, said
-    (line,) = out.splitlines()  # the first process speaks, and nobody else
+    out, stderr = job.communicate(timeout=100)
+    assert job.returncode == 0, stderr
+    (line,) = out.splitlines()  # only the first process prints
     assert [epoch["samples"] for epoch in json.loads(line)["epochs"]] == [144, 144]
     equal_within_noise(tmp_path / "run", alone)
 
@@ -140,7 +143,7 @@ def test_the_example_for_slurm_trains_with_the_tasks_of_srun(
     words = [script, str(pets), str(tmp_path / "run"), *flags(OPTIONS), "--json"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1  # rank 0 reports, and no other
+    assert len(done.stdout.splitlines()) == 1  # only rank 0 prints
     equal_within_noise(tmp_path / "run", alone)
 
 
@@ -163,23 +166,23 @@ def test_a_killed_rank_ends_the_job_with_one_error_and_any_world_size_resumes(
     os.kill(rank_of(job.pid, 1), signal.SIGKILL)
     while (
         Path(f"/proc/{other}/status").exists() and job.poll() is None
-    ):  # the launcher says it once; more must not hurt
+    ):  # the launcher logs it once; more lines do not matter
         with suppress(ProcessLookupError):
             os.kill(other, signal.SIGTERM)
-    _, said = job.communicate(timeout=60)
+    _, stderr = job.communicate(timeout=60)
     assert job.returncode != 0
-    assert "another process of this job ended" in said or "stopped by SIGTERM" in said, said
-    assert "--resume" in said
+    assert "another process of this job ended" in stderr or "stopped by SIGTERM" in stderr, stderr
+    assert "--resume" in stderr
     state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
     assert state["loader"]["lanes"] == 2
-    # one process goes on where two had been
+    # One process resumes the run of two.
     done = train(str(pets), out, resume=True, **{**options, "epochs": state["state"]["epoch"] + 1})
     assert done.epochs[-1]["samples"] == 144
     assert done.val["samples"] == 13
 
 
 def rank_of(agent: int, rank: int) -> int:
-    """The process id of a rank, by the environment that torchrun gave it."""
+    """Return the process id of a rank, from the environment set by torchrun."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -194,7 +197,7 @@ def rank_of(agent: int, rank: int) -> int:
     raise AssertionError(f"torchrun has no rank {rank}")
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(
+def test_a_batch_size_that_ranks_cannot_divide_is_refused(
     pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")):

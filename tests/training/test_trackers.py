@@ -1,4 +1,4 @@
-"""The callbacks of scripts/examples log a run with trackers of experiments, offline."""
+"""The callbacks of scripts/examples log a run to experiment trackers, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of pictures: as it was trained, of every picture, and from whatever the options are given as."""
+"""Use of a checkpoint: scores and predictions as in training, for every image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Linear(torch.nn.Sequential):
 
 
 def small(out: Path, count: int = 24, **options: Any) -> Path:
-    """Shards of small pictures of two classes."""
+    """Shards of small images of two classes."""
     samples = (
         {"__key__": f"k{i:03d}", "png": picture(i, size=(16, 16)), "cls": i % 2}
         for i in range(count)
@@ -69,7 +69,7 @@ def test_options_without_effect_on_image_files_are_refused(
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_a_cache_for_shards_of_this_machine_and_a_second_process_are_refused(
+def test_a_cache_for_local_shards_and_a_second_process_are_refused(
     run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     val = shards / "val-000000.tar"
@@ -83,11 +83,11 @@ def test_a_cache_for_shards_of_this_machine_and_a_second_process_are_refused(
         wt.predict(run, val, tmp_path / "p.csv")
 
 
-# --- as it was trained -----------------------------------------------------------------------------------------------
+# --- as in training ---
 
 
 class Inverted:
-    """Pictures in negative, as a user's own field."""
+    """Inverted images, as a user-defined field."""
 
     names = ("png",)
     example = wt.Example((16, 16, 3), "uint8", channels_last=True)
@@ -97,7 +97,7 @@ class Inverted:
         out[...] = 255 - out
 
 
-def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
+def test_evaluation_decodes_images_as_in_training(
     shards: Path, tmp_path: Path, capsys: Any
 ) -> None:
     done = wt.train(shards, tmp_path / "run", fields={"image": wt.image(size=(8, 12))}, **PLAIN)
@@ -106,14 +106,14 @@ def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
     capsys.readouterr()
     assert main(["evaluate", checkpoint, val, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
-    for other, words in (
+    for other_field, words in (
         (wt.image(size=16), r"was trained on image: uint8\[3, 8, 12\]"),
         (wt.image(), "without a fixed size, image"),
     ):
         with pytest.raises(wt.UsageError, match=words):
-            wt.evaluate(checkpoint, val, fields={"image": other})
+            wt.evaluate(checkpoint, val, fields={"image": other_field})
         with pytest.raises(wt.UsageError, match=words):
-            wt.predict(checkpoint, val, tmp_path / "p.csv", fields={"image": other})
+            wt.predict(checkpoint, val, tmp_path / "p.csv", fields={"image": other_field})
 
 
 def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) 
         {"class_weights": "balanced"},
     ],
 )
-def test_options_that_the_checkpoint_says_are_refused(
+def test_options_stored_in_the_checkpoint_are_refused(
     shards: Path, run: Path, tmp_path: Path, option: dict[str, Any]
 ) -> None:
     (name,) = option
@@ -152,7 +152,7 @@ def test_options_that_the_checkpoint_says_are_refused(
     assert not (tmp_path / "p.csv").exists()
 
 
-# --- a row for every picture -----------------------------------------------------------------------------------------
+# --- a row for every image ---
 
 GOOD, BAD = picture(1, size=(16, 16)), picture(1, size=(16, 16))[:60]
 
@@ -169,7 +169,7 @@ GOOD, BAD = picture(1, size=(16, 16)), picture(1, size=(16, 16))[:60]
     ],
     ids=["one", "all", "last", "many", "missing"],
 )
-def test_every_picture_has_its_row(
+def test_every_image_has_its_row(
     run: Path, tmp_path: Path, pictures: list[bytes | None], workers: int
 ) -> None:
     samples = [
@@ -185,7 +185,7 @@ def test_every_picture_has_its_row(
     assert (done.rows, done.bad) == (len(pictures), sum(data != GOOD for data in pictures))
 
 
-def test_a_picture_whose_bytes_are_not_as_packed_has_its_row(run: Path, tmp_path: Path) -> None:
+def test_an_image_with_changed_bytes_has_its_row(run: Path, tmp_path: Path) -> None:
     wt.pack([{"__key__": "a", "png": GOOD}], tmp_path / "set")
     shard = tmp_path / "set" / "train-000000.tar"
     data = bytearray(shard.read_bytes())
@@ -219,9 +219,7 @@ def test_an_unreadable_label_does_not_hide_the_prediction(
     assert done.bad == 2
 
 
-def test_each_bad_picture_has_its_own_reason_also_where_keys_are_equal(
-    run: Path, tmp_path: Path
-) -> None:
+def test_each_bad_image_has_its_own_reason_even_with_equal_keys(run: Path, tmp_path: Path) -> None:
     for name, data in (("a", BAD), ("b", BAD[:50])):
         wt.pack(
             [{"__key__": f"k{i:02d}", "png": data} for i in range(40)],
@@ -247,7 +245,7 @@ def test_true_numbers_have_all_their_digits(tmp_path: Path) -> None:
     assert [float(row["price true"]) for row in rows_of(tmp_path / "p.csv")] == values
 
 
-# --- pictures of every kind ------------------------------------------------------------------------------------------
+# --- images of every kind ---
 
 
 @pytest.mark.parametrize(
@@ -263,7 +261,7 @@ def test_true_numbers_have_all_their_digits(tmp_path: Path) -> None:
         ("bool", (10,)),
     ],
 )
-def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported(
+def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
     tmp_path: Path, dtype: str, shape: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(0)
@@ -284,8 +282,8 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
     wt.export(checkpoint, tmp_path / "m.pt2", model=make)
     exported = torch.export.load(tmp_path / "m.pt2").module()
     for key, row in rows.items():
-        given = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
-        assert float(exported(given.float()).detach().sigmoid()) == pytest.approx(
+        model_input = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
+        assert float(exported(model_input.float()).detach().sigmoid()) == pytest.approx(
             float(row["label=1"]), abs=1e-4
         )
 
@@ -299,7 +297,7 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
         ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\]: mixup"),
     ],
 )
-def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_written(
+def test_images_that_do_not_fit_an_option_are_refused_before_any_write(
     tmp_path: Path, dtype: str, shape: tuple[int, ...], options: dict[str, Any], words: str
 ) -> None:
     wt.pack(({"x.npy": np.ones(shape, dtype), "cls": i % 2} for i in range(16)), tmp_path / "set")
@@ -318,7 +316,7 @@ def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_w
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_target_that_is_no_number_is_a_bad_sample(tmp_path: Path, value: float) -> None:
+def test_a_non_finite_target_is_a_bad_sample(tmp_path: Path, value: float) -> None:
     label = wt.Label("y", "number", "json", "y")
     samples = (
         {
@@ -336,7 +334,7 @@ def test_a_target_that_is_no_number_is_a_bad_sample(tmp_path: Path, value: float
     assert np.isfinite(done.epochs[0]["loss"])
 
 
-def test_the_share_of_samples_that_may_be_bad_is_an_option(
+def test_max_errors_is_an_option_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = [
@@ -347,7 +345,7 @@ def test_the_share_of_samples_that_may_be_bad_is_an_option(
     sizes = ["--batch-size", "8", "--image-size", "16"]
     words = ["train", str(tmp_path / "set"), "--epochs", "1", *sizes]
     out = ["--out", str(tmp_path / "run")]
-    assert main([*words, *out, "--max-errors", "0.1"]) == 2  # replaces nothing
+    assert main([*words, *out, "--max-errors", "0.1"]) == 2  # may replace no sample
     assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
     assert main([*words, *out, "--on-error", "replace"]) == 1
     assert "hint: Raise --max-errors to allow more." in capsys.readouterr().err
@@ -375,7 +373,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
         (folder / "rest").write_bytes(bytes(1 << 20))
     if fault == "read-only":
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    damaged = tmp_path / "no-checkpoint.pt"  # which is read later
+    damaged = tmp_path / "no-checkpoint.pt"  # read later than the output is checked
     damaged.write_bytes(b"nothing")
     for command in (
         ["train", str(shards), "--batch-size", "999", "--out", str(folder / "run")],
@@ -389,7 +387,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     assert not folder.is_dir() or os.listdir(folder) == ["rest"]
 
 
-# --- options and models as people have them --------------------------------------------------------------------------
+# --- types of options and models ---
 
 
 @pytest.mark.parametrize(
@@ -403,7 +401,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
         ("cache_limit", 10**9, 'cache_limit = "1000000000"'),
     ],
 )
-def test_options_are_given_as_numbers_of_numpy_paths_and_devices(
+def test_options_may_be_numpy_numbers_paths_and_devices(
     shards: Path, tmp_path: Path, name: str, value: Any, line: str
 ) -> None:
     options = {**QUICK, "cache_dir": tmp_path / "cache"} if name == "cache_limit" else QUICK
@@ -416,7 +414,7 @@ def test_options_are_given_as_numbers_of_numpy_paths_and_devices(
     assert line in (tmp_path / "run" / "config.toml").read_text().splitlines()
 
 
-def test_paths_are_kept_from_the_root(
+def test_paths_are_saved_as_absolute_paths(
     shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir()
@@ -524,7 +522,7 @@ def test_labels_that_no_index_declares_are_scored(label: str, tmp_path: Path) ->
     assert metrics["loss"] == pytest.approx(done.val["loss"])
 
 
-# --- going on --------------------------------------------------------------------------------------------------------
+# --- resume ---
 
 
 def test_an_early_stopped_run_resumes_with_more_patience(shards: Path, tmp_path: Path) -> None:
@@ -590,7 +588,7 @@ def test_a_float16_overflow_skips_the_step_and_many_end_the_run(
     assert all(bool(weight.isfinite().all()) for weight in done.model.parameters())
 
 
-# --- several processes -----------------------------------------------------------------------------------------------
+# --- several processes ---
 
 JOINED = """
 import sys, datetime, torch.distributed as dist, wdstrain as wt
@@ -603,7 +601,7 @@ print(done.epochs[0]["samples"], done.val["samples"])
 
 
 def joined(code: str, folder: Path, shards: Path) -> list[tuple[int, str]]:
-    """Two processes that run this code: how each ended, and what it said."""
+    """Return (exit status, output) of two processes that run this code."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -611,14 +609,15 @@ def joined(code: str, folder: Path, shards: Path) -> list[tuple[int, str]]:
     }
     words = [[sys.executable, "-c", code, str(rank), str(folder), str(shards)] for rank in (0, 1)]
     jobs = [
-        subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words
+        subprocess.Popen(command_words, stdout=subprocess.PIPE, text=True, env=environment)
+        for command_words in words
     ]
-    said = [job.communicate(timeout=100)[0].strip() for job in jobs]
-    return [(job.returncode, text) for job, text in zip(jobs, said, strict=True)]
+    outputs = [job.communicate(timeout=100)[0].strip() for job in jobs]
+    return [(job.returncode, text) for job, text in zip(jobs, outputs, strict=True)]
 
 
 @pytest.mark.slow
-def test_processes_that_met_without_the_environment_share_the_samples(
+def test_processes_initialized_without_environment_share_the_samples(
     shards: Path, tmp_path: Path
 ) -> None:
     val = float(len(wt.Loader(f"{shards}/val-*.tar", batch_size=1).index))
@@ -648,7 +647,7 @@ def test_a_lost_process_leaves_the_signal_handlers_of_the_caller(
     assert joined(JOINED.partition("done =")[0] + DYING, tmp_path, shards)[0] == (0, "True True")
 
 
-def test_a_pipe_among_pictures_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+def test_a_named_pipe_among_images_is_skipped_without_waiting(run: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.png").write_bytes(GOOD)
     os.mkfifo(tmp_path / "in" / "b.png")

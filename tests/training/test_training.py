@@ -1,4 +1,4 @@
-"""Training on shards learns, reports its results, and can be evaluated again."""
+"""Training on shards learns, reports its results, and can be evaluated later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wdstrain.training.models import build
 
 @pytest.fixture(scope="module")
 def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of pictures that are dark or bright (label class), with how bright they are (label light)."""
+    """Shards of dark and bright images (label class), with their brightness (label light)."""
     folder = tmp_path_factory.mktemp("bright")
     rng = np.random.default_rng(0)
     (folder / "img").mkdir()
@@ -48,17 +48,17 @@ def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 16, "image_size": 16}
 
 
-def test_classes_are_learnt_and_the_checkpoint_scores_the_same(
+def test_classes_are_learned_and_the_checkpoint_has_the_same_scores(
     bright: Path, tmp_path: Path
 ) -> None:
     done = train(str(bright), tmp_path / "run", label="kind", **CONFIG)
     assert done.val["accuracy"] > 0.85
-    _, again = evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{bright}/val-*.tar")
-    assert again["accuracy"] == done.val["accuracy"]
-    assert again["samples"] == 240 - done.epochs[0]["samples"] - done.epochs[0]["left_out"]
+    _, rescored = evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{bright}/val-*.tar")
+    assert rescored["accuracy"] == done.val["accuracy"]
+    assert rescored["samples"] == 240 - done.epochs[0]["samples"] - done.epochs[0]["left_out"]
 
 
-def test_a_number_is_learnt_better_than_its_mean(bright: Path, tmp_path: Path) -> None:
+def test_a_number_is_learned_better_than_its_mean(bright: Path, tmp_path: Path) -> None:
     done = train(str(bright), tmp_path / "run", label="light", **CONFIG)
     assert done.best is not None
     assert done.best["mse"] < 0.5 * done.best["mse_of_mean"]
@@ -78,7 +78,7 @@ def test_the_standard_error_of_the_mean_is_right(bright: Path, tmp_path: Path) -
     assert done.val["mse_of_mean"] == pytest.approx(np.mean((val - mean) ** 2), rel=1e-3)
 
 
-def test_a_run_folder_records_what_was_done(bright: Path, tmp_path: Path) -> None:
+def test_a_run_folder_records_the_run(bright: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(str(bright), out, label="kind", epochs=2, batch_size=16, image_size=8)
     assert "image_size = 8" in (out / "config.toml").read_text().splitlines()
@@ -100,19 +100,23 @@ def test_several_labels_need_a_name(bright: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["small", "resnet18", "mobilenet_v3_small"])
-def test_models_by_name_give_as_many_outputs_as_asked(name: str) -> None:
+def test_models_by_name_have_the_requested_number_of_outputs(name: str) -> None:
     model = build(name, 7, 64).eval()
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
 
 
-def test_an_unknown_model_or_device_is_refused_with_names(bright: Path, tmp_path: Path) -> None:
+def test_an_unknown_model_or_device_is_refused_with_the_known_ones(
+    bright: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="model='resnet19'.*resnet101"):
         build("resnet19", 2, 64)
     with pytest.raises(UsageError, match="device='gpu'"):
         train(str(bright), tmp_path / "run", label="kind", device="gpu", **CONFIG)
 
 
-def test_train_and_evaluate_are_typed(bright: Path, tmp_path: Path, capsys: Any) -> None:
+def test_train_and_evaluate_run_on_the_command_line(
+    bright: Path, tmp_path: Path, capsys: Any
+) -> None:
     run = str(tmp_path / "run")
     words = [
         "--label",
@@ -192,7 +196,7 @@ def test_every_sample_is_scored_with_any_environment(
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+def test_unusable_configurations_are_refused_before_any_write(
     bright: Path, tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):

@@ -1,4 +1,4 @@
-"""Several training runs, one after the other, in each process of a job: `-m tests.training.train_job`."""
+"""Several training runs in each process of a job: `python -m tests.training.train_job`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 import wdstrain as wt
 from wdstrain.training.callbacks import RunningTrainer
 
-Run = tuple[str, dict[str, Any]]  # folder and options; "stop": [epoch, step] where it is stopped
+Run = tuple[str, dict[str, Any]]  # folder and options; "stop": [epoch, step] of an interruption
 
 
 class StopAt(wt.Callback):
-    """Ends a run at a position."""
+    """Callback that ends a run at a position."""
 
     def __init__(self, position: list[int]) -> None:
         self._position = tuple(position)
@@ -28,7 +28,7 @@ class StopAt(wt.Callback):
 
 
 class Silent:
-    """Shows no progress."""
+    """Progress display without output."""
 
     def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None: ...
 
@@ -36,14 +36,14 @@ class Silent:
 
 
 def run(shards: str, out: str, options: dict[str, Any]) -> wt.TrainResult:
-    """Train in this process, as one of those of its job."""
-    rest = {name: value for name, value in options.items() if name != "stop"}
+    """Train in this process, as one process of its job."""
+    train_options = {name: value for name, value in options.items() if name != "stop"}
     callbacks = [StopAt(options["stop"])] if "stop" in options else []
-    return wt.train(shards, out, callbacks=callbacks, progress=Silent(), **rest)
+    return wt.train(shards, out, callbacks=callbacks, progress=Silent(), **train_options)
 
 
 def run_job(processes: int, shards: str, runs: list[Run], *, timeout: float = 150) -> None:
-    """Start a job of so many processes that trains these runs, and wait for its end."""
+    """Start a job of processes that trains these runs, and wait for its end."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [sys.executable, "-m", *launcher, "-m", __name__, shards, json.dumps(runs)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)

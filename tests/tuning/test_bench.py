@@ -20,7 +20,7 @@ from wdstrain.runtime.machine import cores
 
 
 class SleepingField:
-    """A field that takes 4 ms for a sample, without the processor."""
+    """A field that sleeps 4 ms per sample, without using a processor."""
 
     names, example = ("txt",), None
 
@@ -43,8 +43,8 @@ def sleeping_transform(sample: dict[str, Any], rng: np.random.Generator) -> dict
     return {"x": np.full(4, rng.random()), "n": len(sample["txt"])}
 
 
-def says(result: wt.Bench, words: str) -> bool:
-    """Whether the verdict has these words, or reports that the machine was busy meanwhile."""
+def verdict_matches(result: wt.Bench, words: str) -> bool:
+    """Return whether the verdict has these words, or reports that the machine was busy."""
     return words in result.verdict or "Measure again" in result.verdict
 
 
@@ -62,9 +62,9 @@ def test_slow_decoding_is_named(texts: Path, workers: int) -> None:
         texts, {"txt": SleepingField()}, batch_size=8, num_workers=workers, seconds=0.3
     )
     assert result.bottleneck == "decode"
-    assert says(result, "decoding in")
-    # 4 ms per sample and decoder are at most 250 samples/s. When the clock starts, each decoder
-    # may be about to finish a batch of 8, which then counts within the 0.3 seconds.
+    assert verdict_matches(result, "decoding in")
+    # 4 ms per sample and decoder are at most 250 samples/s. When the clock starts, each decoder may
+    # be about to finish a batch of 8, which then counts within the 0.3 seconds.
     assert result.stages["decode"] <= (250 + 8 / 0.3) * result.decoders
     assert result.stages["decode"] < result.stages["hand-off"]
 
@@ -75,7 +75,7 @@ def test_a_slow_transform_is_named(texts: Path, workers: int) -> None:
         texts, transform=sleeping_transform, batch_size=8, num_workers=workers, seconds=0.3
     )
     assert result.bottleneck == "transform"
-    assert says(result, "the transform in")
+    assert verdict_matches(result, "the transform in")
 
 
 def test_slow_storage_is_named_and_local_shards_are_tried(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_slow_storage_is_named_and_local_shards_are_tried(tmp_path: Path) -> Non
             f"{served.url}/index.json", {"txt": wt.text()}, batch_size=8, seconds=0.1, tune=True
         )
     assert result.bottleneck == "storage"
-    assert says(result, "storage (")
+    assert verdict_matches(result, "storage (")
     assert any(
         command.startswith("wdstrain train SHARDS --out RUN ") and "--cache-dir DIR" in command
         for command in result.advice
@@ -114,15 +114,15 @@ def test_a_cache_of_limited_size_is_measured(tmp_path: Path) -> None:
 @pytest.mark.alone  # other programs on the cores look like the GIL
 @pytest.mark.skipif(cores() < 2, reason="one core runs one thread at a time in any case")
 def test_threads_that_wait_for_the_gil_are_named(texts: Path) -> None:
-    for seconds in (0.5, 1, 2):  # a machine that is busy with other programs needs a longer look
+    for seconds in (0.5, 1, 2):  # on a busy machine the measurement needs more time
         result = wt.bench(texts, {"txt": GilField()}, batch_size=8, seconds=seconds)
         if result.bottleneck == "GIL":
             break
     assert result.bottleneck == "GIL"
-    assert says(result, "waiting for the GIL")
+    assert verdict_matches(result, "waiting for the GIL")
 
 
-def test_tuning_runs_other_settings_and_names_those_that_pay(texts: Path) -> None:
+def test_tuning_runs_other_settings_and_names_the_faster_ones(texts: Path) -> None:
     result = wt.bench(
         texts, {"txt": SleepingField()}, batch_size=8, seconds=0.2, tune=True, shuffle_buffer=20
     )
@@ -136,7 +136,7 @@ def test_tuning_runs_other_settings_and_names_those_that_pay(texts: Path) -> Non
     assert result.verdict in result._repr_html_()
 
 
-def test_smaller_images_are_tried_where_they_are_much_larger_than_needed(tmp_path: Path) -> None:
+def test_smaller_images_are_tried_if_images_are_much_larger_than_needed(tmp_path: Path) -> None:
     samples = [(f"k{i:02d}", {"png": picture(i, size=(96, 96)), "cls": b"0"}) for i in range(48)]
     write_tar(tmp_path / "shards" / "a.tar", samples)
     for size, tried in ((32, True), (80, False)):
@@ -160,7 +160,7 @@ def dies(sample: dict[str, Any]) -> dict[str, int]:
     return {"n": len(sample["txt"])}
 
 
-def test_a_worker_that_dies_is_an_error_and_not_a_hang(texts: Path) -> None:
+def test_a_killed_worker_raises_and_does_not_hang(texts: Path) -> None:
     with pytest.raises(wt.WdstrainError, match="died|ended|exit"):
         wt.bench(
             texts,
@@ -214,7 +214,7 @@ def test_without_images_and_arrays_bytes_are_delivered(texts: Path, capsys: Any)
         (["--cache-limit", "many"], "--cache-limit"),
     ],
 )
-def test_bad_arguments_of_the_verb_are_refused(
+def test_invalid_arguments_of_the_verb_are_refused(
     texts: Path, capsys: Any, words: list[str], message: str
 ) -> None:
     assert main(["bench", str(texts), *words]) == 2
