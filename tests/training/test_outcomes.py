@@ -22,7 +22,7 @@ from tests.conftest import write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
-from wdstrain.report import charts
+from wdstrain.report import charts, pages
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.epoch_report import verdict
@@ -669,5 +669,5 @@ def test_axis_tick_labels_are_distinct(low: float, high: float, share: bool) -> 
 
 
 def test_bars_and_matrices_show_whole_counts() -> None:
-    assert ">1234567<" in charts.bars({"a": 1234567, "b": 3})
-    assert ">1234567<" in charts.matrix(["a", "b"], [[1234567, 2], [3, 4]])
+    assert ">1234567<" in pages.bars({"a": 1234567, "b": 3})
+    assert ">1234567<" in pages.matrix(["a", "b"], [[1234567, 2], [3, 4]])

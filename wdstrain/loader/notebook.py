@@ -7,7 +7,7 @@ from typing import Any
 
 from wdstrain.decode.fields import Field
 from wdstrain.loader.planning import EpochPlans
-from wdstrain.report import charts
+from wdstrain.report import pages
 
 
 def loader_card(
@@ -46,7 +46,7 @@ def loader_card(
         rows["verdict"] = report["verdict"]
     if report["bad"]:
         rows["bad samples"] = str(report["bad"])
-    return charts.fragment("Loader", charts.table(rows))
+    return pages.fragment("Loader", pages.table(rows))
 
 
 def _describe(field: Field, batch_size: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from wdstrain.report import charts
+from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import cores
 
@@ -87,8 +87,8 @@ class Report(dict[str, Any]):
         rows |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
         verdict = f"<p><b>{escape(self['verdict'])}</b></p>"
-        body = f"{verdict}{charts.table(rows)}{charts.bars(seconds)}"
-        return charts.fragment(f"epoch {self['epoch']}", body)
+        body = f"{verdict}{pages.table(rows)}{pages.bars(seconds)}"
+        return pages.fragment(f"epoch {self['epoch']}", body)
 
 
 @dataclass

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.report import charts
+from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
@@ -377,7 +377,7 @@ def _card(index: Index) -> str:
         "fields": ", ".join(index.fields),
         "labels": ", ".join(label.name for label in index.labels) or "none are known",
     }
-    return charts.fragment("Index", charts.table(rows))
+    return pages.fragment("Index", pages.table(rows))
 
 
 def _read_sample(index: Index, number: int) -> dict[str, Any]:

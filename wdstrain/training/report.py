@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from wdstrain.report import charts
+from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
@@ -87,9 +87,9 @@ def write_report(
         ]
     sections += [
         _cards(_data_card(name, part, task) for name, part in data.items()),
-        _card("Options", charts.table(options)),
+        _card("Options", pages.table(options)),
     ]
-    page = charts.page(f"{title} - wdstrain", "".join(sections))
+    page = pages.page(f"{title} - wdstrain", "".join(sections))
     write_whole(path, page.encode("utf-8", "replace"))
 
 
@@ -122,7 +122,7 @@ def _header(title: str, task: Task, config: Config, history: History) -> str:
             name = task.metric_name(head, "balanced_accuracy")
             texts[head.name] += f", balanced accuracy {val[name]:.2%}" if name in val else ""
         text = (
-            charts.table(texts)
+            pages.table(texts)
             if task.has_several
             else f"<p>{escape(texts[task.heads[0].name])}</p>"
         )
@@ -204,7 +204,7 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
     largest = head.classes[rows.index(max(rows))]
     baseline = f"Predicting always {largest!r} would have accuracy {share:.2%}."
     worst = dict(sorted(recalls.items(), key=lambda item: item[1])[:_BARS])
-    bars = charts.bars({name: round(value, 3) for name, value in worst.items()}, most=1.0)
+    bars = pages.bars({name: round(value, 3) for name, value in worst.items()}, most=1.0)
     title = "recall by class" if len(recalls) <= _BARS else f"recall of the {_BARS} worst classes"
     cards = [_card(f"{head.name}: {title}", f"<p>{escape(baseline)}</p>{bars}")]
     matrix = _confusion_card(head, counts)
@@ -224,7 +224,7 @@ def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
     if len(head.classes) <= _MATRIX_CLASSES:
         unit = " Pixels are counted." if isinstance(head, MaskHead) else ""
         legend = f"<p class=soft>Rows are true classes, columns are predictions.{unit}</p>"
-        return _card(f"{head.name}: Confusion matrix", legend + charts.matrix(head.classes, counts))
+        return _card(f"{head.name}: Confusion matrix", legend + pages.matrix(head.classes, counts))
     pairs = [
         (value, i, j)
         for i, row in enumerate(counts)
@@ -235,7 +235,7 @@ def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
         f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
-    mistakes = charts.table(table) if table else "<p>none</p>"
+    mistakes = pages.table(table) if table else "<p>none</p>"
     return _card(f"{head.name}: most frequent mistakes", mistakes)
 
 
@@ -260,7 +260,7 @@ def _figure(value: float | None) -> str:
 def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
     figures = []
     for sample in samples:
-        image = charts.picture(sample.pixels) if sample.pixels is not None else ""
+        image = pages.picture(sample.pixels) if sample.pixels is not None else ""
         lines = []
         for name, prediction in sample.predictions.items():
             target, is_wrong = sample.targets[name], name in sample.wrong
@@ -278,7 +278,7 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
     if isinstance(head, MaskHead):
         style = "shown wide"
         colors = enumerate(head.classes[:_BARS])
-        names = charts.legend({name: color_of(number) for number, name in colors})
+        names = pages.legend({name: color_of(number) for number, name in colors})
         legend = f'<p class="soft">image, prediction, true mask</p>{names}'
     return _card(title, f'{legend}<div class="{style}">{"".join(figures)}</div>')
 
@@ -295,13 +295,13 @@ def _data_card(name: str, data: Data, task: Task) -> str:
         "MB": f"{size / 1e6:.1f}",
         "fields": ", ".join(index.fields),
     }
-    body = charts.table(rows)
+    body = pages.table(rows)
     for head in task.heads:
         counts = data.counts.get(head.name, {})
         if len(counts) > _BARS:
             counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:_BARS])
         if counts:
-            body += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(counts)
+            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(counts)
     return _card(f"Data: {name}", body)
 
 

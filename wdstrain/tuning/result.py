@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from wdstrain.report import charts
+from wdstrain.report import pages
 
 _WORTH = 1.1  # gain from which on a setting is recommended
 _BUSY = (
@@ -128,9 +128,9 @@ class Bench:
 
     def _repr_html_(self) -> str:
         rates = {"loader": self.achieved, **self.stages}
-        bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in rates.items()})
-        facts = charts.table(dict(self.rows()[:-1]))
-        return charts.fragment("bottleneck", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
+        bars = pages.bars({f"{name}, samples/s": round(rate) for name, rate in rates.items()})
+        facts = pages.table(dict(self.rows()[:-1]))
+        return pages.fragment("bottleneck", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
 
     def _page_cache_note(self) -> str:
         if self.page_cache is None:

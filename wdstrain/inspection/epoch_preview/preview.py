@@ -13,7 +13,7 @@ from typing import Any
 
 from wdstrain.inspection.epoch_preview.measure import NEAREST, BufferQuality, RankShare
 from wdstrain.order.order import Tail
-from wdstrain.report import charts
+from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.runtime.cached import cached_property
 
@@ -78,7 +78,7 @@ class EpochPreview:
         )
 
     def _repr_html_(self) -> str:
-        return charts.fragment(_TITLE, _body(self))
+        return pages.fragment(_TITLE, _body(self))
 
     def lines(self, *, ascii_only: bool = False) -> list[str]:
         """Return everything in lines of at most 80 columns. ascii_only: for other encodings."""
@@ -89,7 +89,7 @@ class EpochPreview:
 
     def page(self) -> str:
         """Return an HTML page in one file."""
-        return charts.page(_TITLE, f"<h1>{_TITLE.capitalize()}</h1>{_body(self)}")
+        return pages.page(_TITLE, f"<h1>{_TITLE.capitalize()}</h1>{_body(self)}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""

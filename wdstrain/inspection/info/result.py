@@ -9,7 +9,7 @@ from typing import Any
 
 from wdstrain.inspection.info.contents import Content, Range
 from wdstrain.inspection.info.statistics import ColumnSummary, plural
-from wdstrain.report import charts
+from wdstrain.report import pages
 from wdstrain.runtime.byte_sizes import format_size
 from wdstrain.shards.label import Label
 
@@ -141,16 +141,16 @@ class Info:
         return "\n".join(lines + [f"finding: {finding}" for finding in self.findings])
 
     def _repr_html_(self) -> str:
-        parts = [charts.table(dict(self.summary())), charts.grid(FIELD_HEAD, self.field_rows())]
-        parts.append(charts.table({one.name: one.text() for one in self.contents}))
+        parts = [pages.table(dict(self.summary())), pages.grid(FIELD_HEAD, self.field_rows())]
+        parts.append(pages.table({one.name: one.text() for one in self.contents}))
         for column in self.charted():
             notes = escape("; ".join(column.notes()))
             parts.append(f"<p><b>{escape(column.name)}</b> {notes}</p>")
-            parts += [charts.table(dict(column.facts())), charts.bars(column.bars())]
+            parts += [pages.table(dict(column.facts())), pages.bars(column.bars())]
         if others := self.other_columns():
-            parts.append(charts.grid(("column", "kind", "missing", "values"), others))
+            parts.append(pages.grid(("column", "kind", "missing", "values"), others))
         parts += [f'<p class="wrong">{escape(finding)}</p>' for finding in self.findings]
-        return charts.fragment("contents of the shards", "".join(parts))
+        return pages.fragment("contents of the shards", "".join(parts))
 
     # --- rows of tables ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rich.cells import cell_len, set_cell_size
 
 from wdstrain.inspection.show.sample_view import SampleView
 from wdstrain.inspection.show.values import SIDE, Pixels
-from wdstrain.report import charts
+from wdstrain.report import pages
 from wdstrain.report.printing import printable
 
 _ROWS = 20  # of the table in a terminal
@@ -58,14 +58,14 @@ def html_figures(samples: Sequence[SampleView], title: str, notes: Iterable[str]
     text = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
     cells = "".join(map(_figure, samples))
     sheet = f'<div class="sheet" style="grid-template-columns:{columns}">{cells}</div>'
-    return charts.fragment(printable(title), f"<style>{_STYLE}</style>{text}{sheet}")
+    return pages.fragment(printable(title), f"<style>{_STYLE}</style>{text}{sheet}")
 
 
 def html_page(samples: Sequence[SampleView], title: str, notes: Iterable[str]) -> str:
     """Return a page in one file."""
     figures = html_figures(samples, title, notes)
     style = "<style>.wdstrain{max-width:none}</style>"
-    return charts.page(
+    return pages.page(
         f"{printable(title)} - wdstrain", f'<section class="card">{figures}{style}</section>'
     )
 
@@ -114,7 +114,7 @@ def _figure(view: SampleView) -> str:
     drawn = []
     for name, pixels in view.pictures.items():
         caption = f"<small>{escape(printable(name))}</small>" if len(view.pictures) > 1 else ""
-        drawn.append(f"<div>{charts.picture(pixels, most=SIDE)}{caption}</div>")
+        drawn.append(f"<div>{pages.picture(pixels, most=SIDE)}{caption}</div>")
     parts = [f'<div class="pictures">{"".join(drawn)}</div>'] if drawn else []
     if view.error:
         parts.append(f'<div class="error">{escape(printable(view.error))}</div>')
@@ -191,11 +191,15 @@ def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
 
 _STYLE = """
 .wdstrain p{opacity:.75}.wdstrain .sheet{display:grid;gap:10px}
-.wdstrain figure{margin:0;padding:6px;border:1px solid #8884;border-radius:6px;min-width:0;overflow-wrap:anywhere}
+.wdstrain figure{margin:0;padding:6px;border:1px solid #8884;border-radius:6px;min-width:0;
+  overflow-wrap:anywhere}
 .wdstrain figure.broken{border:2px solid #d05032}.wdstrain .error{color:#d05032}
-.wdstrain .pictures{display:flex;gap:4px;margin-bottom:4px}.wdstrain .pictures>div{flex:1 1 0;min-width:0;max-width:256px}
-.wdstrain img{display:block;width:100%;height:auto;aspect-ratio:1;object-fit:contain;background:#8882;border-radius:4px;margin:0}
+.wdstrain .pictures{display:flex;gap:4px;margin-bottom:4px}
+.wdstrain .pictures>div{flex:1 1 0;min-width:0;max-width:256px}
+.wdstrain img{display:block;width:100%;height:auto;aspect-ratio:1;object-fit:contain;
+  background:#8882;border-radius:4px;margin:0}
 .wdstrain img.small{image-rendering:pixelated}
-.wdstrain b,.wdstrain small,.wdstrain .key{display:block}.wdstrain small,.wdstrain .key{opacity:.7;font-size:11px}
+.wdstrain b,.wdstrain small,.wdstrain .key{display:block}
+.wdstrain small,.wdstrain .key{opacity:.7;font-size:11px}
 .wdstrain .key{user-select:all;background:none;padding:0}
 """
