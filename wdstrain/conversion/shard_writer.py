@@ -44,69 +44,77 @@ Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
 
 
 class IndexBuilder:
-    """Offsets of samples that are written one after another. stop: offset of the next sample."""
+    """Offsets of samples that are added one after another.
+
+    stop: end of the last sample. fields: number of each field, in the order of the numbers.
+    """
 
     def __init__(self) -> None:
         self.stop = 0
         self.fields: dict[str, int] = {}
-        self._starts = array("q")
-        self._samples = array("q")  # end, length of the key, members: of each sample
+        self._samples = array("q")  # start, stop, length of the key, members: of each sample
         self._members = array("q")  # offset, size, crc32, number of the field: of each member
-        self._keys: list[bytes] = []
+        self._keys = bytearray()
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._samples) // 4
 
     def add(self, key: str, parts: Sequence[Part], start: int | None = None) -> list[bytes]:
         """Return the bytes of a sample: header, data and padding of each member.
 
         start: its offset (default: after the last sample).
         """
-        stop = self.stop if start is None else start
-        self._starts.append(stop)
+        first = stop = self.stop if start is None else start
         made: list[bytes] = []
+        members = []
         for field, data in parts:
             size = len(data)
             head = header(f"{key}.{field}", size)
             fill = _PADDING[size % BLOCK]
             made += (head, data, fill)
             stop += len(head)
-            number = self.fields.get(field)
-            self._members.extend(
-                (stop, size, crc32(data), self._new(field) if number is None else number)
-            )
+            members.append((field, stop, size, crc32(data)))
             stop += size + len(fill)
-        raw = key.encode("utf-8", "surrogateescape")
-        self._keys.append(raw)
-        self._samples.extend((stop, len(raw), len(parts)))
-        self.stop = stop
+        self.put(key, first, stop, members)
         return made
 
     def reserve(self, key: str, sizes: Sequence[tuple[str, int]]) -> None:
         """Add a sample whose bytes are not known: (field, size) of each member, without crc32."""
-        self._starts.append(self.stop)
+        first, members = self.stop, []
         for field, size in sizes:
             self.stop += len(header(f"{key}.{field}", size))
+            members.append((field, self.stop, size, 0))
+            self.stop += size + -size % BLOCK
+        self.put(key, first, self.stop, members)
+
+    def put(
+        self, key: str, start: int, stop: int, members: Sequence[tuple[str, int, int, int]]
+    ) -> None:
+        """Add a sample in the bytes [start, stop): (field, offset, size, crc32) of each member.
+
+        Raises ShardError if there are more fields than an index can hold.
+        """
+        for field, offset, size, crc in members:
             number = self.fields.get(field)
             self._members.extend(
-                (self.stop, size, 0, self._new(field) if number is None else number)
+                (offset, size, crc, self._new(field) if number is None else number)
             )
-            self.stop += size + -size % BLOCK
         raw = key.encode("utf-8", "surrogateescape")
-        self._keys.append(raw)
-        self._samples.extend((self.stop, len(raw), len(sizes)))
+        self._keys += raw
+        self._samples.extend((start, stop, len(raw), len(members)))
+        self.stop = stop
 
     def offsets(self) -> Offsets:
         """Return the offsets of all samples."""
-        samples = np.array(self._samples, np.int64).reshape(-1, 3)
+        samples = np.array(self._samples, np.int64).reshape(-1, 4)
         members = np.array(self._members, np.int64).reshape(-1, 4)
         return Offsets(
-            start=np.array(self._starts, np.int64),
-            stop=samples[:, 0].copy(),
-            key_first=firsts(samples[:, 1]),
-            keys=np.frombuffer(b"".join(self._keys), np.uint8),
+            start=samples[:, 0].copy(),
+            stop=samples[:, 1].copy(),
+            key_first=firsts(samples[:, 2]),
+            keys=np.frombuffer(bytes(self._keys), np.uint8),
             members=Members(
-                first=firsts(samples[:, 2]),
+                first=firsts(samples[:, 3]),
                 field=members[:, 3].astype(np.uint16),
                 offset=members[:, 0].copy(),
                 size=members[:, 1].copy(),

@@ -38,7 +38,7 @@ from wdstrain.shards.tar import (
 )
 from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import is_remote, open_remote, redacted
+from wdstrain.storage.remote import is_remote, open_remote, shown_path
 from wdstrain.storage.shard_cache import Cache
 
 _READ = 1 << 20  # bytes of one read
@@ -47,7 +47,7 @@ _PART = 16 << 20  # bytes that are reserved at a time, because a header may prom
 
 def shown(path: str) -> str:
     """Return a path for messages: without secrets, and with printable characters."""
-    return printable(redacted(path) if is_remote(path) else path)
+    return printable(shown_path(path))
 
 
 @contextmanager

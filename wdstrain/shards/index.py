@@ -30,7 +30,7 @@ from wdstrain.shards.label import Label, disagreement, joined_labels, place_name
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.storage.local import ShardFile, open_source
-from wdstrain.storage.remote import is_remote, name_of, redacted
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Shard:
     @property
     def shown(self) -> str:
         """The path for messages: without secrets in an address, and with printable characters."""
-        return printable(redacted(self.path) if is_remote(self.path) else self.path)
+        return printable(shown_path(self.path))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from wdstrain.shards.columns import TYPES
 from wdstrain.shards.label import Label
 from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import read_whole
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 VERSION = 2  # of the format; version 1 had offsets in a file index.arrow
 
@@ -40,7 +40,7 @@ def read_document(path: str) -> dict[str, Any]:
                 advice += (
                     " Shards without an index are named with braces: train-{000000..000041}.tar"
                 )
-            raise ShardError(f"{shown(path)} is not there{reason}. {advice}")
+            raise ShardError(f"{shown_path(path)} is not there{reason}. {advice}")
         document: dict[str, Any] = parsed(data)
         labels_of(document)
         splits_of(document)
@@ -94,11 +94,6 @@ def splits_of(document: dict[str, Any]) -> dict[str, str]:
 def info_of(document: dict[str, Any]) -> dict[str, Any]:
     """Return what an index.json records about how its set was made."""
     return dict(document["wdstrain"]["info"])
-
-
-def shown(path: str) -> str:
-    """Return a path for messages, without the secrets of an address."""
-    return redacted(path) if is_remote(path) else path
 
 
 def no_index(path: str, error: Exception) -> ShardError:

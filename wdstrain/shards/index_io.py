@@ -39,7 +39,6 @@ from wdstrain.shards.index_document import (
     parsed,
     read_document,
     shard_beside,
-    shown,
     size,
     word,
 )
@@ -49,7 +48,7 @@ from wdstrain.shards.tar import SkippedMembers, samples
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
 from wdstrain.storage.local import open_source, state_of
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
 FORMER_TABLE = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
@@ -211,7 +210,7 @@ def load(path: str, *, base: str | None = None) -> Index:
     except FORMAT_ERRORS as error:
         folder = os.path.dirname(path) or "."
         raise ShardError(
-            f"{beside(shown(path), TABLE_NAME)} is damaged: {first_line(error)}. "
+            f"{beside(shown_path(path), TABLE_NAME)} is damaged: {first_line(error)}. "
             f"Make it again: wdstrain index {folder}"
         ) from error
     return Index(shards, fields, offsets, labels, info, columns=columns)
@@ -228,7 +227,7 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
     for path in paths:
         try:
             with open_source(path) as source:
-                rows = list(samples(source.read, source.size, shown(path), skipped))
+                rows = list(samples(source.read, source.size, shown_path(path), skipped))
                 tables.append(Offsets.of(rows, fields))
                 shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
         except WdstrainError as error:

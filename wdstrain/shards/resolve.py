@@ -33,7 +33,7 @@ from wdstrain.storage.addresses import (
     is_json,
 )
 from wdstrain.storage.files import read_whole
-from wdstrain.storage.remote import is_remote, name_of, redacted
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 _log = logging.getLogger("wdstrain")
 
@@ -125,7 +125,7 @@ def require_one_split(index: Index, urls: Urls) -> Index:
         if len(splits) > 1:
             folder, shown = folder_of(mine[0].path) or ".", os.fspath(address)
             choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits if split)
-            shown = redacted(shown) if is_remote(shown) else shown
+            shown = shown_path(shown)
             named = f"{shown} holds several splits: {', '.join(filter(None, splits))}"
             unsplit = [shard.name for shard in mine if not shard.split]
             if unsplit:

@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage.hub import is_hub, list_hub_files
 from wdstrain.storage.object_store import is_object, list_folder_of
-from wdstrain.storage.remote import check_address, is_remote, name_of, redacted
+from wdstrain.storage.remote import check_address, is_remote, name_of, redacted, shown_path
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -148,9 +148,8 @@ def _braces(address: str) -> Iterable[str]:
     try:
         return list(braceexpand(address, escape=False))
     except ValueError:
-        shown = redacted(address) if is_remote(address) else address
         raise UsageError(
-            f"{shown}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
+            f"{shown_path(address)}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
         ) from None
 
 

@@ -21,11 +21,17 @@ __all__ = [
     "open_remote",
     "read_remote",
     "redacted",
+    "shown_path",
 ]
 
 
 def is_remote(path: str) -> bool:
     return is_http(path) or is_object(path)
+
+
+def shown_path(path: str) -> str:
+    """Return a path or address for messages, without the secrets of an address."""
+    return redacted(path) if is_remote(path) else path
 
 
 def open_remote(

@@ -19,7 +19,6 @@ from uuid import UUID
 import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.storage.remote import is_remote, redacted
 
 Changes = dict[str, Counter[str]]  # column -> what numbers that JSON lacks became -> how many
 
@@ -86,10 +85,6 @@ def check_same_columns(first: Sequence[str], file: str, columns: Sequence[str], 
             f"{other} {differing}, unlike {file}. Files of one table must have the same columns. "
             f"Convert each by itself, or write them again."
         )
-
-
-def shown_path(path: str) -> str:
-    return redacted(path) if is_remote(path) else path
 
 
 def plain_list(cells: Iterable[Any], column: str, changes: Changes | None) -> list[Any]:

@@ -26,12 +26,11 @@ from wdstrain.conversion.sources.table_cells import (
     check_names,
     check_same_columns,
     plain_list,
-    shown_path,
 )
 from wdstrain.conversion.sources.table_text import CsvTable, JsonTable
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.file_object import gopen
-from wdstrain.storage.remote import is_remote
+from wdstrain.storage.remote import is_remote, shown_path
 
 _IMAGE_BATCH = 128  # rows of a batch with images
 

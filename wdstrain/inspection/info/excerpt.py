@@ -24,7 +24,7 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import END, Sample, SkippedMembers, samples
 from wdstrain.storage.local import LocalFile, Source
-from wdstrain.storage.remote import is_remote, open_remote, redacted
+from wdstrain.storage.remote import is_remote, open_remote, redacted, shown_path
 
 _SHARDS = 8  # shards whose beginning is read
 _FIRST_BYTES = 1 << 20  # of each of them
@@ -333,7 +333,7 @@ def _walk(source: Source, one: Beginning) -> None:
         one.requests, one.bytes_read = one.requests + 1, one.bytes_read + length
         return _read(source, offset, length)
 
-    shown = redacted(one.path) if is_remote(one.path) else one.path
+    shown = shown_path(one.path)
     try:
         for sample in samples(read, one.size, shown, one.skipped):
             one.found.append(sample)

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from isal.isal_zlib import crc32
 
@@ -22,7 +21,7 @@ from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.repair.recover import IntactSample, recover
-from wdstrain.inspection.verify.api import finding_of, total_bytes
+from wdstrain.inspection.verify.api import HasFindings, finding_of, total_bytes
 from wdstrain.inspection.verify.decode_check import FieldReaders, decode_error
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.header_search import holds_header
@@ -34,14 +33,14 @@ from wdstrain.shards.index_io import TABLE_NAME, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
 from wdstrain.storage.local import Source, open_source
-from wdstrain.storage.remote import is_remote, name_of, redacted
+from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
 
 _MOST = 4 << 30  # bytes of one sample, which is held in memory
 _LISTED = 1000  # lost samples of one shard that are listed
 
 
 @dataclass
-class Repair:
+class Repair(HasFindings):
     """What was copied, and what was lost.
 
     samples: copied. lost: samples that are known to be lost. findings: each of them, and byte
@@ -55,16 +54,6 @@ class Repair:
     lost: int = 0
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was lost."""
-        return not self.findings
-
-    def report(self) -> dict[str, Any]:
-        """Return everything as JSON-able values."""
-        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
-        return {**vars(self), "findings": findings, "ok": self.ok}
 
 
 @takes(RepairOptions)
@@ -128,7 +117,7 @@ def _one(
     tick: Callable[[int], None],
 ) -> Index | None:
     """Write one shard; return its index, None if nothing of it is intact."""
-    shown = redacted(path) if is_remote(path) else path
+    shown = shown_path(path)
     try:
         with ForwardReader(path, threading.Event(), tick) as reader:
             saved = recover(reader, expected)

@@ -29,7 +29,7 @@ from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import samples
 from wdstrain.storage.addresses import Urls, check_finished, expand, folder_of, is_json
 from wdstrain.storage.local import open_source
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, shown_path
 
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 _FIRST_HEADERS = "first headers only"  # provenance of an index that lists the first samples
@@ -89,7 +89,7 @@ def _open(urls: Urls, wanted: PeekOptions) -> tuple[Index, str]:
     paths = expand(urls)
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     names = [os.fspath(address) for address in given]
-    shown = [redacted(name) if is_remote(name) else name for name in names]
+    shown = [shown_path(name) for name in names]
     place = ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
     is_first = wanted.order == "first" and not wanted.classes and not wanted.keys
     index = _first_samples(paths, wanted.n) if is_first else None
@@ -111,7 +111,7 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
             return None
         if not is_remote(path):
             check_finished(os.path.dirname(path))
-        shown = redacted(path) if is_remote(path) else path
+        shown = shown_path(path)
         with open_source(path) as source:
             found = list(islice(samples(source.read, source.size, shown), missing))
             shards.append(Shard(path, len(found), source.size, tag=source.version or ""))

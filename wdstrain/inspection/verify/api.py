@@ -29,15 +29,31 @@ from wdstrain.shards.index_document import is_wdstrain_index
 from wdstrain.shards.index_io import load
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.storage.addresses import Urls, check_finished, expand, is_json
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, shown_path
 
 _POLL = 0.1  # seconds between reports of progress
 
 Shards = list[tuple[str, Index | None]]  # (path, index of this shard)
 
 
+class HasFindings:
+    """Base class of results with findings."""
+
+    findings: list[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no findings."""
+        return not self.findings
+
+    def report(self) -> dict[str, Any]:
+        """Return everything as JSON-able values."""
+        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
+        return {**vars(self), "findings": findings, "ok": self.ok}
+
+
 @dataclass
-class Verification:
+class Verification(HasFindings):
     """What was read, and what is wrong.
 
     findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`.
@@ -62,15 +78,6 @@ class Verification:
     repeated: int = 0
     groups: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def report(self) -> dict[str, Any]:
-        """Return everything as JSON-able values."""
-        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
-        return {**vars(self), "findings": findings, "ok": self.ok}
 
 
 @takes(VerifyOptions)
@@ -158,7 +165,7 @@ class _Work:
     def _check(
         self, path: str, expected: Index | None, pool: ThreadPoolExecutor | None
     ) -> ShardCheck:
-        shown = redacted(path) if is_remote(path) else path
+        shown = shown_path(path)
         try:
             with ForwardReader(path, self._stopping, self._tick) as reader:
                 with self._lock:
@@ -210,7 +217,7 @@ def _listed(urls: Urls, result: Verification) -> Shards:
     shards: Shards = []
     known: dict[str, Index | None] = {}
     for path in expand(urls):
-        shown = redacted(path) if is_remote(path) else path
+        shown = shown_path(path)
         try:
             if not is_remote(path):
                 check_finished(os.path.dirname(path))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from wdstrain.conversion.shard_writer import IndexBuilder
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.inspection.verify.decode_check import MOST, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums
 from wdstrain.shards.columns import ColumnBuilder, Place
-from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import SkippedMembers
 
 EXAMPLES = 100  # keys that are kept of samples with the same fields
@@ -36,7 +38,6 @@ class ShardScan:
     """
 
     def __init__(self) -> None:
-        self.fields: list[str] = []
         self.damages: list[Damage] = []
         self.suspects: set[int] = set()
         self.twice: list[tuple[int, str, int]] = []
@@ -46,58 +47,41 @@ class ShardScan:
         self.not_decoded: Counter[str] = Counter()
         self.skipped_members, self.sha256 = SkippedMembers(), ""
         self.values: dict[int, list[tuple[Place, Any]]] = {}  # of columns, by offset of the member
-        self._numbers: dict[str, int] = {}
-        self._samples, self._members = array("q"), array("q")
-        self._keys = bytearray()
-        self._hashes = array("q")
+        self._rows, self._hashes = IndexBuilder(), array("q")
 
     def __len__(self) -> int:
-        return len(self._samples) // 4
+        return len(self._rows)
+
+    @cached_property
+    def fields(self) -> list[str]:
+        """Names of the fields by their numbers, when all samples are added."""
+        return list(self._rows.fields)
 
     def add(self, found: FoundSample) -> None:
         """Add a sample. Raises ShardError if there are more fields than an index can hold."""
-        key, start, stop, fields = found.key, found.start, found.stop, found.fields
-        place, raw = len(self), key.encode("utf-8", "surrogateescape")
+        key, place = found.key, len(self)
         if found.is_suspect:
             self.suspects.add(place)
         self.twice += [(place, name, offset) for name, offset in found.twice]
-        contents = []
-        for (name, offset, size), crc, hashed in zip(fields, found.crcs, found.hashes, strict=True):
-            number = self._numbers.get(name)
-            self._members.extend((self._new(name) if number is None else number, offset, size, crc))
-            contents.append((name, size, hashed))
-        self._samples.extend((start, stop, len(raw), len(fields)))
-        self._keys += raw
-        contents.sort()
+        members = [(*field, crc) for field, crc in zip(found.fields, found.crcs, strict=True)]
+        self._rows.put(key, found.start, found.stop, members)
+        contents = sorted(
+            (name, size, hashed)
+            for (name, _, size), hashed in zip(found.fields, found.hashes, strict=True)
+        )
         picture = [(size, hashed) for name, size, hashed in contents if name in EXTENSIONS and size]
         self._hashes.extend(
             (hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0)
         )
-        kind = frozenset([name for name, _, _ in fields])
+        kind = frozenset([name for name, _, _ in found.fields])
         self.field_sets[kind] += 1
         some = self.examples.setdefault(kind, [])
         if len(some) < EXAMPLES:
-            some.append((key, start))
+            some.append((key, found.start))
 
     def offsets(self) -> Offsets:
         """Return keys, offsets and checksums of the samples, as an index has them."""
-        samples, members = (
-            np.array(self._samples, np.int64).reshape(-1, 4),
-            np.array(self._members, np.int64).reshape(-1, 4),
-        )
-        return Offsets(
-            start=samples[:, 0].copy(),
-            stop=samples[:, 1].copy(),
-            key_first=firsts(samples[:, 2]),
-            keys=np.frombuffer(bytes(self._keys), np.uint8),
-            members=Members(
-                first=firsts(samples[:, 3]),
-                field=members[:, 0].astype(np.uint16),
-                offset=members[:, 1].copy(),
-                size=members[:, 2].copy(),
-                crc=members[:, 3].astype(np.uint32),
-            ),
-        )
+        return self._rows.offsets()
 
     @property
     def key_hashes(self) -> Ints:
@@ -110,12 +94,6 @@ class ShardScan:
     @property
     def image_hashes(self) -> Ints:
         return np.array(self._hashes[2::3], np.int64)
-
-    def _new(self, name: str) -> int:
-        check_field_count(len(self.fields) + 1)
-        self._numbers[name] = len(self.fields)
-        self.fields.append(name)
-        return self._numbers[name]
 
 
 def scan_shard(
