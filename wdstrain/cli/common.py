@@ -156,17 +156,7 @@ def summary(index: Index) -> list[tuple[str, str]]:
             ("splits", ", ".join(f"{name} {count}" for name, count in known["splits"].items()))
         )
     rows.append(("fields", ", ".join(index.fields)))
-    for label in index.labels:
-        some = ", ".join(label.classes[:10]) + (", ..." if len(label.classes) > 10 else "")
-        plural = "es" if len(label.classes) != 1 else ""
-        several = "any of " if label.kind == "multi" else ""
-        what = (
-            "a number"
-            if label.kind == "number"
-            else f"{several}{len(label.classes)} class{plural}: {some}"
-        )
-        rows.append((f"label {label.name}", what))
-    return rows
+    return rows + [(f"label {label.name}", label.summary) for label in index.labels]
 
 
 def _splits(index: Index) -> dict[str, int]:

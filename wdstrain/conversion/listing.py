@@ -239,6 +239,12 @@ def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
         ) from error
 
 
+def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:
+    """Add to the count of a reason."""
+    if times:
+        ignored[reason] = ignored.get(reason, 0) + times
+
+
 def file_mark(*paths: str) -> str:
     """Return sizes and times of files, for the mark of a stream."""
     local = [path for path in paths if not is_remote(path)]

@@ -13,19 +13,15 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32
 
-from wdstrain.conversion.catalog import SpanCatalog
 from wdstrain.conversion.listing import Part, check_there
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.result import free_number
-from wdstrain.conversion.sample_meta import sample_meta
-from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.source_options import RemoveOptions
-from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.conversion.sources.shards import changed_field, read_keys, stored_samples
 from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
-from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
+from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
@@ -36,8 +32,6 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.object_store import is_object
 from wdstrain.storage.remote import is_remote, redacted
-
-_READ = 16 << 20  # bytes of samples read at a time
 
 Progress = Callable[[int, int], None]  # receives samples copied, and samples to copy
 
@@ -261,26 +255,11 @@ def _subtracted(counts: Any, removed: dict[str, dict[str, int]]) -> dict[str, di
 
 def _samples(index: Index, ids: Ints) -> Iterator[tuple[str, list[Part]]]:
     """Yield (key, parts) of samples of one shard, read forward and compared with their crc32."""
-    shard = index.shards[0]
-    catalog = SpanCatalog(
-        shard.shown,
-        [shard.path],
-        np.zeros(len(index), np.int32),
-        index.offsets,
-        index.fields,
-        sample_meta([], 0),
-    )
-    crcs, first = index.offsets.member_crc, index.offsets.member_first
-    for group in batches(ids, catalog.sizes[ids], _READ):
-        for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
-            assert not isinstance(parts, SampleError)
-            key = catalog.own_key(number)
-            for place, (field, data) in enumerate(parts):
-                crc = int(crcs[int(first[number]) + place]) if len(crcs) else 0
-                if crc and crc32(data) != crc:
-                    raise ShardError(
-                        f"{shard.shown}: the bytes of the field {field} of sample '{key}' have "
-                        f"another crc32 than the index says. The set is unchanged. Run: wdstrain "
-                        f"verify"
-                    )
-            yield key, parts
+    for number, parts in stored_samples(index, ids):
+        key = index.key(number)
+        if field := changed_field(index, number, parts):
+            raise ShardError(
+                f"{index.shards[0].shown}: the bytes of the field {field} of sample '{key}' have "
+                f"another crc32 than the index says. The set is unchanged. Run: wdstrain verify"
+            )
+        yield key, parts

@@ -36,6 +36,15 @@ class Label:
         return self.classes != tuple(map(str, range(len(self.classes))))
 
     @property
+    def summary(self) -> str:
+        """The kind of its values and the first classes, for people."""
+        if self.kind == "number":
+            return "a number"
+        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
+        some_of = "any of " if self.kind == "multi" else ""
+        return f"{some_of}{len(self.classes)} class{'es' * (len(self.classes) != 1)}: {names}"
+
+    @property
     def numbering(self) -> str:
         """The first classes with their numbers, for error messages."""
         if self.kind == "number":

@@ -22,6 +22,7 @@ from wdstrain.conversion.listing import (
     Part,
     Stream,
     StreamSample,
+    count_ignored,
     field_name,
     file_mark,
     split_of,
@@ -113,14 +114,14 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
             skipped = SkippedMembers()
             for key, parts in _grouped(path, skipped):
                 if fields.keys is not None and key not in fields.keys:
-                    _count(ignored, "keys that were not asked for")
+                    count_ignored(ignored, "keys that were not asked for")
                     continue
                 condition = fields.condition
                 try:
                     if condition is not None and not condition.holds(
                         dict(parts), key=key, shard=name_of(path), split=split
                     ):
-                        _count(ignored, "samples that do not meet the condition")
+                        count_ignored(ignored, "samples that do not meet the condition")
                         continue
                     packed = fields.packed(parts)
                 except SampleError as error:
@@ -128,7 +129,7 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
                     continue
                 yield StreamSample(key, packed, split)
             for reason, count in skipped.reasons.items():
-                ignored[reason] = ignored.get(reason, 0) + count
+                count_ignored(ignored, reason, count)
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     mark = None if any(map(is_remote, paths)) else f"{file_mark(*paths)} {fields}"
@@ -229,7 +230,3 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, byte
         raise ShardError(
             f"{shown(path)} cannot be unpacked: {error}. Unpack it yourself."
         ) from error
-
-
-def _count(ignored: dict[str, int], reason: str) -> None:
-    ignored[reason] = ignored.get(reason, 0) + 1

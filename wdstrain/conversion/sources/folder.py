@@ -17,6 +17,7 @@ from wdstrain.conversion.listing import (
     Keys,
     Listing,
     check_there,
+    count_ignored,
     image_field,
     is_litter,
 )
@@ -56,7 +57,7 @@ def list_folder(
             for name in names:
                 field = image_field(name)
                 if field is None:
-                    _count(ignored, f"*{os.path.splitext(name)[1].lower()}")
+                    count_ignored(ignored, f"*{os.path.splitext(name)[1].lower()}")
                 elif not kind and not flat:
                     outside += 1
                 else:
@@ -85,9 +86,9 @@ def list_folder(
             f"{source} holds no images (found: {seen}). Check the path. Images end in "
             f"{', '.join(EXTENSIONS)}."
         )
-    _count(ignored, "images outside a class folder", outside)
+    count_ignored(ignored, "images outside a class folder", outside)
     if classes:
-        _count(
+        count_ignored(
             ignored,
             "folders without images",
             len({name for root in roots.values() for name in _folders(root)} - set(classes)),
@@ -104,7 +105,7 @@ def list_folder(
         )
         if mask_files is not None:
             if path not in mask_files:
-                _count(ignored, "images without a mask")
+                count_ignored(ignored, "images without a mask")
                 continue
             parts += (mask_files[path],)
         stem = name.rpartition(".")[0]
@@ -168,15 +169,10 @@ def _find_masks(
             f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
             f"for the extension: {next(iter(stems.values()))}.png."
         )
-    _count(
+    count_ignored(
         ignored, "masks without an image", len(by_stem) - len(set(stems.values()) & set(by_stem))
     )
     return matched
-
-
-def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
-    if times:
-        ignored[reason] = ignored.get(reason, 0) + times
 
 
 def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
@@ -190,10 +186,10 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
             f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. "
             "Keep one folder for each split."
         )
-    _count(ignored, "folders beside the splits", len(folders) - len(named))
+    count_ignored(ignored, "folders beside the splits", len(folders) - len(named))
     with os.scandir(source) as entries:
         beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
-    _count(ignored, "files beside the splits", len(beside))
+    count_ignored(ignored, "files beside the splits", len(beside))
     order = list(dict.fromkeys(SPLITS.values()))
     return dict(sorted(named.items(), key=lambda one: order.index(one[1])))
 
@@ -232,7 +228,7 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[
         seen.add(real)
         names = sorted(name for name in files if not is_litter(name))
         kept = sorted(name for name in folders if not is_litter(name))
-        _count(
+        count_ignored(
             ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept)
         )
         folders[:] = kept

@@ -38,7 +38,7 @@ def stream_samples(
         _check_iterable(samples)
     numbers = Numbered("cls")
     has_numbers = has_names = False  # whether a cls is a number, or a name
-    names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
+    names = check_classes(classes) or check_classes(classes_of(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
     counted = not names and not any(
         label.field == "cls" or label.name == "label" for label in labels
@@ -167,8 +167,8 @@ def _stratum(packed: list[Part]) -> str:
     )
 
 
-def _classes(part: Any) -> tuple[str, ...]:
-    """Return the class names of a torchvision data set, or ()."""
+def classes_of(part: Any) -> tuple[str, ...]:
+    """Return the class names of a torchvision data set; () if it has none."""
     found = getattr(part, "classes", None)
     if isinstance(found, (list, tuple)) and all(isinstance(one, str) for one in found):
         return tuple(found)

@@ -24,6 +24,7 @@ from wdstrain.conversion.listing import (
     Stream,
     StreamSample,
     check_there,
+    count_ignored,
     field_name,
     file_mark,
     split_of,
@@ -38,6 +39,7 @@ from wdstrain.shards.expressions import Expression
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import info_of, is_wdstrain_index, labels_of, read_document
 from wdstrain.shards.label import Label
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
@@ -53,63 +55,23 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for
     keys that no shard has.
     """
-    urls, out = addresses_of(options), os.fspath(options.out)
-    keep, drop, rename, keys = options.keep, options.drop, options.rename, options.keys
+    urls = addresses_of(options)
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
+    if options.keep and options.drop:
+        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
     if archives := archives_in(urls):
         return _stream_archives(archives, options)
     index = open_index(urls, note=note)
-    if keep and drop:
-        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
-    for field in [*keep, *drop, *(rename or {})]:
-        if field not in index.fields:
-            raise UsageError(
-                f"no shard has a field '{field}'. Use one of: {', '.join(index.fields)}"
-            )
-    gone = [field for field in rename or {} if (field not in keep if keep else field in drop)]
-    if gone:
-        raise UsageError(
-            f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
-        )
-    _check_replaced(index, out)
+    names = _kept_fields(index, options)
+    _check_replaced(index, os.fspath(options.out))
     everything = len(index)
     index = index if options.where is None else index.where(options.where)
-    condition = Expression(options.select) if options.select is not None else None
-    wanted = read_keys(keys) if keys is not None else None
-    if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
-        raise SourceError(
-            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
-            f"'{min(missing)}'. A key is the name of a member up to its first dot. Remove the keys "
-            "that do not exist."
-        )
-    names = {
-        field: (rename or {}).get(field, field)
-        for field in index.fields
-        if (field in keep if keep else field not in drop)
-    }
-    try:
-        names = {field: field_name(name) for field, name in names.items()}
-    except SampleError as error:
-        raise UsageError(f"{error}. Choose another name.") from None
-    if not names or len(set(names.values())) < len(names):
-        raise UsageError(
-            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They "
-            "need one or more fields with different names."
-        )
+    wanted = _wanted_keys(index, options)
+    condition = _condition(index, options)
     labels = _labels(index, names)
     if options.label is not None:
         labels = _with_declared(index, labels, options)
-    unknown = (
-        sorted(condition.names - {field.partition(".")[0] for field in index.fields})
-        if condition is not None
-        else []
-    )
-    if unknown:
-        raise UsageError(
-            f"select={options.select!r}: there is no {unknown[0]!r}. Use key, shard, split, "
-            f"size.FIELD, has.FIELD or a field: {', '.join(index.fields)}."
-        )
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
     )
@@ -125,18 +87,21 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         ignored["samples that do not meet the condition"] = everything - len(index)
 
     def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
-        for number, parts in _read(index):
+        for number, parts in stored_samples(index, np.arange(len(index))):
             key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
             split = shard.split or split_of(shard.name)
             try:
                 if wanted is not None and key not in wanted:
-                    _count(ignored, "keys that were not asked for")
+                    count_ignored(ignored, "keys that were not asked for")
                     continue
-                _check(index, number, parts)
+                if changed := changed_field(index, number, parts):
+                    raise SampleError(
+                        f"the bytes of its {changed} differ from what was packed (crc32)"
+                    )
                 if condition is not None and not condition.holds(
                     dict(parts), key=key, shard=shard.name, split=split
                 ):
-                    _count(ignored, "samples that do not meet the condition")
+                    count_ignored(ignored, "samples that do not meet the condition")
                     continue
                 kept = [(names[field], data) for field, data in parts if field in names]
                 if not kept:
@@ -166,6 +131,60 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     )
 
 
+def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
+    """Return {field: new name} of the fields that stay."""
+    keep, drop, rename = options.keep, options.drop, options.rename or {}
+    for field in [*keep, *drop, *rename]:
+        if field not in index.fields:
+            raise UsageError(
+                f"no shard has a field '{field}'. Use one of: {', '.join(index.fields)}"
+            )
+    kept = [field for field in index.fields if (field in keep if keep else field not in drop)]
+    gone = [field for field in rename if field not in kept]
+    if gone:
+        raise UsageError(
+            f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
+        )
+    try:
+        names = {field: field_name(rename.get(field, field)) for field in kept}
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
+    if not names or len(set(names.values())) < len(names):
+        raise UsageError(
+            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They "
+            "need one or more fields with different names."
+        )
+    return names
+
+
+def _wanted_keys(index: Index, options: TarsOptions) -> set[str] | None:
+    """Return the keys in the file of keys; None if all samples are wanted."""
+    if options.keys is None:
+        return None
+    wanted = read_keys(options.keys)
+    if missing := wanted.difference(index.keys(np.arange(len(index)))):
+        raise SourceError(
+            f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
+            f"'{min(missing)}'. A key is the name of a member up to its first dot. Remove the keys "
+            "that do not exist."
+        )
+    return wanted
+
+
+def _condition(index: Index, options: TarsOptions) -> Expression | None:
+    """Return the condition on the fields of each sample; None if there is none."""
+    if options.select is None:
+        return None
+    condition = Expression(options.select)
+    unknown = sorted(condition.names - {field.partition(".")[0] for field in index.fields})
+    if unknown:
+        raise UsageError(
+            f"select={options.select!r}: there is no {unknown[0]!r}. Use key, shard, split, "
+            f"size.FIELD, has.FIELD or a field: {', '.join(index.fields)}."
+        )
+    return condition
+
+
 def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
     """Return the samples of compressed tars and zip archives.
 
@@ -177,8 +196,6 @@ def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
             "where and label need the columns of an index, and archives have none. Use select, a "
             "condition on the fields of each sample, or convert the archives first."
         )
-    if options.keep and options.drop:
-        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
     fields = ArchiveFields(
         keep=frozenset(options.keep),
         drop=frozenset(options.drop),
@@ -269,25 +286,26 @@ def _within(address: str, folder: str) -> bool:
     return real in (os.path.realpath(address), os.path.realpath(os.path.dirname(address) or "."))
 
 
-def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
-    numbers = np.arange(len(index))
-    file = index.shard_of(numbers).astype(np.int32)
+def stored_samples(index: Index, ids: Ints) -> Iterator[tuple[int, list[Part]]]:
+    """Yield (id, parts) of samples of shards, read forward. ids: ascending."""
+    file = index.shard_of(np.arange(len(index))).astype(np.int32)
     catalog = SpanCatalog(
         "", [s.path for s in index.shards], file, index.offsets, index.fields, sample_meta((), 0)
     )
-    for group in batches(numbers, catalog.sizes, _BLOCK):
+    for group in batches(ids, catalog.sizes[ids], _BLOCK):
         for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
             assert not isinstance(parts, SampleError)
             yield number, parts
 
 
-def _check(index: Index, number: int, parts: list[Part]) -> None:
-    if len(index.offsets.member_crc):
-        first = int(index.offsets.member_first[number])
-        for place, (field, data) in enumerate(parts):
-            crc = int(index.offsets.member_crc[first + place])
-            if crc and crc32(data) != crc:
-                raise SampleError(f"the bytes of its {field} differ from what was packed (crc32)")
+def changed_field(index: Index, number: int, parts: list[Part]) -> str | None:
+    """Return the first field whose bytes have another crc32 than the index says."""
+    crcs, first = index.offsets.member_crc, int(index.offsets.member_first[number])
+    for place, (field, data) in enumerate(parts) if len(crcs) else ():
+        crc = int(crcs[first + place])
+        if crc and crc32(data) != crc:
+            return field
+    return None
 
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
@@ -325,10 +343,6 @@ def _with_declared(
         label for label in labels if declared.place != label.place and declared.name != label.name
     ]
     return (*others, declared)
-
-
-def _count(ignored: dict[str, int], reason: str) -> None:
-    ignored[reason] = ignored.get(reason, 0) + 1
 
 
 def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> str:

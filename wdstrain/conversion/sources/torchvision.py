@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from wdstrain.conversion.listing import Stream, check_there
-from wdstrain.conversion.sources.iterable import stream_samples
+from wdstrain.conversion.sources.iterable import classes_of, stream_samples
 from wdstrain.errors import SourceError, UsageError
 
 _NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
@@ -97,10 +97,10 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     ]
     files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
     parts = files if len(files) == len(found) else found
-    classes = getattr(next(iter(found.values())), "classes", ())
+    classes = classes_of(next(iter(found.values())))
     source = {"kind": "torchvision", "name": name, "splits": list(found)}
     fields = None if parts is files else ("png", "cls")
-    stream = stream_samples(parts, fields=fields, classes=_texts(classes), name=name, source=source)
+    stream = stream_samples(parts, fields=fields, classes=classes, name=name, source=source)
     return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
 
 
@@ -134,12 +134,4 @@ def _has_files(data: Any) -> bool:
     rows = getattr(data, "samples", None)
     return (
         isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple) and len(rows[0]) == 2
-    )
-
-
-def _texts(classes: Any) -> tuple[str, ...]:
-    return (
-        tuple(classes)
-        if isinstance(classes, (list, tuple)) and all(isinstance(one, str) for one in classes)
-        else ()
     )

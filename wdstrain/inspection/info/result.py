@@ -173,7 +173,7 @@ class Info:
             )
             rows.append(("splits", ", ".join(splits)))
         rows.append(("fields", ", ".join(self.fields)))
-        rows += [(f"label {label.name}", _label_text(label)) for label in self.labels]
+        rows += [(f"label {label.name}", label.summary) for label in self.labels]
         for place, reason in self.disagreements.items():
             rows.append((f"label {place}", f"{reason}. For its classes, look at each set alone"))
         rows += [("made", text) for text in self.made]
@@ -273,14 +273,6 @@ def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{name}={item}" for name, item in value.items())
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _label_text(label: Label) -> str:
-    if label.kind == "number":
-        return "a number"
-    names = ", ".join(label.classes[:10]) + (", ..." if len(label.classes) > 10 else "")
-    some_of = "any of " if label.kind == "multi" else ""
-    return f"{some_of}{plural(len(label.classes), 'class')}: {names}"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
