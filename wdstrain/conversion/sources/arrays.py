@@ -91,51 +91,16 @@ def stream_rows(
     keys: str | None = None,
 ) -> Stream:
     """Return the rows of arrays of equal length as samples. keys: name of the array of keys."""
-    if not arrays:
-        raise UsageError('no array was named. Give arrays={"NAME": array}.')
-    lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
-    if -1 in lengths.values() or len(set(lengths.values())) > 1:
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise UsageError(
-            f"{title}: all arrays must have one row for each sample, but their shapes are {shapes}."
-        )
-    count = next(iter(lengths.values()))
-    if keys is not None and (
-        len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"
-    ):
-        raise UsageError(
-            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}. "
-            "They must be one text or whole number per row."
-        )
-    try:
-        fields = {
-            name: array_field(name, array)  # type: ignore[arg-type]
-            for name, array in arrays.items()
-            if name != keys
-        }
-    except SampleError as error:
-        raise UsageError(f"{error}. Choose another name.") from None
-    if len(set(fields.values())) < len(fields):
-        raise UsageError(
-            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename "
-            "one."
-        )
+    count = _row_count(title, arrays)
+    if keys is not None:
+        _check_keys(title, arrays[keys])
+    fields = _field_names(title, {name: rows for name, rows in arrays.items() if name != keys})
     names = check_classes(classes)
-    asked = list(labels)
-    counts = (
-        "cls" in arrays
-        and len(arrays["cls"].shape) == 1
-        and np.dtype(arrays["cls"].dtype).kind in "biu"
-    )
-    if "cls" in arrays and (
-        not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))
-    ):
-        asked.append("cls")
     found = [
         _Scalar(
             name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
         )
-        for name in asked
+        for name in _asked_labels(arrays, labels)
     ]
     places = {name: place for place, name in enumerate(names)}
     classed = next((one for one in found if one.kind == "class"), None)
@@ -162,6 +127,55 @@ def stream_rows(
     labels_of = lambda: tuple(one.label() for one in found)  # noqa: E731
     stratum = ("label" if classed.name == "cls" else classed.name) if classed else ""
     return Stream(title, entries, labels_of, source, count, stratum=stratum)
+
+
+def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
+    """Return the number of rows. Raises UsageError if the arrays differ in it."""
+    if not arrays:
+        raise UsageError('no array was named. Give arrays={"NAME": array}.')
+    lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
+    if -1 in lengths or len(lengths) > 1:
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise UsageError(
+            f"{title}: all arrays must have one row for each sample, but their shapes are {shapes}."
+        )
+    return lengths.pop()
+
+
+def _check_keys(title: str, keys: Rows) -> None:
+    """Raise UsageError for an array whose values cannot be keys."""
+    if len(keys.shape) != 1 or np.dtype(keys.dtype).kind not in "SUOiu":
+        raise UsageError(
+            f"{title}: the keys are an array of {keys.dtype} {list(keys.shape)}. They must be one "
+            "text or whole number per row."
+        )
+
+
+def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
+    """Return the name of the field of each array."""
+    try:
+        fields = {
+            name: array_field(name, array)  # type: ignore[arg-type]
+            for name, array in arrays.items()
+        }
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
+    if len(set(fields.values())) < len(fields):
+        raise UsageError(
+            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename "
+            "one."
+        )
+    return fields
+
+
+def _asked_labels(arrays: Mapping[str, Rows], labels: Sequence[str]) -> list[str]:
+    """Return the labels with `cls`, which is one if no other is named or if it counts classes."""
+    if "cls" not in arrays:
+        return list(labels)
+    cls = arrays["cls"]
+    counts = len(cls.shape) == 1 and np.dtype(cls.dtype).kind in "biu"
+    is_asked = bool({"cls", "cls:class", "cls:number"} & set(labels))
+    return [*labels, *(["cls"] if not labels or (counts and not is_asked) else [])]
 
 
 def row_bytes(array: Rows) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from wdstrain.conversion.classes import look_alikes, stated_classes
 from wdstrain.conversion.listing import (
@@ -44,12 +45,62 @@ def list_folder(
         raise UsageError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}
     splits = {} if flat else _splits(source, ignored)
-    roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {
-        "": source
-    }
-    # split, class, name below the folder of the split, path, field
-    found: list[tuple[str, str, str, str, str]] = []
-    outside = 0
+    roots = {split: os.path.join(source, folder) for folder, split in splits.items()}
+    roots = roots or {"": source}
+    found, outside = _find_images(roots, ignored, flat=flat)
+    mask_files = _find_masks(source, masks, found, ignored) if masks and found else None
+    classes = [] if flat else sorted({one.kind for one in found})
+    if fixed and flat:
+        raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
+    _check_found(source, classes, fixed, outside if not found else None, ignored)
+    count_ignored(ignored, "images outside a class folder", outside)
+    if classes:
+        folders = {name for root in roots.values() for name in _folders(root)}
+        count_ignored(ignored, "folders without images", len(folders - set(classes)))
+    names = dict.fromkeys([*fixed, *classes])
+    decided = [f"classes: {alike} look alike" for alike in look_alikes(names)]
+    numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
+    keys = {split: Keys() for split in roots}
+    items = []
+    for image in found:
+        parts: tuple[tuple[str, bytes | str], ...] = ((image.field, image.path),)
+        if classes:
+            parts += (("cls", numbers[image.kind]),)
+        if mask_files is not None:
+            if image.path not in mask_files:
+                count_ignored(ignored, "images without a mask")
+                continue
+            parts += (mask_files[image.path],)
+        stem = image.name.rpartition(".")[0]
+        key = keys[image.split].key(stem)
+        name = image.name if key != stem else ""
+        items.append(FileSample(key, parts, image.split, "", image.kind, 0, name))
+    labels = (Label("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
+    about: dict[str, Any] = {"kind": "folder", "classes": len(fixed or classes)}
+    about |= stated_classes(fixed)
+    if masks is not None:
+        about["masks"] = True
+    if decided:
+        about["decided"] = decided
+    stratum = "label" if classes else ""
+    return Listing(source, items, labels, about, ignored, root=source, stratum=stratum)
+
+
+class _Image(NamedTuple):
+    """An image in a folder. name: its path below the folder of its split. kind: its class."""
+
+    split: str
+    kind: str
+    name: str
+    path: str
+    field: str
+
+
+def _find_images(
+    roots: dict[str, str], ignored: dict[str, int], *, flat: bool
+) -> tuple[list[_Image], int]:
+    """Return (images, number of images outside a class folder). roots: folders by split."""
+    found, outside = list[_Image](), 0
     for split, root in roots.items():
         for below, folder, names in _files(root, ignored):
             kind = "" if flat else below.split("/", 1)[0]
@@ -61,11 +112,22 @@ def list_folder(
                 elif not kind and not flat:
                     outside += 1
                 else:
-                    found.append((split, kind, prefix + name, f"{folder}{os.sep}{name}", field))
-    mask_files = _find_masks(source, masks, found, ignored) if masks and found else None
-    classes = [] if flat else sorted({kind for _, kind, _, _, _ in found})
-    if fixed and flat:
-        raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
+                    path = f"{folder}{os.sep}{name}"
+                    found.append(_Image(split, kind, prefix + name, path, field))
+    return found, outside
+
+
+def _check_found(
+    source: str,
+    classes: Sequence[str],
+    fixed: Sequence[str],
+    outside: int | None,
+    ignored: dict[str, int],
+) -> None:
+    """Raise UsageError for a folder of an unknown class, SourceError if there are no images.
+
+    outside: images outside a class folder, if no others were found; else None.
+    """
     other = [kind for kind in classes if fixed and kind not in fixed]
     if other:
         raise UsageError(
@@ -73,66 +135,23 @@ def list_folder(
             f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
             "the end of the classes."
         )
-    if not found and outside:
+    if outside:
         raise SourceError(
             f"{source} holds {outside} images and no class folders. Make a folder for each class, "
             "or use flat=True for images without labels."
         )
-    if not found:
-        seen = (
-            ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
-        )
+    if outside is not None:
+        seen = ", ".join(f"{count} x {name}" for name, count in sorted(ignored.items()))
         raise SourceError(
-            f"{source} holds no images (found: {seen}). Check the path. Images end in "
+            f"{source} holds no images (found: {seen or 'nothing'}). Check the path. Images end in "
             f"{', '.join(EXTENSIONS)}."
         )
-    count_ignored(ignored, "images outside a class folder", outside)
-    if classes:
-        count_ignored(
-            ignored,
-            "folders without images",
-            len({name for root in roots.values() for name in _folders(root)} - set(classes)),
-        )
-    decided = [
-        f"classes: {alike} look alike" for alike in look_alikes(dict.fromkeys([*fixed, *classes]))
-    ]
-    numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
-    keys = {split: Keys() for split in roots}
-    items = []
-    for split, kind, name, path, field in found:
-        parts: tuple[tuple[str, bytes | str], ...] = (
-            ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
-        )
-        if mask_files is not None:
-            if path not in mask_files:
-                count_ignored(ignored, "images without a mask")
-                continue
-            parts += (mask_files[path],)
-        stem = name.rpartition(".")[0]
-        key = keys[split].key(stem)
-        items.append(FileSample(key, parts, split, "", kind, 0, name if key != stem else ""))
-    labels = (Label("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
-    return Listing(
-        source,
-        items,
-        labels,
-        {
-            "kind": "folder",
-            "classes": len(fixed or classes),
-            **stated_classes(fixed),
-            **({"masks": True} if masks is not None else {}),
-            **({"decided": decided} if decided else {}),
-        },
-        ignored,
-        root=source,
-        stratum="label" if classes else "",
-    )
 
 
 def _find_masks(
     source: str,
     masks: str,
-    found: Sequence[tuple[str, str, str, str, str]],
+    found: Sequence[_Image],
     ignored: dict[str, int],
 ) -> dict[str, tuple[str, str]]:
     """Return (field, path) of the mask of each image, by the path of the image.
@@ -161,7 +180,7 @@ def _find_masks(
             if stem in by_stem:
                 raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
             by_stem[stem] = (f"mask.{field}", path)
-    stems = {path: os.path.relpath(path, source).rpartition(".")[0] for _, _, _, path, _ in found}
+    stems = {one.path: os.path.relpath(one.path, source).rpartition(".")[0] for one in found}
     stems = {path: stem.replace(os.sep, "/") for path, stem in stems.items()}
     matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
     if not matched:

@@ -25,76 +25,42 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     Raises UsageError for a name or split that torchvision does not know, SourceError for a split
     that is missing in `root` or damaged.
     """
-    import torchvision.datasets  # takes half a second
-
-    kind: Any = getattr(torchvision.datasets, name, None)
-    if kind is None or name not in torchvision.datasets.__all__:
-        near = [
-            known
-            for known in torchvision.datasets.__all__
-            if known.lower().startswith(name[:3].lower())
-        ]
-        raise UsageError(
-            f"torchvision has no data set '{name}'. "
-            + (f"Did you mean {', '.join(near)}?" if near else "Check the name.")
-        )
-    parameters = inspect.signature(kind).parameters
-    strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
+    kind = _data_set(name)
+    parameter, known = _splits_of(kind, root)
+    strange = sorted(set(splits) - {"train", "test"}) if parameter == "train" else []
     if strange:
         raise UsageError(f"{name} has no split '{strange[0]}'. Use train or test.")
-    known = (
-        ["train", "test"]
-        if "train" in parameters
-        else _known(kind, root)
-        if "split" in parameters
-        else [""]
-    )
-    wanted = (
-        list(splits) or [one for one in _NAMES if known is None or one in known]
-        if known != [""]
-        else [""]
-    )
-    if not splits and known and "trainval" in known and not {"train", "val"} & set(known):
-        wanted = ["trainval", *wanted]
+    wanted = _wanted(splits, known)
     found: dict[str, Any] = {}
-    reasons, failed = [], []
+    reasons: dict[str, str] = {}  # why splits cannot be opened
     for split in wanted:
-        arguments: dict[str, Any] = (
-            {"train": split == "train"}
-            if "train" in parameters
-            else {"split": split}
-            if split
-            else {}
-        )
+        arguments = {"train": split == "train"} if parameter == "train" else {"split": split}
         try:
-            found["val" if split == "valid" else split] = kind(root, **arguments)
+            opened = kind(root, **arguments) if parameter else kind(root)
+            found["val" if split == "valid" else split] = opened
         except Exception as error:  # data sets raise any type for missing files and splits
-            reasons.append(
-                f"{split or name}: "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
-            failed.append(split)
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reasons[split] = f"{split or name}: {text}"
             if splits:
                 raise SourceError(
-                    f"{name} in {root} has no split '{split}' ({reasons[-1]}). Check splits and "
+                    f"{name} in {root} has no split '{split}' ({reasons[split]}). Check splits and "
                     "root."
                 ) from error
     if not found:
         check_there(root, kind="folder")
         raise SourceError(
-            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download "
-            "it first."
+            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons.values())}). "
+            "Download it first."
         )
-    if failed and known is not None:
+    if reasons and known is not None:
+        failed, reason = next(iter(reasons.items()))
         raise SourceError(
-            f"{name} in {root}: the split '{failed[0]}' is missing or cannot be read "
-            f"({reasons[0]}). Fix it, or name the splits to convert: "
-            f"splits={[split for split in wanted if split not in failed]}"
+            f"{name} in {root}: the split '{failed}' is missing or cannot be read ({reason}). "
+            f"Fix it, or name the splits to convert: "
+            f"splits={[split for split in wanted if split not in reasons]}"
         )
-    passed = [
-        *reasons,
-        *(f"split {one}, which was not asked for" for one in known or () if one not in wanted),
-    ]
+    left_out = [one for one in known or () if one not in wanted]
+    passed = [*reasons.values(), *(f"split {one}, which was not asked for" for one in left_out)]
     files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
     parts = files if len(files) == len(found) else found
     classes = classes_of(next(iter(found.values())))
@@ -102,6 +68,42 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     fields = None if parts is files else ("png", "cls")
     stream = stream_samples(parts, fields=fields, classes=classes, name=name, source=source)
     return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
+
+
+def _data_set(name: str) -> Any:
+    """Return a class of torchvision.datasets by its name."""
+    import torchvision.datasets  # takes half a second
+
+    names = torchvision.datasets.__all__
+    if name in names:
+        return getattr(torchvision.datasets, name)
+    near = [known for known in names if known.lower().startswith(name[:3].lower())]
+    raise UsageError(
+        f"torchvision has no data set '{name}'. "
+        + (f"Did you mean {', '.join(near)}?" if near else "Check the name.")
+    )
+
+
+def _splits_of(kind: Any, root: str) -> tuple[str, list[str] | None]:
+    """Return (parameter of the class that chooses a split, splits or None if unknown)."""
+    parameters = inspect.signature(kind).parameters
+    if "train" in parameters:
+        return "train", ["train", "test"]
+    if "split" in parameters:
+        return "split", _known(kind, root)
+    return "", [""]
+
+
+def _wanted(splits: Sequence[str], known: list[str] | None) -> list[str]:
+    """Return the splits to open. splits: those that were asked for; none: all."""
+    if known == [""]:
+        return known
+    if splits:
+        return list(splits)
+    wanted = [one for one in _NAMES if known is None or one in known]
+    if known and "trainval" in known and not {"train", "val"} & set(known):
+        return ["trainval", *wanted]
+    return wanted
 
 
 def _known(kind: Any, root: str) -> list[str] | None:

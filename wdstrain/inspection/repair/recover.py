@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.inspection.verify.cross_shard import field_kind
+from wdstrain.inspection.verify.damaged_tar import Damage
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
 from wdstrain.inspection.verify.shard_check import key_of, repeated_keys
@@ -134,48 +135,41 @@ def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown:
     usual = Counter(_kind(one) for one in taken).most_common(1)[0][0] if taken else frozenset()
     sound = []
     for one in taken:
-        wanted = known.pop(one.key, None)
-        if (
-            wanted is not None
-            and sorted((name, size) for name, _, size, _ in one.members) != wanted[1]
-        ):
-            result.lost.append(
-                Finding(
-                    shown, one.key, "", one.start, "its fields are not those that its index says"
-                )
-            )
-        elif wanted is None and one.is_suspect and _kind(one) != usual:
-            lacks = " and ".join(sorted(usual - _kind(one)))
-            why = (
-                f"lacks what the others have: {lacks}"
-                if lacks
-                else "has other fields than the others"
-            )
-            result.lost.append(
-                Finding(shown, one.key, "", one.start, f"it is next to damage and {why}")
-            )
+        why = _doubt(one, known.pop(one.key, None), usual)
+        if why:
+            result.lost.append(Finding(shown, one.key, "", one.start, why))
         else:
             sound.append(one)
     unseen = "its headers are damaged, and its index has no checksums to know its bytes by"
     result.lost += [Finding(shown, key, "", start, unseen) for key, (start, _) in known.items()]
     if expected is None or not _known(expected, taken):
-        result.gaps = [
-            Finding(
-                shown,
-                "",
-                "",
-                one.start,
-                one.reason
-                + (
-                    f"; bytes {one.start} to {one.stop} hold no sample"
-                    if one.stop > one.start
-                    else ""
-                ),
-            )
-            for one in found.damages
-        ]
+        result.gaps = [_gap(one, shown) for one in found.damages]
     result.intact, result.count = iter(sound), len(sound)
     return result
+
+
+def _doubt(
+    one: IntactSample, listed: tuple[int, list[tuple[str, int]]] | None, usual: frozenset[str]
+) -> str:
+    """Return why a sample may have lost members; "" if there is no sign of that.
+
+    listed: its start and fields with sizes in the index. usual: fields of most samples.
+    """
+    if listed is not None:
+        is_whole = sorted((name, size) for name, _, size, _ in one.members) == listed[1]
+        return "" if is_whole else "its fields are not those that its index says"
+    if not one.is_suspect or _kind(one) == usual:
+        return ""
+    lacks = " and ".join(sorted(usual - _kind(one)))
+    why = f"lacks what the others have: {lacks}" if lacks else "has other fields than the others"
+    return f"it is next to damage and {why}"
+
+
+def _gap(one: Damage, shown: str) -> Finding:
+    """Return the finding for bytes without samples."""
+    is_empty = one.stop <= one.start
+    held = "" if is_empty else f"; bytes {one.start} to {one.stop} hold no sample"
+    return Finding(shown, "", "", one.start, one.reason + held)
 
 
 # --- parts ----------------------------------------------------------------------------------------
