@@ -1,9 +1,10 @@
-"""What claims to be huge, or becomes huge when it is unpacked, ends in a sentence, and memory stays within what is stated.
+"""Bounded memory for data that claims to be, or unpacks to, a huge size.
 
-The bounds: walking over a shard holds 2 bytes for each byte of its headers. Decoding holds, for each sample that is decoded at the
-time (one for each core or worker), 12 bytes for each pixel of a picture (20 of WebP and AVIF), of which none has more than 178 956 970, and 12 for each byte
-of any other value, 48 where it is JSON (Python's objects). The bytes of samples that wait, those of the next epoch among them, and 16 MB
-for whatever else is done come on top.
+The bounds: a scan of a shard holds 2 bytes for each byte of its headers. Decoding holds, for each
+sample decoded at a time (one per core or worker), 12 bytes per pixel of an image (20 for WebP and
+AVIF), with at most 178 956 970 pixels, and 12 bytes per byte of any other value, 48 for JSON
+(Python objects). Waiting samples, those of the next epoch included, and 16 MB for other work come
+on top.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from wdstrain.errors import (
 )
 from wdstrain.shards.tar import END, header
 
-BESIDE = 16 << 20  # bytes for what is done beside
+BESIDE = 16 << 20  # bytes for other work
 PER_HEADER_BYTE, PER_PIXEL, PER_VALUE_BYTE, PER_JSON_BYTE = 2, 12, 12, 48
 
 PROBE = """
@@ -48,43 +49,44 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one sample at a time 
 import wdstrain as wt
 from wdstrain.errors import WdstrainError
 
-def line(name):
-    return next(int(one.split()[1]) * 1024 for one in open("/proc/self/status") if one.startswith(name))
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-fields = {"image": wt.image("img", size=32), "json": wt.json("doc"), "deep": wt.label("doc", column="k"), "label": wt.label("txt"),
-          "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
-found = {}
+fields = {"image": wt.image("img", size=32), "json": wt.json("doc"), "label": wt.label("txt"),
+          "deep": wt.label("doc", column="k"), "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
+results = {}
 cases = json.load(sys.stdin)
-for path, name in cases[:1] + cases:  # the first twice: what is imported for it is no part of it
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-    before = line("VmRSS")
-    said = ""
+for path, name in cases[:1] + cases:  # the first twice, so that imports do not count
+    open("/proc/self/clear_refs", "w").write("5")  # reset the peak
+    before = status("VmRSS")
+    message = ""
     try:
         index = wt.info(path, exact=True) if not name else None
         if name:
             list(wt.Loader(path, {"x": fields[name]}, batch_size=1))
     except WdstrainError as error:
-        said = f"{type(error).__name__}: {error}"
-    found[f"{path} {name}"] = (line("VmHWM") - before, said)
-print(json.dumps(found))
+        message = f"{type(error).__name__}: {error}"
+    results[f"{path} {name}"] = (status("VmHWM") - before, message)
+print(json.dumps(results))
 """
 
 
 def probed(cases: list[tuple[Path, str]]) -> dict[tuple[str, str], tuple[int, str]]:
-    """(bytes at the peak, what was said) for each shard that is walked over, or, with the name of a field, read; by name of its file."""
+    """Return (peak bytes, message) by file name for shards that are scanned, or read by field."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("this system does not tell the peak of a process's memory")
+        pytest.skip("this system does not report peak memory")
     words = json.dumps([(str(path), name) for path, name in cases])
     done = subprocess.run(
         [sys.executable, "-c", PROBE], input=words, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return {(path.name, name): tuple(found[f"{path} {name}"]) for path, name in cases}
+    results = json.loads(done.stdout)
+    return {(path.name, name): tuple(results[f"{path} {name}"]) for path, name in cases}
 
 
 def sealed(block: bytes) -> bytes:
-    """A header block with the checksum it should have."""
+    """Return a header block with a valid checksum."""
     blank = block[:148] + b" " * 8 + block[156:]
     return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
 
@@ -139,7 +141,7 @@ def base256(number: int) -> bytes:
     ],
     ids=range(17),
 )
-def test_headers_that_cannot_be_are_refused_with_their_offset(
+def test_impossible_headers_are_refused_with_their_offset(
     tmp_path: Path, begin: bytes, words: str
 ) -> None:
     (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
@@ -147,7 +149,7 @@ def test_headers_that_cannot_be_are_refused_with_their_offset(
         wt.Loader(tmp_path / "a.tar")
 
 
-def test_links_devices_and_folders_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_links_devices_and_folders_are_skipped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(
         b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, 7)) + head("k.txt") + END
     )
@@ -156,7 +158,7 @@ def test_links_devices_and_folders_are_passed_over_and_counted(tmp_path: Path) -
     assert sum(index.info["ignored"].values()) == 6
 
 
-def test_a_tar_in_a_tar_is_bytes(tmp_path: Path) -> None:
+def test_a_tar_in_a_tar_is_delivered_as_bytes(tmp_path: Path) -> None:
     inner = (write_shards(tmp_path / "in", [3]) / "part-000.tar").read_bytes()
     write_tar(tmp_path / "a.tar", [("k", {"tar": inner})])
     ((batch),) = wt.Loader(tmp_path / "a.tar", batch_size=1)
@@ -164,7 +166,7 @@ def test_a_tar_in_a_tar_is_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"])
-def test_compressed_tars_are_refused_with_a_sentence(tmp_path: Path, kind: str) -> None:
+def test_compressed_tars_are_refused(tmp_path: Path, kind: str) -> None:
     begins = {
         "gz": b"\x1f\x8b\x08",
         "bz2": b"BZh91AY&SY",
@@ -187,7 +189,7 @@ def test_compressed_tars_are_refused_with_a_sentence(tmp_path: Path, kind: str) 
         match=f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar",
     ):
         wt.Loader(tmp_path)
-    (tmp_path / "b.tar").write_bytes(data)  # whatever it is called
+    (tmp_path / "b.tar").write_bytes(data)  # under any name
     with pytest.raises(ShardError, match="b.tar is a .* file, not a plain tar"):
         wt.Loader(tmp_path / "b.tar")
 
@@ -197,7 +199,7 @@ def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
     tmp_path: Path, size: int
 ) -> None:
     path = tmp_path / "a.tar"
-    with open(path, "wb") as file:  # a file with holes: some KB of disk
+    with open(path, "wb") as file:  # a sparse file: a few KB on disk
         file.write(head("k.bin", base256(size)))
         file.seek(512 + size)
         file.write(END)
@@ -208,7 +210,7 @@ def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
         next(iter(wt.Loader(path, batch_size=1)))
 
 
-def test_batches_larger_than_memory_are_refused_in_words(tmp_path: Path) -> None:
+def test_batches_larger_than_memory_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k", {"png": b"x"})])
     with pytest.raises(
         WdstrainError,
@@ -217,7 +219,7 @@ def test_batches_larger_than_memory_are_refused_in_words(tmp_path: Path) -> None
         next(iter(wt.Loader(tmp_path, {"image": wt.image(size=50_000_000)}, batch_size=1)))
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tar")
     (tmp_path / "folder.tar").mkdir()
     for name in ("pipe.tar", "folder.tar"):
@@ -227,9 +229,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         wt.Loader(tmp_path)
 
 
-def test_names_that_are_no_text_come_back_as_they_were(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_delivered_unchanged(tmp_path: Path) -> None:
     write_tar(tmp_path / "\udcfe.tar", [("k\udcff", {"a\udcfe": b"x", "b": b"y"})])
-    for _ in range(2):  # walked over, and remembered
+    for _ in range(2):  # scanned, then from the cache
         (batch,) = wt.Loader(tmp_path, batch_size=1)
         assert batch == {"__key__": ["k\udcff"], "a\udcfe": [b"x"], "b": [b"y"]}
     wt.index(tmp_path)
@@ -240,11 +242,11 @@ def test_names_that_are_no_text_come_back_as_they_were(tmp_path: Path) -> None:
     assert batch["a\udcfe"] == [b"x"]
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
-    """Shards whose headers are all that is in them."""
+    """Write shards that contain only headers."""
     folder.mkdir(exist_ok=True)
     (folder / "keys.tar").write_bytes(
         b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END
@@ -263,19 +265,19 @@ def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
 
 
 def check_walks(cases: list[tuple[Path, str]]) -> None:
-    for (name, _), (peak, said) in probed(cases).items():
+    for (name, _), (peak, message) in probed(cases).items():
         size = next(path for path, _ in cases if path.name == name).stat().st_size
-        assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, said)
+        assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, message)
 
 
 @pytest.mark.slow
-def test_a_walk_over_headers_holds_no_more_than_they_are(tmp_path: Path) -> None:
+def test_memory_of_a_scan_is_bounded_by_its_headers(tmp_path: Path) -> None:
     check_walks(bombs(tmp_path / "bombs", 60_000))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_walk_over_a_million_members_holds_no_more_than_they_are(tmp_path: Path) -> None:
+def test_memory_of_a_scan_over_a_million_members_is_bounded(tmp_path: Path) -> None:
     check_walks(bombs(tmp_path / "bombs", 1_000_000))
 
 
@@ -304,18 +306,18 @@ SIDE = 2500
 
 @pytest.mark.slow
 def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
-    """Of some KB each, most of them; a hundredth of what the largest allowed may take."""
+    """Most files have a few KB; memory is a hundredth of that of the largest allowed image."""
     cases = []
     exif = Image.Exif()
     exif[274] = 6
-    made: dict[str, Callable[[], bytes]] = {
+    output: dict[str, Callable[[], bytes]] = {
         f"png-{mode.replace(';', '')}": lambda mode=mode: encoded(
             Image.new(mode, (SIDE, SIDE)), "PNG"
         )  # type: ignore[misc]
         for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
     }
     rgb = Image.new("RGB", (SIDE, SIDE))
-    made |= {
+    output |= {
         "jpeg": lambda: encoded(rgb, "JPEG"),
         "jpeg-progressive": lambda: encoded(rgb, "JPEG", progressive=True),
         "jpeg-progressive-444": lambda: encoded(
@@ -341,17 +343,17 @@ def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
         "webp": lambda: encoded(rgb, "WEBP"),
     }
     if "AVIF" in Image.SAVE:
-        made["avif"] = lambda: encoded(rgb, "AVIF", speed=10)
-    for name, make in made.items():
+        output["avif"] = lambda: encoded(rgb, "AVIF", speed=10)
+    for name, make in output.items():
         cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {"img": make()})]), "image"))
-    for (name, _), (peak, said) in probed(cases).items():
+    for (name, _), (peak, message) in probed(cases).items():
         data = (tmp_path / name).stat().st_size
-        assert said == "", (name, said)
+        assert message == "", (name, message)
         each = PER_PIXEL * (5 / 3 if name.startswith(("webp", "avif")) else 1)
         assert peak < each * SIDE * SIDE + 6 * data + BESIDE, (name, peak)
 
 
-def test_what_claims_to_be_a_huge_picture_takes_no_memory(
+def test_images_with_huge_claimed_sizes_take_no_memory(
     tmp_path: Path, data: Callable[[str], Path]
 ) -> None:
     claims = {
@@ -371,17 +373,17 @@ def test_what_claims_to_be_a_huge_picture_takes_no_memory(
         (write_tar(tmp_path / f"{name}.tar", [("k", {"img": raw})]), "image")
         for name, raw in claims.items()
     ]
-    for (name, _), (peak, said) in probed(cases).items():
-        assert said.startswith("SampleError: "), (name, said)
-        assert f"{name}: 'k', field 'img' at offset 512: " in said
+    for (name, _), (peak, message) in probed(cases).items():
+        assert message.startswith("SampleError: "), (name, message)
+        assert f"{name}: 'k', field 'img' at offset 512: " in message
         assert peak < 6 * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
 
 
-def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_path: Path) -> None:
-    """Each scan of a progressive JPEG goes over all pixels, and takes a dozen bytes: 90 KB are a minute of work."""
-    whole = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
-    last = whole.rfind(b"\xff\xda")
-    data = whole[:last] + whole[last:-2] * 1000 + whole[-2:]
+def test_a_jpeg_with_thousands_of_scans_is_refused(tmp_path: Path) -> None:
+    """A scan of a progressive JPEG visits all pixels in a dozen bytes: 90 KB take a minute."""
+    encoded_image = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
+    last = encoded_image.rfind(b"\xff\xda")
+    data = encoded_image[:last] + encoded_image[last:-2] * 1000 + encoded_image[-2:]
     assert len(data) < 100_000
     write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
     with pytest.raises(
@@ -391,17 +393,17 @@ def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_
         list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
     with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
         wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
-    assert decode_image(whole).shape == (4000, 4000, 3)
+    assert decode_image(encoded_image).shape == (4000, 4000, 3)
 
 
-def test_scans_are_those_of_the_picture_and_not_of_what_lies_behind_it() -> None:
-    """A phone's picture has a film behind it."""
+def test_only_scans_of_the_image_count_and_not_bytes_after_it() -> None:
+    """Images of phones may have a video appended."""
     data = encoded(Image.new("RGB", (5000, 5000)), "JPEG")
     assert decode_image(data + b"\xff\xda\0\x08" * 100_000).shape == (5000, 5000, 3)
 
 
-def test_tiles_larger_than_their_picture_are_refused() -> None:
-    """A picture of 16 x 16 pixels may have a tile of 2 GB, which libtiff decodes as a whole."""
+def test_tiles_larger_than_their_image_are_refused() -> None:
+    """An image of 16 x 16 pixels may have a tile of 2 GB, which libtiff decodes completely."""
 
     def tiled(width: int, height: int) -> bytes:
         tile = zlib.compress(bytes(width * height))
@@ -444,7 +446,7 @@ def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
 
 
 @pytest.mark.slow
-def test_values_that_unfold_stay_within_a_multiple_of_their_size(tmp_path: Path) -> None:
+def test_memory_of_decoded_values_is_a_bounded_multiple_of_their_size(tmp_path: Path) -> None:
     size = 10 << 20
     shape = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s,), }"
     values: list[tuple[str, str, bytes]] = [
@@ -468,10 +470,10 @@ def test_values_that_unfold_stay_within_a_multiple_of_their_size(tmp_path: Path)
     for name, field, raw in values:
         tar = {"json": "doc", "deep": "doc", "array": "npy"}.get(field, "txt")
         cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {tar: raw})]), field))
-    for (name, field), (peak, said) in probed(cases).items():
-        assert said.startswith("SampleError: "), (name, said)
-        assert f"{name}: 'k', field '" in said
-        assert len(said) < 1500, name
+    for (name, field), (peak, message) in probed(cases).items():
+        assert message.startswith("SampleError: "), (name, message)
+        assert f"{name}: 'k', field '" in message
+        assert len(message) < 1500, name
         most = PER_JSON_BYTE if field in ("json", "deep") else PER_VALUE_BYTE
         assert peak < most * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
 
@@ -482,11 +484,11 @@ def answering(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> I
         def do_GET(self) -> None:
             with contextlib.suppress(
                 BrokenPipeError, ConnectionResetError
-            ):  # who asked has heard enough
+            ):  # the client closed the connection
                 answer(self)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing is said."""
+            """Log no request."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -503,12 +505,12 @@ def answering(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> I
 def _without_end(handler: http.server.BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(1 << 14):  # 16 GB, if nobody hangs up
+    for _ in range(1 << 14):  # 16 GB, unless the client closes the connection
         handler.wfile.write(bytes(1 << 20))
 
 
 def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
-    data = gzip.compress(bytes(200 << 20), 1)  # 200 KB nearly
+    data = gzip.compress(bytes(200 << 20), 1)  # about 200 KB
     handler.send_response(200)
     handler.send_header("Content-Encoding", "gzip")
     handler.send_header("Content-Length", str(len(data)))
@@ -524,7 +526,7 @@ def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 @pytest.mark.parametrize("answer", [_without_end, _unfolding])
-def test_an_index_without_an_end_is_refused(
+def test_an_endless_index_is_refused(
     answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine of 256 MB, so that the test is quick."""
@@ -536,7 +538,7 @@ def test_an_index_without_an_end_is_refused(
         wt.Loader(f"{address}/index.json")
 
 
-def test_an_index_is_taken_apart_only_if_memory_holds_it(
+def test_an_index_is_parsed_only_if_it_fits_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_shards(tmp_path / "set", [8])
@@ -546,8 +548,8 @@ def test_an_index_is_taken_apart_only_if_memory_holds_it(
         wt.Loader(folder)
 
 
-def test_an_index_may_not_claim_a_shard_that_no_disk_holds(tmp_path: Path) -> None:
-    """With a cache: a place for such a shard would be set aside in it."""
+def test_an_index_with_a_shard_larger_than_any_disk_is_refused(tmp_path: Path) -> None:
+    """With a cache, which would allocate space for such a shard."""
     from tests.support.servers import serving
 
     folder = write_shards(tmp_path / "set", [8])
@@ -565,7 +567,7 @@ def test_an_index_may_not_claim_a_shard_that_no_disk_holds(tmp_path: Path) -> No
     assert not list((tmp_path / "cache").rglob("*.tar*"))
 
 
-def test_reasons_are_short_whatever_a_transform_says(tmp_path: Path) -> None:
+def test_reasons_of_bad_samples_are_truncated(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "set", [4])
 
     def verbose(sample: dict[str, Any]) -> dict[str, Any]:
@@ -576,9 +578,9 @@ def test_reasons_are_short_whatever_a_transform_says(tmp_path: Path) -> None:
     assert len(str(raised.value)) < 1500
 
 
-def test_the_largest_picture_is_the_same_for_every_decoder() -> None:
+def test_the_largest_image_is_equal_for_every_decoder() -> None:
     from wdstrain.decode.image_formats import MAX_PIXELS
 
     assert Image.MAX_IMAGE_PIXELS is not None
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
-    assert PER_PIXEL * MAX_PIXELS < 2.2e9  # as the guide says
+    assert PER_PIXEL * MAX_PIXELS < 2.2e9  # as documented in the guide

@@ -1,4 +1,4 @@
-"""Killed processes, full disks and changed files: nothing wrong is left on disk, and work can go on."""
+"""Killed processes, full disks and changed files: no wrong files remain, and work can continue."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from wdstrain.storage.local import LocalFile, is_state, state_of
 from wdstrain.storage.shard_cache import Cache
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
-# --- the script ------------------------------------------------------------------------------------------------------
+# --- the fault injection script ---
 
 
 def survived(*words: str, times: int) -> None:
-    """The script's table says of all faults whose names have these words that all of them were survived."""
+    """Check that the script reports all faults with these words in their names as survived."""
     run = [sys.executable, "-m", "tests.fault_injection.run", *words, "--times", str(times)]
     done = subprocess.run(
         run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -55,8 +55,8 @@ def survived(*words: str, times: int) -> None:
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert rows
     for row in rows:
-        found = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
-        assert (found is not None and found[1] == found[2]) or row.endswith(
+        row_counts = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
+        assert (row_counts is not None and row_counts[1] == row_counts[2]) or row.endswith(
             "no disk can be mounted here"
         ), row
     assert done.stdout.splitlines()[-1].startswith("all survived")
@@ -70,8 +70,10 @@ def test_a_fault_of_every_kind_is_survived(part: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_path: Path) -> None:
-    """The script itself: where flushing is left out, a power cut takes what has its name already."""
+def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
+    tmp_path: Path,
+) -> None:
+    """Without flushing, a power cut loses data of files that have their final name."""
     broken = tmp_path / "wdstrain"
     shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
     text = (broken / "storage" / "files.py").read_text()
@@ -101,17 +103,17 @@ def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_
     )
 
 
-# --- conversions -----------------------------------------------------------------------------------------------------
+# --- conversions ---
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_spilled_samples_are_not_used_after_another_stream_was_spilled_over_them(
+def test_spilled_samples_overwritten_by_another_stream_are_not_used(
     tmp_path: Path,
 ) -> None:
-    """The first stream was spilled as a whole, the second in part; then the first is resumed."""
+    """The first stream was spilled completely, the second in part; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
     options: Any = {"max_shard_samples": 40, "resume": True}
@@ -131,7 +133,7 @@ def test_spilled_samples_are_not_used_after_another_stream_was_spilled_over_them
 
 
 def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path: Path) -> None:
-    """A shard of the same size was written from other input, and its part of the index was not."""
+    """A shard of equal size was written from other input, and its part of the index was not."""
     for name, value in (("one", 1), ("two", 2)):
         for number in range(6):
             path = tmp_path / name / "a" / f"{number}.jpg"
@@ -148,10 +150,8 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_an_exchange_removes_the_files_of_earlier_ones_that_were_cut_short(
-    tmp_path: Path, how: str
-) -> None:
-    """Nine shards are replaced by three and then by one; both exchanges are cut short."""
+def test_a_swap_removes_the_files_of_interrupted_swaps(tmp_path: Path, how: str) -> None:
+    """Nine shards are replaced by three and then by one; both swaps are interrupted."""
 
     def pack(count: int, **options: Any) -> None:
         rows = ({"__key__": f"k{number}", "txt": str(number)} for number in range(count))
@@ -161,14 +161,16 @@ def test_an_exchange_removes_the_files_of_earlier_ones_that_were_cut_short(
     with ended_at("unlink", r"/out/train-000000\.tar"):
         pack(30, overwrite=True)
     assert not (tmp_path / "out" / "index.json").exists()
-    with ended_at("rename", re.escape(SWAPPING)):  # after the former one was moved aside
+    with ended_at("rename", re.escape(SWAPPING)):  # after the old set was moved aside
         pack(10, overwrite=True)
     pack(10, **{how: True})
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
 
 
-def test_a_stage_is_not_removed_by_the_conversion_that_had_it_before(tmp_path: Path) -> None:
-    """A second conversion begins while the first, which is complete, removes its stage."""
+def test_a_finished_conversion_does_not_remove_the_staging_directory_of_the_next(
+    tmp_path: Path,
+) -> None:
+    """A second conversion begins while the first, already complete, removes its staging files."""
     fork = multiprocessing.get_context("fork")
     began, ended, go_on = fork.Event(), fork.Event(), fork.Event()
 
@@ -185,13 +187,13 @@ def test_a_stage_is_not_removed_by_the_conversion_that_had_it_before(tmp_path: P
             wt.pack([{"txt": "two"}], str(tmp_path / "out"), overwrite=True)
         ended.set()
 
-    one, two = fork.Process(target=first), fork.Process(target=second)
-    one.start()
+    first_process, second_process = fork.Process(target=first), fork.Process(target=second)
+    first_process.start()
     assert began.wait(30)
-    two.start()
+    second_process.start()
     assert ended.wait(30)
     go_on.set()
-    for process in (one, two):
+    for process in (first_process, second_process):
         process.join(30)
         assert process.exitcode == 0
     wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
@@ -199,8 +201,8 @@ def test_a_stage_is_not_removed_by_the_conversion_that_had_it_before(tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
-def test_a_conversion_that_waits_for_another_finds_its_shards(tmp_path: Path, how: str) -> None:
-    """It makes no stage in the place of the removed one."""
+def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, how: str) -> None:
+    """It creates no staging directory in place of the removed one."""
     out = str(tmp_path / "out")
     wt.pack([{"txt": "one"}], out)
     before = files(tmp_path / "out")
@@ -210,7 +212,7 @@ def test_a_conversion_that_waits_for_another_finds_its_shards(tmp_path: Path, ho
 
     def ends() -> None:
         os.unlink(tmp_path / "out" / ".unfinished" / "owner")
-        with suppress(OSError):  # the other conversion made its lock already
+        with suppress(OSError):  # the other conversion already made its lock
             os.rmdir(tmp_path / "out" / ".unfinished")
         os.close(held)
 
@@ -227,8 +229,8 @@ def test_a_conversion_that_waits_for_another_finds_its_shards(tmp_path: Path, ho
     assert files(tmp_path / "out") == before
 
 
-def test_a_refused_conversion_leaves_no_stage_behind(tmp_path: Path) -> None:
-    """Another conversion ends between two looks at the folder."""
+def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:
+    """Another conversion ends between two checks of the folder."""
     shard = tmp_path / "train-000000.tar"
     with (
         watched_calls("flock", "/owner", shard.touch, fcntl),
@@ -238,8 +240,8 @@ def test_a_refused_conversion_leaves_no_stage_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [shard]
 
 
-def test_the_lock_of_a_removed_stage_locks_nothing(tmp_path: Path) -> None:
-    """A conversion that waited for the removed stage gets a new one, which a third has to wait for."""
+def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -> None:
+    """A conversion that waited for it makes a new directory, which a third has to wait for."""
     first = OutputTransaction(str(tmp_path / "out"), overwrite=False, resume=False)
     fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
     first.clear()
@@ -252,14 +254,14 @@ def test_the_lock_of_a_removed_stage_locks_nothing(tmp_path: Path) -> None:
 
 
 class Immediate:
-    """A job that is done at once."""
+    """A job that ends at once."""
 
     def __call__(self, number: int, tick: Any) -> int:
         return number
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_no_conversion_waits_for_a_process_that_is_killed_after_the_last_job(
+def test_a_conversion_does_not_wait_for_a_process_killed_after_the_last_job(
     which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two idle processes holds a lock."""
@@ -283,16 +285,16 @@ def test_no_conversion_waits_for_a_process_that_is_killed_after_the_last_job(
     assert not multiprocessing.active_children()
 
 
-# --- indexes ---------------------------------------------------------------------------------------------------------
+# --- indexes ---
 
 
-def test_an_index_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
-    """The former index is still whole, and its checksums get into the new one."""
+def test_an_index_survives_a_kill_during_its_replacement(tmp_path: Path) -> None:
+    """The old index is still complete, and its checksums are copied to the new one."""
     write_class_folder(tmp_path / "in", {"cat": 12})
     wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "set"), max_shard_samples=4)
     (tmp_path / "set" / "train-000002.tar").unlink()
     before = load(str(tmp_path / "set" / "index.json"))
-    for _ in range(2):  # the second time with the remains of the first
+    for _ in range(2):  # the second time with the files of the first kill
         with ended_at("replace", r"/index\.json"):
             wt.index(tmp_path / "set")
         assert np.array_equal(
@@ -306,7 +308,7 @@ def test_an_index_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path / "set") if name.startswith(".")]
 
 
-def test_offsets_of_another_index_are_refused_though_former_ones_lie_there(tmp_path: Path) -> None:
+def test_offsets_of_another_index_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "s", [3, 4])
     save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.arrow", tmp_path / "s" / ".index.arrow.former")
@@ -318,7 +320,7 @@ def test_offsets_of_another_index_are_refused_though_former_ones_lie_there(tmp_p
         load(str(tmp_path / "s" / "index.json"))
 
 
-# --- shards that change ----------------------------------------------------------------------------------------------
+# --- shards that change ---
 
 
 def replaced(path: Path, data: bytes, *, keep_time: bool = False) -> None:
@@ -331,7 +333,7 @@ def replaced(path: Path, data: bytes, *, keep_time: bool = False) -> None:
 
 @pytest.mark.parametrize("keep_time", [True, False])
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error(
+def test_replacing_a_shard_without_checksums_during_use_raises(
     tmp_path: Path, indexed: bool, keep_time: bool
 ) -> None:
     folder = write_shards(tmp_path / "s", [9, 9])
@@ -345,29 +347,27 @@ def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error
     ):
         list(loader)
     loader.close()
-    assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # as it is now
+    assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # the new shard
 
 
-def test_of_a_shard_that_was_replaced_all_samples_are_bad_and_counted(tmp_path: Path) -> None:
+def test_all_samples_of_a_replaced_shard_are_bad_and_counted(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [8, 8])
     loader = wt.Loader(folder, batch_size=2, shuffle=False, on_error="replace", max_errors=0.6)
     replaced(
         folder / "part-001.tar",
         (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"),
     )
-    found = [text for batch in loader for text in batch["txt"]]
+    actual = [text for batch in loader for text in batch["txt"]]
     assert loader.report()["bad"] == 8
-    assert len(found) == 16
-    assert not any(text.startswith(b"SAMPLE") for text in found)
+    assert len(actual) == 16
+    assert not any(text.startswith(b"SAMPLE") for text in actual)
     loader.close()
 
 
-def test_bytes_that_are_written_over_while_they_are_read_are_an_error(tmp_path: Path) -> None:
+def test_overwriting_bytes_during_a_read_raises(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [9])
     path = folder / "part-000.tar"
-    os.utime(
-        path, ns=(0, 0)
-    )  # whatever is written from here on has another time, however coarse the clock is
+    os.utime(path, ns=(0, 0))  # later writes have another time, however coarse the clock is
     with LocalFile(str(path), state_of(os.stat(path))) as source:
         memory = memoryview(bytearray(600))
         source.read_into([memory], 0)
@@ -377,7 +377,7 @@ def test_bytes_that_are_written_over_while_they_are_read_are_an_error(tmp_path: 
             source.read_into([memory], 0)
 
 
-def test_a_new_link_and_other_rights_are_no_other_file(tmp_path: Path) -> None:
+def test_a_new_link_and_changed_permissions_do_not_change_a_file(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [9])
     path = folder / "part-000.tar"
     state = state_of(os.stat(path))
@@ -389,7 +389,7 @@ def test_a_new_link_and_other_rights_are_no_other_file(tmp_path: Path) -> None:
     assert not is_state(f"{time}:0:0", os.stat(path))
 
 
-def test_a_shard_that_changes_while_it_is_indexed_is_an_error_and_not_remembered(
+def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(
     tmp_path: Path,
 ) -> None:
     folder = write_shards(tmp_path / "s", [9, 9])
@@ -413,11 +413,11 @@ def test_a_cached_scan_is_not_used_for_a_replaced_file_of_equal_size_and_time(
     assert open_index(str(folder)).key(0) == "s000000"
     replaced(
         path, path.read_bytes().replace(b"s000001", b"s000010"), keep_time=True
-    )  # of the same checksum
+    )  # with an equal checksum
     assert open_index(str(folder)).key(1) == "s000010"
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def state(step: int) -> dict[str, Any]:
@@ -429,8 +429,8 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def test_the_best_checkpoint_is_named_before_the_last(tmp_path: Path) -> None:
-    """A run resumes from the last one; a best one that has no name yet would be lost."""
+def test_the_best_checkpoint_gets_its_name_before_the_last(tmp_path: Path) -> None:
+    """A run resumes from the last checkpoint, so an unnamed best checkpoint would be lost."""
     checkpoints = Checkpoints(str(tmp_path), 2)
     checkpoints.save(state(1), 1, best=True)
     for name in ("step-00000002.pt", LAST):
@@ -442,7 +442,7 @@ def test_the_best_checkpoint_is_named_before_the_last(tmp_path: Path) -> None:
     assert all(read_checkpoint(str(tmp_path / name))["model"]["w"][0] == 2 for name in (BEST, LAST))
 
 
-def test_where_there_are_no_links_a_copy_is_flushed_before_it_has_its_name(
+def test_without_links_a_copy_is_flushed_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[int] = set()
@@ -466,7 +466,7 @@ def test_where_there_are_no_links_a_copy_is_flushed_before_it_has_its_name(
     assert sorted(os.listdir(tmp_path)) == [BEST, LAST, "step-00000001.pt"]
 
 
-def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(
+def test_a_killed_worker_is_not_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: Any) -> None:
@@ -478,8 +478,8 @@ def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(
     assert not isinstance(raised.value, StorageError)
 
 
-def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
-    """What a power cut may leave at the end of a file that was being appended to."""
+def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
+    """A power cut may leave such bytes at the end of an appended file."""
     from wdstrain.training.run_dir import STEPS, RunDir
 
     run = RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
@@ -490,7 +490,7 @@ def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_run_that_was_killed_before_it_had_its_configuration_starts_again(
+def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wdstrain.training.run_dir import RunDir
@@ -528,8 +528,8 @@ def test_a_partial_shard_without_a_map_is_removed_once_its_other_reader_closes_i
     file.close()
 
 
-def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path) -> None:
-    """As nothing that was flushed can be, and what a disk of another mind may give after a power cut."""
+def test_a_partial_shard_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
+    """Flushed files never look like this, but some disks may return it after a power cut."""
     index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
     cache, shard = (
         Cache(str(tmp_path / "cache")),
@@ -549,7 +549,7 @@ def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path
     assert os.path.exists(cache.path_of(shard))
 
 
-# --- workers ---------------------------------------------------------------------------------------------------------
+# --- workers ---
 
 
 class Hungry:
@@ -590,8 +590,8 @@ except wt.SampleError as error:
 """
 
 
-def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Path) -> None:
-    """A thread that it starts then does not begin, and Python waits for it."""
+def test_a_worker_without_memory_at_its_first_sample_reports_it(shards: Path) -> None:
+    """A thread that the worker starts at that moment never begins, and Python waits for it."""
     run = [sys.executable, "-c", _LIMITED, str(shards)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert (
@@ -601,7 +601,7 @@ def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Pa
 
 
 class Huge:
-    """Arrays that take no memory themselves; a batch of them is larger than any address space."""
+    """Sparse arrays; a batch of them is larger than any address space."""
 
     names, example = ("cls",), None
 
@@ -616,8 +616,8 @@ def test_a_batch_that_does_not_fit_in_memory_is_an_error_with_advice(shards: Pat
     loader.close()
 
 
-def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
-    """Torch tells of it by an exception in a handler of SIGCHLD; raised within a fork, Python would print and drop it."""
+def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> None:
+    """torch raises in a SIGCHLD handler; within a fork, Python would print and drop the error."""
 
     def handler(*_: Any) -> None:
         raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
@@ -638,7 +638,7 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
         with DeferSignals():
             signal.signal(
                 signal.SIGCHLD, signal.SIG_DFL
-            )  # somebody sets his own meanwhile, as torch does
+            )  # the program sets its own handler meanwhile, as torch does
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, former)
@@ -648,7 +648,7 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
     assert worker_death_error(RuntimeError("of something else")) is None
 
 
-def test_a_file_that_a_kill_left_on_the_stage_goes_with_it(tmp_path: Path) -> None:
+def test_a_leftover_file_is_removed_with_the_staging_directory(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 8}, "jpg")
     (tmp_path / "out" / ".unfinished").mkdir(parents=True)
     (tmp_path / "out" / ".unfinished" / ".names.json.0123.tmp").touch()
@@ -657,22 +657,22 @@ def test_a_file_that_a_kill_left_on_the_stage_goes_with_it(tmp_path: Path) -> No
     assert len(wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), resume=True)) == 8
 
 
-def test_a_handler_of_dead_children_is_asked_by_the_one_that_was_set_while_they_waited() -> None:
-    """As torch sets its own once, when the first workers start, and asks what it found then for ever."""
-    asked: list[int] = []
-    former = signal.signal(signal.SIGCHLD, lambda number, _: asked.append(number))
+def test_a_sigchld_handler_set_during_deferral_calls_the_previous_handler() -> None:
+    """torch sets its handler once, and it then always calls the handler it replaced."""
+    called: list[int] = []
+    former = signal.signal(signal.SIGCHLD, lambda number, _: called.append(number))
     try:
         with DeferSignals():
-            found: Any = signal.getsignal(signal.SIGCHLD)
-            signal.signal(signal.SIGCHLD, lambda number, frame: found(number, frame))
+            actual: Any = signal.getsignal(signal.SIGCHLD)
+            signal.signal(signal.SIGCHLD, lambda number, frame: actual(number, frame))
         signal.raise_signal(signal.SIGCHLD)
-        assert asked == [signal.SIGCHLD]
+        assert called == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, former)
 
 
-def test_an_error_of_the_model_is_not_its_own_cause(tmp_path: Path) -> None:
-    """It would be kept by itself, and with it the memory of its frames, until a collection."""
+def test_an_error_of_the_model_has_no_reference_cycle(tmp_path: Path) -> None:
+    """A cycle would keep the memory of its frames until a garbage collection."""
 
     class Failing(torch.nn.Module):
         def __init__(self, outputs: int) -> None:
@@ -680,10 +680,10 @@ def test_an_error_of_the_model_is_not_its_own_cause(tmp_path: Path) -> None:
             self.layer = torch.nn.Linear(3, outputs)
 
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            if len(pixels) > 2:  # it is tried out with two
+            if len(pixels) > 2:  # the trial run has a batch of two
                 raise RuntimeError("boom")
-            found: torch.Tensor = self.layer(pixels.mean((2, 3)))
-            return found
+            output_tensor: torch.Tensor = self.layer(pixels.mean((2, 3)))
+            return output_tensor
 
     write_class_folder(tmp_path / "in", {"a": 16, "b": 16}, "jpg")
     wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "set"))

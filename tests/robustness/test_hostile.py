@@ -1,4 +1,6 @@
-"""A shard is data, never code: nothing in it is run, unpickled or expanded, and no name in it leads out of a folder or into a page."""
+"""Shards are data, never code: no value is executed or unpickled, no name escapes its folder or
+page.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ FIELDS = {"image": wt.image("png;jpg", size=16), "label": wt.label()}
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -43,13 +45,13 @@ class Trap:
 
 
 def run(*words: str | Path) -> None:
-    """A command of ours; how it ends is not the matter here, but that it ends in a sentence is."""
+    """Run a command of the package, which must end without a traceback."""
     with contextlib.suppress(SystemExit):
         main(list(map(str, words)))
 
 
 def every_verb(folder: Path, out: Path) -> None:
-    """Every verb that takes shards, on these."""
+    """Run every verb that takes shards on these shards."""
     run("info", folder, "--exact")
     run("verify", folder, "--decode")
     run("repair", folder, "-o", out / "repaired")
@@ -64,7 +66,7 @@ def every_verb(folder: Path, out: Path) -> None:
 
 
 def labelled(folder: Path, classes: list[str], info: dict[str, Any] | None = None) -> Path:
-    """Shards with an index that tells of two classes."""
+    """Write shards with an index that declares two classes."""
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
     document["wdstrain"]["labels"] = [
@@ -79,8 +81,8 @@ def everything(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*")}
 
 
-def test_a_picture_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow opens EPS by its first bytes, whatever the file is called, and has Ghostscript draw it."""
+def test_an_image_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow detects EPS by its first bytes, under any file name, and runs Ghostscript on it."""
     program = tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\nexit 1\n')
@@ -96,7 +98,7 @@ def test_a_picture_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "ran").exists()
 
 
-def test_nothing_is_unpickled_by_any_verb(tmp_path: Path) -> None:
+def test_no_verb_unpickles_data(tmp_path: Path) -> None:
     trap, trapped = pickle.dumps(Trap(tmp_path / "ran")), io.BytesIO()
     np.save(trapped, np.array([Trap(tmp_path / "ran")], object), allow_pickle=True)
     saved = io.BytesIO()
@@ -115,7 +117,7 @@ def test_nothing_is_unpickled_by_any_verb(tmp_path: Path) -> None:
     every_verb(folder, tmp_path)
     assert [batch["pyd"] for batch in wt.Loader(folder, batch_size=8)] == [
         [trap] * 8
-    ]  # bytes, as they are
+    ]  # bytes, unchanged
     for field in (
         wt.array(),
         wt.array("pkl"),
@@ -143,7 +145,7 @@ def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"]
 )
-def test_an_address_is_never_run(
+def test_an_address_is_never_executed(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,18 +155,18 @@ def test_an_address_is_never_run(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_function_that_a_checkpoint_names_is_not_called(
+def test_a_function_named_in_a_checkpoint_is_not_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint from elsewhere may name any function that Python can import: only the user says that it is run."""
+    """A foreign checkpoint may name any importable function; it runs only if the user names it."""
     folder = tmp_path / "shards"
     write_tar(
         folder / "train-0.tar",
         [(f"k{i}", {"png": picture(i), "cls": b"%d" % (i % 2)}) for i in range(16)],
     )
     labelled(folder, ["dark", "light"])
-    made = tmp_path / "my_models.py"
-    made.write_text(
+    module_file = tmp_path / "my_models.py"
+    module_file.write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom wdstrain.training.models import Small\n"
         "def mine(outputs):\n    return Small(outputs, 16)\n"
     )
@@ -189,7 +191,7 @@ def test_a_function_that_a_checkpoint_names_is_not_called(
         assert (tmp_path / "ran").exists()
 
 
-def test_a_function_that_the_folder_of_a_run_names_is_not_called(
+def test_a_function_named_in_a_run_folder_is_not_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -218,7 +220,7 @@ KEYS = (
 )
 
 
-def test_keys_and_names_never_lead_out_of_a_folder(
+def test_keys_and_names_never_escape_their_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, out = tmp_path / "deep" / "set", tmp_path / "deep" / "out"
@@ -238,7 +240,7 @@ def test_keys_and_names_never_lead_out_of_a_folder(
     assert [path for path in new if not path.startswith(inside)] == []
 
 
-def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
+def test_an_index_never_names_files_outside_its_folder(tmp_path: Path) -> None:
     write_shards(tmp_path / "secret", [4])
     folder = write_shards(tmp_path / "set", [4])
     wt.index(folder)
@@ -257,7 +259,7 @@ def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its tags with the names of their attributes, and its text."""
+    """HTML page as a browser parses it: tags with their attribute names, and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -281,7 +283,11 @@ def check_page(text: str, name: str) -> None:
     page = Page(text)
     for tag, attributes in page.tags:
         assert tag != "script" or MARK not in str(attributes), name
-        assert not [one for one in attributes if one.startswith("on")], (name, tag, attributes)
+        assert not [name_ for name_ in attributes if name_.startswith("on")], (
+            name,
+            tag,
+            attributes,
+        )
         assert not any(
             value and MARK in value
             for key, value in attributes.items()
@@ -292,7 +298,7 @@ def check_page(text: str, name: str) -> None:
 
 
 def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
-    evil = EVIL.replace("/", "\u2215")  # in a file's name
+    evil = EVIL.replace("/", "\u2215")  # "/" is not possible in a file name
     folder = tmp_path / "set"
     rows: list[Sample] = [
         (
@@ -330,9 +336,9 @@ def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
         "report": loader.report(),
         "plan": wt.plan_epoch(folder, batch_size=4),
     }
-    texts = {name: one._repr_html_() for name, one in shown.items()}
+    texts = {name: shown_object._repr_html_() for name, shown_object in shown.items()}
     for name, text in texts.items():
-        if MARK in text:  # some are figures alone
+        if MARK in text:  # some contain only figures
             check_page(text, name)
     assert {"info", "peek"} <= {name for name, text in texts.items() if MARK in text}
 
@@ -356,7 +362,7 @@ def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None
     )
     library = tmp_path / "turbojpeg.libs" / "libturbojpeg-0.so"
     library.parent.mkdir()
-    shutil.copy(isal_zlib.__file__, library)  # any library that can be loaded
+    shutil.copy(isal_zlib.__file__, library)  # any loadable library
     ended = subprocess.run(
         [sys.executable, "-c", READS_PICTURES], cwd=tmp_path, capture_output=True, text=True
     )
@@ -365,7 +371,7 @@ def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None
 
 
 def npy_of(head: str) -> bytes:
-    """A .npy file with this head, and 12 bytes."""
+    """Return a .npy file with this header, and 12 bytes."""
     raw = head.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw + bytes(12)
 
@@ -399,7 +405,7 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_headers_and_json_end_in_a_sentence(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, capsys: Any) -> None:
     field, data = HOSTILE[name]
     field = f"x.{field}" if field == "npy" else field
     write_tar(
@@ -422,7 +428,7 @@ def test_hostile_headers_and_json_end_in_a_sentence(name: str, tmp_path: Path, c
         loader = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy")}, batch_size=1)
         with pytest.raises(SampleError, match="'k[0-2]', field 'x.npy'"):
             next(iter(loader))
-    if field == "x.npy" and data[:2] != b"PK":  # numpy leaves a damaged archive open
+    if field == "x.npy" and data[:2] != b"PK":  # numpy does not close a damaged archive
         (tmp_path / "x.npy").write_bytes(data)
         with pytest.raises(WdstrainError, match="x.npy"):
             wt.convert_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "out"))
@@ -439,7 +445,7 @@ def test_hostile_headers_and_json_end_in_a_sentence(name: str, tmp_path: Path, c
         ("not_there:net", "No module named 'not_there'"),
     ],
 )
-def test_an_odd_model_is_refused_with_a_sentence(
+def test_an_invalid_model_is_refused(
     model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
@@ -459,6 +465,7 @@ LOCKED = """
 import sys
 from wdstrain.cli import main
 folder = sys.argv[1]
+UNAFFECTED = (("convert folder", "indexed"), ("convert folder", "bare"), ("repair -o {0}/out", "indexed"))
 for verb in ("info", "verify", "show", "index", "repair -o {0}/out", "convert tars", "convert folder"):
     for place in ("hidden", "indexed", "bare"):
         words = verb.format(folder).split() + [f"{folder}/{place}"]
@@ -466,14 +473,14 @@ for verb in ("info", "verify", "show", "index", "repair -o {0}/out", "convert ta
             words = ["repair", f"{folder}/{place}", "-o", f"{folder}/out"]
         if verb.startswith("convert"):
             words.append(f"{folder}/out")
-        # a folder has no index to be asked, and repair goes without one that cannot be read, and says so
-        if (verb, place) not in (("convert folder", "indexed"), ("convert folder", "bare"), ("repair -o {0}/out", "indexed")):
+        # `convert folder` reads no index, and repair continues without an unreadable index
+        if (verb, place) not in UNAFFECTED:
             print(verb, place, main(words), flush=True)
 """
 
 
-def without_rights_of_root() -> list[str]:
-    """The words before a command that let it read only what its user may read."""
+def without_root_privileges() -> list[str]:
+    """Return a command prefix that drops root's right to read any file."""
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
@@ -490,7 +497,7 @@ for pattern in sys.argv[1:]:
 """
 
 
-def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(tmp_path: Path) -> None:
+def test_a_pattern_does_not_skip_unreadable_folders(tmp_path: Path) -> None:
     for name in ("open", "locked"):
         wt.pack([{"__key__": name, "txt": "x"}], str(tmp_path / "sets" / name))
     (tmp_path / "sets" / "notes.txt").write_text(
@@ -498,8 +505,8 @@ def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(tmp_path: Path) -> 
     )
     patterns = ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"]
     words = [str(tmp_path / pattern) for pattern in patterns]
-    command = [*without_rights_of_root(), sys.executable, "-c", INFO_OF_EACH, *words]
-    # 0o444: the names may be listed, and no file behind them is found
+    command = [*without_root_privileges(), sys.executable, "-c", INFO_OF_EACH, *words]
+    # 0o444: names can be listed, but no file in the folder can be opened
     for mode, status in ((0o755, 0), (0o000, 1), (0o444, 1)):
         (tmp_path / "sets" / "locked").chmod(mode)
         try:
@@ -513,8 +520,8 @@ def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(tmp_path: Path) -> 
 
 
 def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
-    """A folder, an index.json and a tar without the right to read them, for every verb."""
-    command = [*without_rights_of_root(), sys.executable, "-c", LOCKED, str(tmp_path)]
+    """A folder, an index.json and a tar without read permission, for every verb."""
+    command = [*without_root_privileges(), sys.executable, "-c", LOCKED, str(tmp_path)]
     for name in ("hidden", "indexed", "bare"):
         wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
     for name in ("index.json", "index.arrow"):
@@ -545,7 +552,7 @@ def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["index.json", "index.arrow"])
 @pytest.mark.parametrize("verb", ["info", "verify", "show", "index"])
-def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(
+def test_a_named_pipe_in_place_of_an_index_is_refused_without_waiting(
     name: str, verb: str, tmp_path: Path
 ) -> None:
     wt.pack([{"txt": "x"}], tmp_path / "set")
@@ -578,7 +585,9 @@ for folder in (locked, f"{locked}/x"):
 
 
 @pytest.mark.parametrize("mode", [0o000, pytest.param(0o444, marks=pytest.mark.slow)])
-def test_files_below_an_unreadable_folder_are_not_called_missing(tmp_path: Path, mode: int) -> None:
+def test_files_below_an_unreadable_folder_are_not_reported_missing(
+    tmp_path: Path, mode: int
+) -> None:
     locked = tmp_path / "locked"
     (locked / "x").mkdir(parents=True)
     for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
@@ -587,7 +596,7 @@ def test_files_below_an_unreadable_folder_are_not_called_missing(tmp_path: Path,
     locked.chmod(mode)
     try:
         command = [
-            *without_rights_of_root(),
+            *without_root_privileges(),
             sys.executable,
             "-c",
             BELOW_LOCKED,
@@ -603,10 +612,10 @@ def test_files_below_an_unreadable_folder_are_not_called_missing(tmp_path: Path,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_may_be_listed_and_not_entered_is_not_served(tmp_path: Path) -> None:
+def test_a_folder_that_can_be_listed_but_not_entered_is_not_served(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     code = "import sys; from wdstrain.cli import main; sys.exit(main(['serve', sys.argv[1], '--port', '0']))"
-    command = [*without_rights_of_root(), sys.executable, "-c", code, str(tmp_path / "set")]
+    command = [*without_root_privileges(), sys.executable, "-c", code, str(tmp_path / "set")]
     (tmp_path / "set").chmod(0o444)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What shards say is shown and never steers: a terminal gets no escape from a key, a class, a label or a file's name."""
+"""Terminal escapes in keys, classes, labels and file names are never printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """Shards and an index whose every name would turn a terminal red."""
+    """Shards and an index in which every name would turn a terminal red."""
     folder = tmp_path / "set"
     samples = [
         (f"k{i}{ESCAPE}", {"png": picture(i) if i else b"none", "cls": b"9" if i == 1 else b"0"})
@@ -57,7 +57,7 @@ def hostile(tmp_path: Path) -> Path:
     ids=lambda words: " ".join(words),
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_no_verb_lets_an_escape_through(
+def test_no_verb_prints_an_escape(
     hostile: Path,
     words: list[str],
     as_json: bool,
@@ -73,7 +73,7 @@ def test_no_verb_lets_an_escape_through(
     assert "\x07" not in shown.out + shown.err
 
 
-def test_what_repair_says_lets_none_through(
+def test_repair_prints_no_escape(
     hostile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (shard,) = hostile.glob("*.tar")
