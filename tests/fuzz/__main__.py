@@ -4,16 +4,17 @@
     .venv/bin/python -m tests.fuzz tar http --seconds 600 --seed 7 --folder runs/fuzzing
 
 Each target of `targets.py` runs under atheris in a process of its own. It starts from the target's
-seeds, the cases in `tests/fuzz/cases`, and the inputs that earlier runs left in the folder. Inputs that
-break a promise are written to `finds` in the folder, with the command that runs each again. After a
-fix the input becomes a case, under a name that describes it. The exit status is 1 if there are finds.
-atheris has wheels for Linux on x86-64 only.
+seeds, the cases in `tests/fuzz/cases`, and the inputs that earlier runs left in the folder. Inputs
+that break a promise are written to `finds` in the folder, with the command that runs each again.
+After a fix the input becomes a case, under a name that describes it. The exit status is 1 if there
+are finds. atheris has wheels for Linux on x86-64 only.
 
-`lines` counts the lines of the tested functions that the kept inputs run, of all their lines. Lines that
-run once per process, such as loading a library, are not part of a target. `edges` is libFuzzer's count
-for the whole package.
+`lines` counts the lines of the tested functions that the kept inputs run, of all their lines. Lines
+that run once per process, such as loading a library, are not part of a target. `edges` is
+libFuzzer's count for the whole package.
 
-Last results. Seconds include the start (8 s) and the line count; two other programs shared the cores.
+Last results. Seconds include the start (8 s) and the line count; two other programs shared the
+cores.
 
     2 cores (one used), Python 3.11, atheris 3.0, libFuzzer's seed 11, 2026-11-21
     target      executions  seconds        lines        edges  finds
@@ -58,7 +59,9 @@ CASES = Path(__file__).parent / "cases"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of fuzzing a target. lines: covered, and all; edges: by libFuzzer; finds: inputs that break something."""
+    """Result of fuzzing a target. lines: covered, and all; edges: by libFuzzer; finds: failing
+    inputs.
+    """
 
     target: str
     executions: int
@@ -69,7 +72,9 @@ class Outcome:
 
 
 def fuzz(target: Target, folder: Path, *, seed: int, limits: Iterable[str]) -> Outcome:
-    """Fuzz one target in another process. limits: in libFuzzer's words. Raises RuntimeError where it cannot be run."""
+    """Fuzz one target in another process. limits: libFuzzer's flags. Raises RuntimeError if it
+    fails.
+    """
     corpus, finds = folder / "corpus" / target.name, folder / "finds"
     corpus.mkdir(parents=True, exist_ok=True)
     finds.mkdir(exist_ok=True)
@@ -90,24 +95,28 @@ def fuzz(target: Target, folder: Path, *, seed: int, limits: Iterable[str]) -> O
     executions = re.search(r"stat::number_of_executed_units: (\d+)", done.stderr)
     if executions is None:
         raise RuntimeError(f"the fuzzer of {target.name} did not run:\n{done.stderr[-2000:]}")
-    edges = [int(one) for one in re.findall(r"cov: (\d+)", done.stderr)]
+    edges = [int(edge_count) for edge_count in re.findall(r"cov: (\d+)", done.stderr)]
     seconds = time.perf_counter() - begun
-    found = sorted(set(finds.glob(f"{target.name}-*")) - before)
+    new_finds = sorted(set(finds.glob(f"{target.name}-*")) - before)
     covered = lines_covered(target, (path.read_bytes() for path in sorted(corpus.iterdir())))
-    return Outcome(target.name, int(executions[1]), seconds, covered, max(edges, default=0), found)
+    return Outcome(
+        target.name, int(executions[1]), seconds, covered, max(edges, default=0), new_finds
+    )
 
 
 def inputs_of(target: Target) -> list[bytes]:
-    """The seeds of a target and the cases that were kept."""
+    """Return the seeds of a target and the kept cases."""
     return target.seeds() + [path.read_bytes() for path in sorted((CASES / target.name).glob("*"))]
 
 
-# --- coverage --------------------------------------------------------------------------------------------------------
+# --- coverage ---
 
 
 def lines_covered(target: Target, inputs: Iterable[bytes]) -> tuple[int, int]:
-    """Lines of the functions under test that these inputs run through, and all of them."""
-    wanted = lines_of(target.code)
+    """Return the number of lines of the tested functions that these inputs run, and of all
+    lines.
+    """
+    tested = lines_of(target.code)
     seen: set[tuple[str, int]] = set()
 
     def enter(frame: FrameType, event: str, value: Any) -> Any:
@@ -118,22 +127,24 @@ def lines_covered(target: Target, inputs: Iterable[bytes]) -> tuple[int, int]:
             seen.add((frame.f_code.co_filename, frame.f_lineno))
         return step
 
-    files = {file for file, _ in wanted}
+    files = {file for file, _ in tested}
     before = sys.gettrace()
     for data in inputs:
         sys.settrace(enter)
         try:
             target.run(data)
-        except Exception:  # a find, told of already
+        except Exception:  # a find, already reported
             pass
         finally:
             sys.settrace(before)
-    return len(seen & wanted), len(wanted)
+    return len(seen & tested), len(tested)
 
 
 def lines_of(names: Iterable[str]) -> set[tuple[str, int]]:
-    """(file, line) of the bodies of functions in these modules, or of the parts that are named as "module:part"."""
-    found = set()
+    """Return (file, line) of the function bodies in these modules, or in parts named
+    "module:part".
+    """
+    lines_found = set()
     for name in names:
         module, _, part = name.partition(":")
         file = str(importlib.import_module(module).__file__)
@@ -142,30 +153,28 @@ def lines_of(names: Iterable[str]) -> set[tuple[str, int]]:
         for path, function in _functions(code, ()):
             if not part or part in path:
                 lines = {line for _, line in dis.findlinestarts(function) if line}
-                found |= {(file, line) for line in lines - {function.co_firstlineno}}
-    return found
+                lines_found |= {(file, line) for line in lines - {function.co_firstlineno}}
+    return lines_found
 
 
 def _functions(code: CodeType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], CodeType]]:
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            if (
-                one.co_flags & CO_OPTIMIZED
-            ):  # not the body of a class, which runs when it is imported
-                yield (*path, one.co_name), one
-            yield from _functions(one, (*path, one.co_name))
+    for co_const in code.co_consts:
+        if isinstance(co_const, CodeType):
+            if co_const.co_flags & CO_OPTIMIZED:  # not the body of a class, which runs at import
+                yield (*path, co_const.co_name), co_const
+            yield from _functions(co_const, (*path, co_const.co_name))
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 HEAD = f"{'target':10} {'executions':>11} {'seconds':>8} {'lines':>12} {'':>5} {'edges':>6} {'finds':>6}"
 
 
-def row(one: Outcome) -> str:
-    covered, every = one.lines
+def row(item: Outcome) -> str:
+    covered, every = item.lines
     lines, share = f"{covered}/{every}", f"{100 * covered / every:.0f} %"
-    return f"{one.target:10} {one.executions:11} {one.seconds:8.0f} {lines:>12} {share:>5} {one.edges:6} {len(one.finds):6}"
+    return f"{item.target:10} {item.executions:11} {item.seconds:8.0f} {lines:>12} {share:>5} {item.edges:6} {len(item.finds):6}"
 
 
 def main() -> int:
@@ -179,10 +188,10 @@ def main() -> int:
         "--folder",
         type=Path,
         default=Path("runs/fuzzing"),
-        help="for what is found and what leads there",
+        help="folder for finds and the corpus",
     )
-    asked = parser.parse_args()
-    unknown = [name for name in asked.targets if name not in TARGETS]
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.targets if name not in TARGETS]
     if unknown:
         parser.error(f"{unknown[0]!r} is no target. They are {', '.join(TARGETS)}.")
     if find_spec("atheris") is None:
@@ -193,17 +202,17 @@ def main() -> int:
         return 2
     print(HEAD)
     outcomes = []
-    for name in asked.targets or TARGETS:
+    for name in arguments.targets or TARGETS:
         outcomes.append(
             fuzz(
                 TARGETS[name],
-                asked.folder,
-                seed=asked.seed,
-                limits=[f"-max_total_time={asked.seconds}"],
+                arguments.folder,
+                seed=arguments.seed,
+                limits=[f"-max_total_time={arguments.seconds}"],
             )
         )
         print(row(outcomes[-1]), flush=True)
-    finds = [(one.target, path) for one in outcomes for path in one.finds]
+    finds = [(outcome.target, path) for outcome in outcomes for path in outcome.finds]
     for target, path in finds:
         print(f"again: {sys.executable} -m tests.fuzz.targets {target} {path}")
     return 1 if finds else 0

@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.fuzzer_process TARGET CORPUS FINDS SEED [arguments of libFuzzer]
 
-`python -m tests.fuzz` starts it. Only wdstrain is instrumented. An exception does not end the run: its
-input is written to FINDS, once for each place that raises. A crash, 10 s on one input or more than 2 GiB
-end the run; libFuzzer then writes the input.
+`python -m tests.fuzz` starts it. Only wdstrain is instrumented. An exception does not end the run:
+its input is written to FINDS, once for each place that raises. A crash, 10 s on one input or more
+than 2 GiB end the run; libFuzzer then writes the input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import atheris
 
 _NUMBERS = [
     "wdstrain.inspection.verify.header_search"
-]  # whose comparisons of arrays atheris 3.0 keeps in memory for ever, 28 KB a run
+]  # atheris 3.0 leaks the memory of array comparisons here, 28 KB per run
 
 with atheris.instrument_imports(
     include=["wdstrain"], exclude=_NUMBERS, enable_loader_override=False
@@ -59,9 +59,9 @@ def main() -> None:
         return bytes(atheris.Mutate(data, most))
 
     options = {} if target.mutate is None else {"custom_mutator": mutate}
-    # libFuzzer looks at the most that a process ever had, and what its parent had is told of it, too
+    # libFuzzer reads the peak memory of the process, which includes that of its parent.
     inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    given = [
+    libfuzzer_arguments = [
         f"-seed={seed}",
         f"-max_len={target.longest}",
         f"-rss_limit_mb={2048 + inherited}",
@@ -70,26 +70,30 @@ def main() -> None:
         "-close_fd_mask=1",
     ]
     if target.words:
-        given.append(f"-dict={_dictionary(corpus, target.words)}")
+        libfuzzer_arguments.append(f"-dict={_dictionary(corpus, target.words)}")
     atheris.Setup(
-        [sys.argv[0], *given, f"-artifact_prefix={finds}/{name}-", *words, corpus], run, **options
+        [sys.argv[0], *libfuzzer_arguments, f"-artifact_prefix={finds}/{name}-", *words, corpus],
+        run,
+        **options,
     )
     atheris.Fuzz()
 
 
 def kind_of(error: BaseException) -> str:
-    """What was raised, and where: the last place of ours, or the promise that is broken."""
+    """Return the kind and place of an error: the last line of the package, or the broken
+    promise.
+    """
     frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if "wdstrain" in one.filename and f"{os.sep}fuzz{os.sep}" not in one.filename
+        item
+        for item in traceback.extract_tb(error.__traceback__)
+        if "wdstrain" in item.filename and f"{os.sep}fuzz{os.sep}" not in item.filename
     ]
-    where = (
+    place = (
         f"{os.path.basename(frames[-1].filename)}-{frames[-1].name}"
         if frames
         else str(error).partition(":")[0]
     )
-    text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {where}").strip("-")
+    text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {place}").strip("-")
     return f"{text[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 

@@ -2,11 +2,11 @@
 
     .venv/bin/python -m tests.fuzz.mutated_tars            (10 000 tars, about five minutes; --count, --seed)
 
-Shards of four writers are damaged once each, by a kind and a seed (`tar_mutations.py`). The writers are
-wdstrain, webdataset's TarWriter, and tarfile in its PAX and GNU formats with long names. A shard has
-seven samples of two or three members. Each tar is read by
+Shards of four writers are damaged once each, by a kind and a seed (`tar_mutations.py`). The writers
+are wdstrain, webdataset's TarWriter, and tarfile in its PAX and GNU formats with long names. A
+shard has seven samples of two or three members. Each tar is read by
 
-    ours       `wt.Loader` on the result of a header walk, without an index
+    plain      `wt.Loader` on the result of a header scan, without an index
     indexed    `wt.Loader` with the index of the undamaged shard, which has checksums
     tarfile    `tarfile.open(mode="r:")`, each regular member extracted
     stream     the same with mode="r|"
@@ -15,29 +15,30 @@ seven samples of two or three members. Each tar is read by
 A *silent loss*: the reader ends without an exception or a warning, and a sample of the original is
 missing or has other bytes. An independent judge sorts the damage into three kinds. A tar *tells* if
 tarfile, read to the very end, does not reach an end marker followed by zeros only. It is *another*
-well-formed tar if its samples differ: a flipped bit in data, or a new size with a new checksum. Only an
-index can reveal that. All other damage is *harmless*. Without an index wdstrain promises no silent loss
-except in another well-formed tar; with an index, none. The exit status is 1 if this promise is broken.
+well-formed tar if its samples differ: a flipped bit in data, or a new size with a new checksum.
+Only an index can reveal that. All other damage is *harmless*. Without an index wdstrain promises no
+silent loss except in another well-formed tar; with an index, none. The exit status is 1 if this
+promise is broken.
 
 Last results (seed 0; Python 3.11, webdataset 1.0; 87 s on one core, 2026-11-21):
 
-    silent losses                tars  tell    ours indexed tarfile  stream   webd.
+    silent losses                tars  tell   plain indexed tarfile  stream   webd.
     in all                      10000  6571    1558       0    5792    5792    5701
 
-    by what can be known         tars          ours indexed tarfile  stream   webd.
+    by what can be known         tars         plain indexed tarfile  stream   webd.
     the tar tells                6571
       silent losses                               0       0    3644    3644    3623
-      told                                     6571    3823    2124    2124    2145
+      error                                    6571    3823    2124    2124    2145
       all samples came                            0    2748     803     803     803
       and others more                             0       0       0       0       0
     another well-formed tar      2634
       silent losses                            1558       0    2148    2148    2078
-      told                                     1076    2037       0       0     416
+      error                                    1076    2037       0       0     416
       all samples came                            0     597       0       0       0
       and others more                             0       0     486     486     140
     harmless                      795
       silent losses                               0       0       0       0       0
-      told                                       31     146       0       0       0
+      error                                      31     146       0       0       0
       all samples came                          764     649     795     795     795
       and others more                             0       0       0       0       0
 """
@@ -74,22 +75,22 @@ from wdstrain.shards.tar import END, header, is_not_sample, padding, split_name
 Sample = tuple[str, dict[str, bytes]]
 Read = Callable[[str], list[Sample]]
 
-READERS = ("ours", "indexed", "tarfile", "stream", "webdataset")
-PROMISED = {"ours": (WdstrainError,), "indexed": (WdstrainError,)}
+READERS = ("plain", "indexed", "tarfile", "stream", "webdataset")
+PROMISED = {"plain": (WdstrainError,), "indexed": (WdstrainError,)}
 _THEIRS = (
     tarfile.TarError,
     OSError,
     EOFError,
     ValueError,
-)  # what readers of others may well raise; the rest is counted
+)  # promised errors of other readers; other exceptions are counted
 
 
 def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
-    """Well-formed tars by the name of their writer, and their samples."""
-    made = {}
-    for name in ("ours", "webdataset", "pax", "gnu"):
+    """Return well-formed tars by the name of their writer, and their samples."""
+    tars = {}
+    for name in ("wdstrain", "webdataset", "pax", "gnu"):
         far = "a folder with a long name/" * 6 if name in ("pax", "gnu") else "folder/"
-        given: list[Sample] = [
+        samples: list[Sample] = [
             (
                 f"{far}sample{i:04d}",
                 {
@@ -99,11 +100,11 @@ def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
             )
             for i in range(7)
         ]
-        for _, of in given[::3]:
+        for _, of in samples[::3]:
             of["seg.png"] = random.randbytes(300)
         buffer = io.BytesIO()
-        if name == "ours":
-            for key, of in given:
+        if name == "wdstrain":
+            for key, of in samples:
                 for part, data in of.items():
                     buffer.write(
                         header(f"{key}.{part}", len(data)) + data + bytes(padding(len(data)))
@@ -111,24 +112,24 @@ def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
             buffer.write(END)
         elif name == "webdataset":
             with webdataset.TarWriter(buffer, encoder=False, mtime=0) as writer:
-                for key, of in given:
+                for key, of in samples:
                     writer.write({"__key__": key, **of})
         else:
             style = tarfile.PAX_FORMAT if name == "pax" else tarfile.GNU_FORMAT
             with tarfile.open(fileobj=buffer, mode="w", format=style) as tar:
-                for key, of in given:
+                for key, of in samples:
                     for part, data in of.items():
                         info = tarfile.TarInfo(f"{key}.{part}")
                         info.size, info.mtime = len(data), 1.5
                         tar.addfile(info, io.BytesIO(data))
-        made[name] = buffer.getvalue(), given
-    return made
+        tars[name] = buffer.getvalue(), samples
+    return tars
 
 
-# --- readers ---------------------------------------------------------------------------------------------------------
+# --- readers ---
 
 
-def read_ours(path: str) -> list[Sample]:
+def read_plain(path: str) -> list[Sample]:
     return _loaded(scan([path]))
 
 
@@ -139,14 +140,14 @@ def read_indexed(path: str) -> list[Sample]:
 def _loaded(source: str | Index) -> list[Sample]:
     loader = wt.Loader(source, batch_size=4, tail="keep", shuffle=False)
     try:
-        found = []
+        delivered = []
         for batch in loader.epoch(0):
             for row, key in enumerate(batch["__key__"]):
                 fields = {name: values[row] for name, values in batch.items() if name != "__key__"}
-                found.append(
+                delivered.append(
                     (key, {name: data for name, data in fields.items() if data is not None})
                 )
-        return found
+        return delivered
     finally:
         loader.close()
 
@@ -180,20 +181,20 @@ def _members(tar: tarfile.TarFile) -> Iterable[tuple[str, bytes]]:
 
 
 def _grouped(members: Iterable[tuple[str, bytes]]) -> list[Sample]:
-    """Samples by webdataset's rule: neighbours that share a key."""
-    found: list[Sample] = []
+    """Group members by webdataset's rule: neighbors that share a key."""
+    groups: list[Sample] = []
     for name, data in members:
         parts = split_name(name)
         if parts is None or is_not_sample(name):
             continue
-        if not found or found[-1][0] != parts[0] or parts[1] in found[-1][1]:
-            found.append((parts[0], {}))
-        found[-1][1][parts[1]] = data
-    return found
+        if not groups or groups[-1][0] != parts[0] or parts[1] in groups[-1][1]:
+            groups.append((parts[0], {}))
+        groups[-1][1][parts[1]] = data
+    return groups
 
 
 READ: dict[str, Read] = {
-    "ours": read_ours,
+    "plain": read_plain,
     "indexed": read_indexed,
     "tarfile": read_tarfile,
     "stream": read_stream,
@@ -201,42 +202,45 @@ READ: dict[str, Read] = {
 }
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- judging ---
 
 
 def judge(data: bytes, original: list[Sample]) -> str:
-    """What of a damage can be known: "tells", "another" or "harmless", as above."""
+    """Return the kind of a damage: "tells", "another" or "harmless", as in the module docstring."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:", errorlevel=2) as tar:
-            found = _grouped(_members(tar))
+            members = _grouped(_members(tar))
             end = tar.offset
     except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError):
         return "tells"
     if end + 2 * BLOCK > len(data) or any(data[end:]):
         return "tells"
-    return "harmless" if found == original else "another"
+    return "harmless" if members == original else "another"
 
 
 def look(read: Read, path: str, original: list[Sample]) -> tuple[str, type[Exception] | None]:
-    """What a reader makes of a tar: "whole", "told" with the kind of its exception, "silent", or "more" than there was."""
+    """Return the outcome of a reader: "whole", "error" with the exception, "silent", or "more"."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", ResourceWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            found = read(path)
+            delivered = read(path)
         except Exception as error:
-            return "told", type(error)
+            return "error", type(error)
     if warned:
-        return "told", None
-    if any(sample not in found for sample in original):
+        return "error", None
+    if any(sample not in delivered for sample in original):
         return "silent", None
-    return ("whole" if found == original else "more"), None
+    return ("whole" if delivered == original else "more"), None
 
 
 @dataclass
 class Counts:
-    """cases: by (kind, what can be known). outcomes: by (reader, what can be known, outcome, kind). strange: exceptions nobody promised."""
+    """Counts of cases by (kind, class) and of outcomes by (reader, class, outcome, kind).
+
+    strange: exceptions that no reader promises.
+    """
 
     cases: Counter[tuple[str, str]] = field(default_factory=Counter)
     outcomes: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
@@ -246,24 +250,29 @@ class Counts:
     def of(self, reader: str, known: str, outcome: str, kind: str = "") -> int:
         return sum(
             count
-            for (one, what, came, by), count in self.outcomes.items()
-            if one == reader and known in (what, "") and came == outcome and kind in (by, "")
+            for (item, description, came, by), count in self.outcomes.items()
+            if item == reader
+            and known in (description, "")
+            and came == outcome
+            and kind in (by, "")
         )
 
 
 def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> Counts:
-    """Damage and read so many tars. folder: for one at a time. keep: where those go on which a promise of ours was broken."""
+    """Damage and read `count` tars. folder: for one tar at a time. keep: folder for broken
+    promises.
+    """
     random, counts = Random(seed), Counts()
     shards = shards_of(random)
-    for name, (data, given) in shards.items():
+    for name, (data, original) in shards.items():
         place = folder / name
         place.mkdir(parents=True)
         (place / "it.tar").write_bytes(data)
         index = scan([str(place / "it.tar")])
-        crcs = np.array([crc32(body) for _, of in given for body in of.values()], np.uint32)
+        crcs = np.array([crc32(body) for _, of in original for body in of.values()], np.uint32)
         save_index(replace(index, offsets=index.offsets.replaced(member_crc=crcs)), str(place))
         for reader, read in READ.items():
-            outcome, error = look(read, str(place / "it.tar"), given)
+            outcome, error = look(read, str(place / "it.tar"), original)
             if outcome != "whole":
                 raise AssertionError(
                     f"{reader} does not read the sound shard of {name}: {outcome} {error}"
@@ -271,19 +280,19 @@ def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> C
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         name = random.choice(sorted(shards))
-        data, given = shards[name]
+        data, original = shards[name]
         damaged = kind(data, random)
         path = folder / name / "it.tar"
         path.write_bytes(damaged)
-        known = judge(damaged, given)
+        known = judge(damaged, original)
         counts.cases[kind.__name__, known] += 1
         for reader, read in READ.items():
-            outcome, error = look(read, str(path), given)
+            outcome, error = look(read, str(path), original)
             counts.outcomes[reader, known, outcome, kind.__name__] += 1
             if error is not None and not issubclass(error, PROMISED.get(reader, _THEIRS)):
                 counts.strange[reader, error.__name__] += 1
             lost = outcome == "silent" and (
-                reader == "indexed" or (reader == "ours" and known != "another")
+                reader == "indexed" or (reader == "plain" and known != "another")
             )
             if lost or (
                 reader in PROMISED and error is not None and not issubclass(error, WdstrainError)
@@ -294,19 +303,19 @@ def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> C
                 if keep is not None:
                     keep.mkdir(parents=True, exist_ok=True)
                     (keep / f"{number}-{kind.__name__}.tar").write_bytes(damaged)
-    with warnings.catch_warnings():  # webdataset leaves its files to the collector
+    with warnings.catch_warnings():  # webdataset leaves its files to the garbage collector
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
     return counts
 
 
 def table(counts: Counts) -> str:
-    """Silent losses by kind and reader, and what the readers did by what could be known."""
+    """Return silent losses by kind and reader, and outcomes of the readers by class of damage."""
     lines = [
         f"{'silent losses':26} {'tars':>6} {'tell':>5}"
-        + "".join(f"{one:>8}" for one in ("ours", "indexed", "tarfile", "stream", "webd."))
+        + "".join(f"{item:>8}" for item in ("plain", "indexed", "tarfile", "stream", "webd."))
     ]
-    for kind in [one.__name__ for one in KINDS] + [""]:
+    for kind in [item.__name__ for item in KINDS] + [""]:
         cases = sum(count for (name, _), count in counts.cases.items() if kind in (name, ""))
         tell = sum(
             count
@@ -316,27 +325,29 @@ def table(counts: Counts) -> str:
         silent = [counts.of(reader, "", "silent", kind) for reader in READERS]
         lines.append(
             f"{kind.replace('_', ' ') or 'in all':26} {cases:6} {tell:5}"
-            + "".join(f"{one:8}" for one in silent)
+            + "".join(f"{item:8}" for item in silent)
         )
     lines += [
         "",
-        f"{'by what can be known':26} {'tars':>6} {'':>5}"
-        + "".join(f"{one:>8}" for one in ("ours", "indexed", "tarfile", "stream", "webd.")),
+        f"{'by known_class can be known':26} {'tars':>6} {'':>5}"
+        + "".join(f"{item:>8}" for item in ("plain", "indexed", "tarfile", "stream", "webd.")),
     ]
-    for known, said in (
+    for known, outcome_name in (
         ("tells", "the tar tells"),
         ("another", "another well-formed tar"),
         ("harmless", "harmless"),
     ):
-        cases = sum(count for (_, what), count in counts.cases.items() if what == known)
+        cases = sum(
+            count for (_, known_class), count in counts.cases.items() if known_class == known
+        )
         for outcome, word in (
             ("silent", "silent losses"),
-            ("told", "told"),
+            ("error", "error"),
             ("whole", "all samples came"),
             ("more", "and others more"),
         ):
             row = "".join(f"{counts.of(reader, known, outcome):8}" for reader in READERS)
-            first = f"{said:26} {cases:6} {'':5}\n" if outcome == "silent" else ""
+            first = f"{outcome_name:26} {cases:6} {'':5}\n" if outcome == "silent" else ""
             lines.append(f"{first}  {word:31} {'':5}{row}")
     strange = ", ".join(
         f"{reader} {name} {count}" for (reader, name), count in sorted(counts.strange.items())
@@ -349,20 +360,20 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="tars")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--keep", type=Path, help="folder for those on which a promise of ours is broken"
+        "--keep", type=Path, help="folder for tars on which wdstrain breaks its promise"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     logging.disable()
     begun = time.perf_counter()
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="mutated-tars-", dir=memory) as folder:
-        counts = campaign(asked.count, asked.seed, Path(folder), asked.keep)
+        counts = campaign(arguments.count, arguments.seed, Path(folder), arguments.keep)
     print(table(counts))
     print(
-        f"{asked.count} tars, seed {asked.seed}, {time.perf_counter() - begun:.0f} s; promises of ours that are broken: {len(counts.broken)}"
+        f"{arguments.count} tars, seed {arguments.seed}, {time.perf_counter() - begun:.0f} s; broken promises of wdstrain: {len(counts.broken)}"
     )
-    for one in counts.broken[:20]:
-        print(" ", one)
+    for item in counts.broken[:20]:
+        print(" ", item)
     return 1 if counts.broken else 0
 
 

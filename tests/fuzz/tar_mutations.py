@@ -1,9 +1,10 @@
 """Damage of tars by disks, copies, faulty programs and attackers; one function per kind.
 
-Each function takes the bytes of a well-formed tar and a random generator and returns other bytes. `KINDS`
-names them. A kind either keeps the checksum of a changed header, so that the tar itself reveals the
-change, or computes a new one, so that only an index can. `mutated_tars.py` counts what readers make of
-them. The fuzzer uses them as its mutations, because it would hardly ever guess a checksum.
+Each function takes the bytes of a well-formed tar and a random generator and returns other bytes.
+`KINDS` names them. A kind either keeps the checksum of a changed header, so that the tar itself
+reveals the change, or computes a new one, so that only an index can. `mutated_tars.py` counts what
+readers make of them. The fuzzer uses them as its mutations, because it would hardly ever guess a
+checksum.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Mutation = Callable[[bytes, Random], bytes]
 
 
 def headers_in(data: bytes) -> list[int]:
-    """Where the headers of a well-formed tar begin, extension headers among them, by Python's own reading of a header."""
-    found, offset = [], 0
+    """Return the offsets of all headers of a well-formed tar, by an independent parser."""
+    starts, offset = [], 0
     while offset + BLOCK <= len(data) and data[offset : offset + BLOCK].strip(b"\0"):
         try:
             size = tarfile.TarInfo.frombuf(
@@ -27,26 +28,27 @@ def headers_in(data: bytes) -> list[int]:
             ).size
         except tarfile.HeaderError:
             break
-        found.append(offset)
+        starts.append(offset)
         offset += BLOCK + size + -size % BLOCK
-    return found
+    return starts
 
 
 def summed(block: bytes) -> bytes:
-    """A header with the checksum that it should have."""
+    """Return a header with a valid checksum."""
     total = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
     return block[:148] + b"%06o\0 " % total + block[156:]
 
 
 def with_sums(data: bytes) -> bytes:
-    """The same bytes, each block that says it is a header with the checksum that it should have."""
+    """Return the same bytes with a valid checksum in each block that claims to be a header."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     return b"".join(
-        summed(one) if len(one) == BLOCK and one[257:262] == b"ustar" else one for one in blocks
+        summed(block) if len(block) == BLOCK and block[257:262] == b"ustar" else block
+        for block in blocks
     )
 
 
-# --- bits and runs ---------------------------------------------------------------------------------------------------
+# --- bits and runs ---
 
 
 def bit_in_header(data: bytes, random: Random) -> bytes:
@@ -75,13 +77,13 @@ def zeroed_run(data: bytes, random: Random) -> bytes:
 
 
 def zeroed_blocks(data: bytes, random: Random) -> bytes:
-    """As a disk that has lost a page: aligned to its blocks."""
+    """Zero aligned blocks, like a disk that lost a page."""
     start = random.randrange(len(data) // BLOCK) * BLOCK
     stop = min(len(data), start + BLOCK * random.choice([1, 2, 8]))
     return data[:start] + bytes(stop - start) + data[stop:]
 
 
-# --- cuts ------------------------------------------------------------------------------------------------------------
+# --- truncation ---
 
 
 def cut_anywhere(data: bytes, random: Random) -> bytes:
@@ -93,7 +95,7 @@ def cut_between_members(data: bytes, random: Random) -> bytes:
 
 
 def cut_at_a_record(data: bytes, random: Random) -> bytes:
-    """At a multiple of 10 240 bytes, as tar writes, or of 512."""
+    """Truncate at a multiple of 10 240 bytes, as tar writes, or of 512."""
     step = random.choice([BLOCK, 20 * BLOCK])
     return data[: random.randrange(1 + len(data) // step) * step]
 
@@ -108,12 +110,12 @@ def cut_in_padding(data: bytes, random: Random) -> bytes:
 
 
 def no_end(data: bytes, random: Random) -> bytes:
-    """Without the two zero blocks, or with one of them."""
+    """Remove both zero blocks at the end, or one of them."""
     end = len(data.rstrip(b"\0"))
     return data[: end + -end % BLOCK + random.choice([0, BLOCK])]
 
 
-# --- blocks and members ----------------------------------------------------------------------------------------------
+# --- blocks and members ---
 
 
 def blocks_removed(data: bytes, random: Random) -> bytes:
@@ -127,9 +129,9 @@ def blocks_doubled(data: bytes, random: Random) -> bytes:
 
 
 def blocks_swapped(data: bytes, random: Random) -> bytes:
-    one, other = sorted(random.sample(range(len(data) // BLOCK), 2))
+    first, second = sorted(random.sample(range(len(data) // BLOCK), 2))
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
-    blocks[one], blocks[other] = blocks[other], blocks[one]
+    blocks[first], blocks[second] = blocks[second], blocks[first]
     return b"".join(blocks)
 
 
@@ -159,13 +161,13 @@ def members_swapped(data: bytes, random: Random) -> bytes:
 
 
 def spliced(data: bytes, random: Random) -> bytes:
-    """The beginning of the tar, and its end from another member on, before or behind."""
+    """Join the beginning of the tar with its end from another member, before or after."""
     places = headers_in(data)
     return data[: random.choice(places)] + data[random.choice(places) :]
 
 
 def two_tars(data: bytes, random: Random) -> bytes:
-    """One after another, as `cat` makes of them; zeros between them as they were, or the end marker alone."""
+    """Join two tars, as `cat` does; with the zeros between them, or only the end marker."""
     first = (
         data
         if random.random() < 0.5
@@ -174,7 +176,7 @@ def two_tars(data: bytes, random: Random) -> bytes:
     return first + data
 
 
-# --- headers that say something else ---------------------------------------------------------------------------------
+# --- changed headers ---
 
 
 def size_changed(data: bytes, random: Random) -> bytes:
@@ -249,7 +251,7 @@ KINDS: tuple[Mutation, ...] = (
 )
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- helpers ---
 
 
 def _flipped(data: bytes, at: int, random: Random) -> bytes:
@@ -257,7 +259,7 @@ def _flipped(data: bytes, at: int, random: Random) -> bytes:
 
 
 def _told(data: bytes, random: Random, place: int, value: bytes, *, sums: bool = False) -> bytes:
-    """A header that says something else at this place."""
+    """Return the tar with another value in this place of a header."""
     at = random.choice(headers_in(data))
     block = data[at : at + place] + value + data[at + place + len(value) : at + BLOCK]
     return data[:at] + (summed(block) if sums else block) + data[at + BLOCK :]
@@ -287,7 +289,7 @@ def _member(data: bytes, random: Random) -> tuple[int, int]:
 
 
 def _body(data: bytes, random: Random) -> tuple[int, int]:
-    """[start, stop) of the data of a member or an extension header that has some."""
+    """[start, stop) of the data of a member or an extension header that has data."""
     bodies = [
         (at + BLOCK, at + BLOCK + size) for at in headers_in(data) if (size := _size_at(data, at))
     ]

@@ -2,14 +2,14 @@
 
     .venv/bin/python -m tests.fuzz.targets TARGET FILE        (run one input again)
 
-A target raises `Broken` if a promise is broken that is stronger than "does not crash". Any error that
-the tested code does not promise passes through: IndexError, MemoryError, a hang or a crash is a find.
-Results are compared with independent code where it exists: Python's tarfile reads the same tars, and an
-image is decoded as a whole and in part.
+A target raises `Broken` if a promise is broken that is stronger than "does not crash". Any error
+that the tested code does not promise passes through: IndexError, MemoryError, a hang or a crash is
+a find. Results are compared with independent code where it exists: Python's tarfile reads the same
+tars, and an image is decoded as a whole and in part.
 
-Bodies of HTTP responses are generated, not fuzzed: an honest server sends the bytes of the object, as
-many as the input says, so every delivered byte is known. Status lines, headers, chunks, cuts and bytes
-after a response come from the input. `SPLIT` separates the parts of an input.
+Bodies of HTTP responses are generated, not fuzzed: an honest server sends the bytes of the object,
+as many as the input says, so every delivered byte is known. Status lines, headers, chunks, cuts and
+bytes after a response come from the input. `SPLIT` separates the parts of an input.
 """
 
 from __future__ import annotations
@@ -74,18 +74,19 @@ from wdstrain.shards.tar import (
 from wdstrain.storage import http, http_request, retries
 
 SPLIT = b"\n-- 8< --\n"
-MOST_PIXELS = 1 << 20  # of pictures here, so that those which claim to be giants are refused soon
+MOST_PIXELS = 1 << 20  # pixels of images here, so that huge claimed sizes are refused soon
 
 
 class Broken(AssertionError):
-    """A promise is broken, though nothing crashed."""
+    """A broken promise without a crash."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """run: the function of bytes. seeds: what a fuzzer begins with. code: the modules under test, or "module:name" of a part of one.
+    """run: the function of bytes. seeds: first inputs of a fuzzer. code: the modules under test, or
+    "module:name" of a part.
 
-    words: what a fuzzer may put together. mutate: changes that it would hardly find by itself, by random numbers.
+    words: dictionary of the fuzzer. mutate: random changes that a fuzzer hardly finds by itself.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Target:
     longest: int = 24_576  # bytes of an input
 
 
-# --- tars ------------------------------------------------------------------------------------------------------------
+# --- tars ---
 
 _SAMPLES: list[tuple[str, dict[str, bytes]]] = [
     ("a/first", {"cls": b"3", "txt": b"one of them"}),
@@ -108,19 +109,19 @@ _SAMPLES: list[tuple[str, dict[str, bytes]]] = [
 ]
 
 
-def tar_of(found: list[tuple[str, dict[str, bytes]]]) -> bytes:
-    """A shard of these samples, by our own headers."""
+def tar_of(given_samples: list[tuple[str, dict[str, bytes]]]) -> bytes:
+    """Return a shard of these samples, by the header writer of the package."""
     parts = [
         header(f"{key}.{name}", len(data)) + data + bytes(padding(len(data)))
-        for key, of in found
+        for key, of in given_samples
         for name, data in of.items()
     ]
     return b"".join(parts) + END
 
 
 def _tar_seeds() -> list[bytes]:
-    """Tars of ours and of Python's in each of its formats, with directories and links."""
-    found = [tar_of(_SAMPLES), tar_of(_SAMPLES[:1]), tar_of([]) + bytes(20 * BLOCK - 2 * BLOCK)]
+    """Return tars of the package and of Python's formats, with directories and links."""
+    tars = [tar_of(_SAMPLES), tar_of(_SAMPLES[:1]), tar_of([]) + bytes(20 * BLOCK - 2 * BLOCK)]
     for style in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         buffer = io.BytesIO()
         with tarfile.open(
@@ -136,29 +137,31 @@ def _tar_seeds() -> list[bytes]:
                         info = tarfile.TarInfo(f"{key}.{name}")
                         info.size = len(data)
                         tar.addfile(info, io.BytesIO(data))
-        found.append(buffer.getvalue())
-    return found
+        tars.append(buffer.getvalue())
+    return tars
 
 
 def _mutated_tar(data: bytes, random: Random) -> bytes:
-    """A tar damaged once or a few times; what the fuzzer changed in headers may get a checksum that is right."""
+    """Damage a tar once or a few times; headers changed by the fuzzer may get a valid checksum."""
     if random.random() < 0.3:
         return tar_mutations.with_sums(data)
     for _ in range(random.choice([1, 1, 2, 3])):
-        with suppress(IndexError, ValueError):  # it is no tar any more
+        with suppress(IndexError, ValueError):  # no longer a tar
             data = random.choice(tar_mutations.KINDS)(data, random)
     return data
 
 
 def run_tar(data: bytes) -> None:
-    """The reader's walk: what it reports lies inside, apart and once, and is what Python's tarfile finds."""
+    """The tar reader reports members that lie inside, apart and once, as Python's tarfile reads
+    them.
+    """
     skipped = SkippedMembers()
     try:
-        found = list(samples(_reading(data), len(data), "it", skipped))
+        read_samples = list(samples(_reading(data), len(data), "it", skipped))
     except ShardError:
         return
     at = 0
-    for sample in found:
+    for sample in read_samples:
         _must(
             at <= sample.start < sample.stop <= len(data),
             "samples lie apart, in order and inside",
@@ -178,8 +181,14 @@ def run_tar(data: bytes) -> None:
             "fields have one name each",
             sample,
         )
-    _must(len({sample.key for sample in found}) == len(found), "keys come once", found)
-    _compare_with_tarfile(data, [one for sample in found for one in _members_of(sample)], skipped)
+    _must(
+        len({sample.key for sample in read_samples}) == len(read_samples),
+        "keys come once",
+        read_samples,
+    )
+    _compare_with_tarfile(
+        data, [member for sample in read_samples for member in _members_of(sample)], skipped
+    )
 
 
 def _members_of(sample: Any) -> list[tuple[str, int, int]]:
@@ -187,39 +196,37 @@ def _members_of(sample: Any) -> list[tuple[str, int, int]]:
 
 
 def _compare_with_tarfile(
-    data: bytes, ours: list[tuple[str, int, int]], skipped: SkippedMembers
+    data: bytes, own_members: list[tuple[str, int, int]], skipped: SkippedMembers
 ) -> None:
-    """What we take for whole has the members that tarfile sees, which stops without an error where it likes."""
-    theirs = []
+    """Check that accepted members equal tarfile's, which stops without an error at some damage."""
+    tarfile_members = []
     with suppress(tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError):
         tar = tarfile.TarFile(fileobj=io.BytesIO(data))
         while (info := tar.next()) is not None:
             if info.isreg():
-                theirs.append((info.name, info.offset_data, info.size))
+                tarfile_members.append((info.name, info.offset_data, info.size))
         if not any(data[tar.offset :]):
             aside = skipped.reasons.get(NO_KEY, 0) + skipped.reasons.get(NOT_A_SAMPLE, 0)
             slashed = skipped.reasons.get(
                 "a directory", 0
-            )  # a regular file to tarfile, where its type says so
+            )  # tarfile takes it for a regular file despite its type
             _must(
-                aside <= len(theirs) - len(ours) <= aside + slashed,
+                aside <= len(tarfile_members) - len(own_members) <= aside + slashed,
                 "tarfile finds as many",
-                (ours, theirs),
+                (own_members, tarfile_members),
             )
-    places = {(offset, size): name for name, offset, size in ours}
-    for name, offset, size in theirs:
-        mine = places.pop((offset, size), None)
+    places = {(offset, size): name for name, offset, size in own_members}
+    for name, offset, size in tarfile_members:
+        own_member = places.pop((offset, size), None)
         parts = split_name(name)
         plain = data[offset - BLOCK + 257 : offset - BLOCK + 263] == b"ustar\0" or not any(
             data[offset - 167 : offset - 12]
         )
-        if (
-            mine is not None
-        ):  # tarfile takes what stands where ustar has a prefix for one in any header
+        if own_member is not None:  # tarfile uses this place as ustar's prefix in any header
             _must(
-                (parts is not None and ".".join(parts) == mine) or not plain,
+                (parts is not None and ".".join(parts) == own_member) or not plain,
                 "tarfile reads the same name",
-                (mine, name),
+                (own_member, name),
             )
         else:
             _must(
@@ -228,44 +235,48 @@ def _compare_with_tarfile(
                 (name, offset),
             )
     _must(
-        not theirs or all(offset > theirs[-1][1] for offset, _ in places),
+        not tarfile_members or all(offset > tarfile_members[-1][1] for offset, _ in places),
         "tarfile finds the same",
         places,
     )
 
 
 def run_written(data: bytes) -> None:
-    """Names and data to a tar by our writer, which reads back by us and by tarfile as what it was."""
-    given: dict[str, bytes] = {}
+    """Names and data are written to a tar, which the package and tarfile read back equal."""
+    contents: dict[str, bytes] = {}
     for line in data.split(b"\n"):
         name, _, body = line.partition(b"=")
         if name and b"\0" not in name:
-            given[name.decode("utf-8", "surrogateescape")] = body
-    made = (
+            contents[name.decode("utf-8", "surrogateescape")] = body
+    tar_bytes = (
         b"".join(
             header(name, len(body)) + body + bytes(padding(len(body)))
-            for name, body in given.items()
+            for name, body in contents.items()
         )
         + END
     )
-    with tarfile.open(fileobj=io.BytesIO(made), mode="r:", errors="surrogateescape") as tar:
-        theirs = [
-            (info.name, made[info.offset_data : info.offset_data + info.size])
+    with tarfile.open(fileobj=io.BytesIO(tar_bytes), mode="r:", errors="surrogateescape") as tar:
+        tarfile_members = [
+            (info.name, tar_bytes[info.offset_data : info.offset_data + info.size])
             for info in tar
             if info.isreg()
         ]
-    _must([one for _, one in theirs] == list(given.values()), "tarfile reads the data back", theirs)
-    for (read, _), meant in zip(theirs, given, strict=True):
+    _must(
+        [data_of_member for _, data_of_member in tarfile_members] == list(contents.values()),
+        "tarfile reads the data back",
+        tarfile_members,
+    )
+    for (read, _), meant in zip(tarfile_members, contents, strict=True):
         _must(read.rstrip("/") == meant.rstrip("/"), "tarfile reads the names back", (read, meant))
-    wanted = {
+    expected = {
         name: body
-        for name, body in given.items()
+        for name, body in contents.items()
         if split_name(name) and not is_not_sample(name) and not name.endswith("/")
     }
     try:
-        found = list(samples(_reading(made), len(made), "it"))
+        read_samples = list(samples(_reading(tar_bytes), len(tar_bytes), "it"))
     except ShardError as error:
-        keys = [split_name(name) for name in wanted]
+        keys = [split_name(name) for name in expected]
         runs = [
             key
             for i, (key, _) in enumerate(filter(None, keys))
@@ -273,18 +284,24 @@ def run_written(data: bytes) -> None:
         ]
         _must(
             len(set(runs)) < len(runs) or len(set(keys)) < len(keys),
-            "what is written can be read",
+            "written tars can be read",
             error,
         )
         return
-    ours = [made[offset : offset + size] for sample in found for _, offset, size in sample.fields]
-    _must(ours == list(wanted.values()), "the data comes back", found)
-    names = [(sample.key, name) for sample in found for name, *_ in sample.fields]
-    _must(names == [split_name(name) for name in wanted], "the names come back", names)
+    own_data = [
+        tar_bytes[offset : offset + size]
+        for sample in read_samples
+        for _, offset, size in sample.fields
+    ]
+    _must(own_data == list(expected.values()), "the data comes back", read_samples)
+    names = [(sample.key, name) for sample in read_samples for name, *_ in sample.fields]
+    _must(names == [split_name(name) for name in expected], "the names come back", names)
 
 
 def run_salvage(data: bytes) -> None:
-    """The walk past damage: never raises, forward and apart; finds no damage exactly where the reader finds none."""
+    """The scan past damage never raises, goes forward, and reports damage exactly if the reader
+    raises.
+    """
     read = _reading(data)
     pieces = list(
         walk_damaged(
@@ -294,21 +311,25 @@ def run_salvage(data: bytes) -> None:
             SkippedMembers(),
         )
     )
-    found = sorted(
-        (one for one in pieces if isinstance(one, FoundSample)), key=lambda one: one.start
+    recovered = sorted(
+        (piece for piece in pieces if isinstance(piece, FoundSample)), key=lambda piece: piece.start
     )
     at = 0
-    for one in found:
-        _must(at <= one.start < one.stop <= len(data), "samples lie apart and inside", one)
-        at = one.stop
-        for (_, offset, size), crc in zip(one.fields, one.crcs, strict=True):
+    for piece in recovered:
+        _must(at <= piece.start < piece.stop <= len(data), "samples lie apart and inside", piece)
+        at = piece.stop
+        for (_, offset, size), crc in zip(piece.fields, piece.crcs, strict=True):
             _must(
-                one.start < offset and offset + size <= one.stop, "members lie in their sample", one
+                piece.start < offset and offset + size <= piece.stop,
+                "members lie in their sample",
+                piece,
             )
             _must(
-                crc == crc32(data[offset : offset + size]), "a checksum is that of its member", one
+                crc == crc32(data[offset : offset + size]),
+                "a checksum is that of its member",
+                piece,
             )
-    damages = [one for one in pieces if isinstance(one, Damage)]
+    damages = [piece for piece in pieces if isinstance(piece, Damage)]
     for damage in damages:
         _must(
             0 <= damage.start <= damage.stop <= len(data) and bool(damage.reason),
@@ -318,29 +339,32 @@ def run_salvage(data: bytes) -> None:
     for damage, after in pairwise(damages):
         _must(damage.stop <= after.start, "damages lie apart", damage)
     try:
-        whole = list(samples(read, len(data), "it"))
+        intact = list(samples(read, len(data), "it"))
     except ShardError as error:
-        keys = [one.key for one in found]
+        keys = [piece.key for piece in recovered]
         _must(
-            bool(damages or any(one.twice for one in found)) or len(set(keys)) < len(keys),
-            "what we refuse is damaged",
+            bool(damages or any(piece.twice for piece in recovered)) or len(set(keys)) < len(keys),
+            "refused tars are damaged",
             error,
         )
         return
     _must(
-        not damages and not any(one.is_suspect or one.twice for one in found),
-        "what we read is whole",
+        not damages and not any(piece.is_suspect or piece.twice for piece in recovered),
+        "accepted tars are intact",
         pieces,
     )
     _must(
-        [(one.key, one.start, one.stop, one.fields) for one in found] == list(map(tuple, whole)),
+        [(piece.key, piece.start, piece.stop, piece.fields) for piece in recovered]
+        == list(map(tuple, intact)),
         "both walks agree",
         pieces,
     )
 
 
 def run_rescue(data: bytes) -> None:
-    """What repair copies out of a damaged shard of known samples is as it was packed, with its index; inside, without."""
+    """Repair saves samples of a damaged shard as they were packed with an index, and inside
+    without.
+    """
     index = _indexed()
     path = os.path.join(_folder(), "damaged.tar")
     with open(path, "wb") as file:
@@ -349,31 +373,31 @@ def run_rescue(data: bytes) -> None:
     for promised in (index, None):
         with ForwardReader(path, threading.Event(), lambda count: None) as reader:
             saved = recover(reader, promised)
-            whole = list(saved.intact)
-        _must(len(whole) == saved.count, "the count is that of the samples", saved)
-        for one in whole:
-            for name, offset, size, crc in one.members:
-                _must(offset >= 0 and offset + size <= len(data), "members lie inside", one)
+            intact = list(saved.intact)
+        _must(len(intact) == saved.count, "the count is that of the samples", saved)
+        for sample in intact:
+            for name, offset, size, crc in sample.members:
+                _must(offset >= 0 and offset + size <= len(data), "members lie inside", sample)
                 _must(
                     crc32(data[offset : offset + size]) == crc,
                     "a checksum is that of its member",
-                    one,
+                    sample,
                 )
                 if promised is not None:
                     _must(
-                        data[offset : offset + size] == known[one.key, name],
-                        "what is copied is what was packed",
-                        one,
+                        data[offset : offset + size] == known[sample.key, name],
+                        "copied samples equal packed samples",
+                        sample,
                     )
         if promised is not None:
             _must(
                 saved.count + len(saved.lost) == len(index),
-                "each sample is saved or told of",
+                "each sample is saved or reported",
                 saved.lost,
             )
-        elif len(whole) < len(index):
-            told = saved.lost or saved.gaps
-            _must(bool(told) or _is_well_formed(data), "what is missing is told", saved)
+        elif len(intact) < len(index):
+            reported = saved.lost or saved.gaps
+            _must(bool(reported) or _is_well_formed(data), "missing samples are reported", saved)
 
 
 def _is_well_formed(data: bytes) -> bool:
@@ -383,7 +407,7 @@ def _is_well_formed(data: bytes) -> bool:
         return False
 
 
-# --- indexes ---------------------------------------------------------------------------------------------------------
+# --- indexes ---
 
 
 @cache
@@ -404,18 +428,18 @@ def _index_seeds() -> list[bytes]:
     folder = os.path.join(_folder(), "seed")
     os.makedirs(folder, exist_ok=True)
     save_index(_indexed(), folder)
-    found = []
+    documents = []
     for name in ("index.json", "index.arrow"):
         with open(os.path.join(folder, name), "rb") as file:
-            found.append(file.read())
+            documents.append(file.read())
     empty = json.dumps(
         {"shardlist": [{"url": "it.tar", "nsamples": 5}], "wids_version": 1}
     ).encode()
-    return [SPLIT.join(found), SPLIT.join([empty, b""])]
+    return [SPLIT.join(documents), SPLIT.join([empty, b""])]
 
 
 def run_index(data: bytes) -> None:
-    """Any two files as the index beside a shard: opened, remembered and made anew, whatever loads points inside."""
+    """Any two files as the index beside a shard: opened, cached and rebuilt; entries lie inside."""
     document, _, arrays = data.partition(SPLIT)
     folder = os.path.join(_folder(), "shards")
     shutil.rmtree(folder, ignore_errors=True)
@@ -432,18 +456,18 @@ def run_index(data: bytes) -> None:
     with suppress(WdstrainError):
         _check_index(recall([shard]), folder)
     with suppress(WdstrainError):
-        made = make_index.index([shard])
-        _check_index(made, folder)
+        rebuilt = make_index.index([shard])
+        _check_index(rebuilt, folder)
         _must(
-            made.keys(np.arange(len(made))) == [key for key, _ in _SAMPLES],
-            "an index that is made anew is right",
-            made,
+            rebuilt.keys(np.arange(len(rebuilt))) == [key for key, _ in _SAMPLES],
+            "a rebuilt index is right",
+            rebuilt,
         )
         _check_index(open_index([os.path.join(folder, "index.json")]), folder)
 
 
 def run_part(data: bytes) -> None:
-    """What a conversion left beside a shard, which it believes when it goes on."""
+    """Any index part that a conversion left beside a shard and uses when it resumes."""
     folder = os.path.join(_folder(), "parts")
     try:
         index, _ = unpack_part(data, os.path.join(folder, "it.tar"))
@@ -457,7 +481,7 @@ def _part_seeds() -> list[bytes]:
 
 
 def _check_index(index: Index, folder: str) -> None:
-    """Nothing that an index says can lead outside of its shards, or fail when it is used."""
+    """Check that no value of an index leads outside of its shards, or fails when it is used."""
     table, count = index.offsets, len(index)
     _must(
         sum(shard.samples for shard in index.shards) == count, "the shards hold the samples", index
@@ -474,7 +498,7 @@ def _check_index(index: Index, folder: str) -> None:
         os.path.exists(shard.path)
         _must(
             isinstance(shard.split, str) and isinstance(shard.sha256, str),
-            "what is said of a shard has its kind",
+            "values of a shard have the right type",
             shard,
         )
     for i in range(count):
@@ -540,7 +564,7 @@ _ODD: tuple[Any, ...] = (
 
 
 def _mutated_index(data: bytes, random: Random) -> bytes:
-    """Odd values in a document, and odd numbers in arrays."""
+    """Put odd values into a document, or odd numbers into arrays."""
     document, split, arrays = data.partition(SPLIT)
     if random.random() < 0.5:
         with suppress(ValueError, RecursionError):
@@ -549,17 +573,17 @@ def _mutated_index(data: bytes, random: Random) -> bytes:
 
 
 def _mutated_part(data: bytes, random: Random) -> bytes:
-    """Odd numbers in the rows, or odd values in the head, mostly with the id that they should have."""
+    """Put odd numbers into the rows, or odd values into the head, mostly with a valid id."""
     return _mutated_arrays(data, random)
 
 
 def _mutated_arrays(data: bytes, random: Random) -> bytes:
-    """An Arrow file with an odd number in a column, with an odd head, or with odd bytes."""
+    """Return an Arrow file with an odd number in a column, with an odd head, or with odd bytes."""
     if random.random() < 0.7:
         with suppress(
             pa.ArrowException, OSError, TypeError, LookupError, ValueError, OverflowError
         ):
-            return _rewritten(data, random)  # fails for a file that is damaged already
+            return _rewritten(data, random)  # fails for a file that is already damaged
     damaged = bytearray(data.ljust(8, b"\0"))
     at = random.randrange(len(damaged) // 8) * 8
     damaged[at : at + 8] = struct.pack("<q", random.choice(_NUMBERS))
@@ -567,7 +591,7 @@ def _mutated_arrays(data: bytes, random: Random) -> bytes:
 
 
 def _rewritten(data: bytes, random: Random) -> bytes:
-    """A whole Arrow file with an odd number in a column or with an odd head."""
+    """Return an intact Arrow file with an odd number in a column or with an odd head."""
     reader = pa.ipc.open_file(pa.BufferReader(data))
     batch, metadata = reader.get_batch(0), reader.schema.metadata[b"wdstrain"]
     batch.validate(full=True)
@@ -575,8 +599,10 @@ def _rewritten(data: bytes, random: Random) -> bytes:
         with suppress(RecursionError):
             metadata = json.dumps(_with_odd(json.loads(metadata), random)).encode()
     else:
-        whole = [n for n, kind in enumerate(batch.schema.types) if pa.types.is_integer(kind)]
-        place, row = random.choice(whole or [0]), random.randrange(batch.num_rows)
+        integer_columns = [
+            n for n, kind in enumerate(batch.schema.types) if pa.types.is_integer(kind)
+        ]
+        place, row = random.choice(integer_columns or [0]), random.randrange(batch.num_rows)
         values, kind = batch.column(place).to_pylist(), batch.schema.types[place]
         values[row] = random.choice([None, *_NUMBERS])
         batch = batch.set_column(place, batch.schema.names[place], pa.array(values, kind))
@@ -584,11 +610,11 @@ def _rewritten(data: bytes, random: Random) -> bytes:
     schema = batch.schema.with_metadata({b"wdstrain": metadata})
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
-    made: bytes = sink.getvalue().to_pybytes()
-    return made
+    file_bytes: bytes = sink.getvalue().to_pybytes()
+    return file_bytes
 
 
-_TABLE = tuple(  # what reads an index's table
+_TABLE = tuple(  # code that reads the table of an index
     f"wdstrain.shards.index_table:{name}"
     for name in (
         *("from_batch", "_check_schema", "_check_shards", "_checked", "_check_field"),
@@ -599,11 +625,11 @@ _NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 <
 
 
 def _with_odd(value: Any, random: Random) -> Any:
-    """The same document with something odd in one place."""
+    """Return the same document with an odd value in one place."""
     if isinstance(value, dict) and value and random.random() < 0.85:
         name = random.choice(sorted(value, key=str))
         if random.random() < 0.1:
-            return {key: one for key, one in value.items() if key != name}
+            return {key: entry for key, entry in value.items() if key != name}
         return {**value, name: _with_odd(value[name], random)}
     if isinstance(value, list) and value and random.random() < 0.85:
         at = random.randrange(len(value))
@@ -613,25 +639,25 @@ def _with_odd(value: Any, random: Random) -> Any:
     return random.choice(_ODD)
 
 
-# --- HTTP ------------------------------------------------------------------------------------------------------------
+# --- HTTP ---
 
 _OBJECT = b"".join(
     crc32(struct.pack("<I", i)).to_bytes(4, "little") for i in range(512)
-)  # each place has bytes of its own
+)  # each offset has its own bytes
 _ADDRESS = "http://server/a.tar"
 
 
 class _Script(http_request.HTTPConnection):
-    """A connection to a server that sends what it is told, answer by answer, and then hangs up."""
+    """A connection to a server that sends scripted responses and then closes the connection."""
 
     answers: Iterator[bytes] = iter(())
 
     def _new_conn(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        theirs.sendall(next(_Script.answers, b""))
-        theirs.shutdown(socket.SHUT_WR)
-        self._theirs = theirs
-        return ours
+        client_end, server_end = socket.socketpair()
+        server_end.sendall(next(_Script.answers, b""))
+        server_end.shutdown(socket.SHUT_WR)
+        self._theirs = server_end
+        return client_end
 
     def close(self) -> None:
         super().close()
@@ -640,8 +666,8 @@ class _Script(http_request.HTTPConnection):
 
 
 def run_http(data: bytes) -> None:
-    """Answers to a request: the bytes of the object where they were asked for, or an error that is promised."""
-    parts = [_made(*one.partition(b"\n\n")[::2]) for one in data.split(SPLIT)[:6]]
+    """Responses to a request deliver the requested bytes of the object, or a promised error."""
+    parts = [_made(*part.partition(b"\n\n")[::2]) for part in data.split(SPLIT)[:6]]
     pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=1.0)
     manager = type("Pool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": _Script})
     pool.pool_classes_by_scheme = {"http": manager, "https": manager}
@@ -655,21 +681,21 @@ def run_http(data: bytes) -> None:
             _Script.answers = iter(parts + parts)
             with suppress(WdstrainError), http.HttpFile(_ADDRESS, size) as source:
                 for offset, length in ((0, 700), (700, 300), (1500, 100), (10, 20)):
-                    found = source.read(offset, length)
+                    delivered = source.read(offset, length)
                     _must(
-                        len(found) <= length,
+                        len(delivered) <= length,
                         "no more comes than was asked for",
-                        (offset, len(found)),
+                        (offset, len(delivered)),
                     )
                     _must(
-                        found == _OBJECT[offset : offset + len(found)],
+                        delivered == _OBJECT[offset : offset + len(delivered)],
                         "bytes are those of the object",
-                        (size, offset, found[:40]),
+                        (size, offset, delivered[:40]),
                     )
                     _must(
-                        len(found) == min(length, max(0, source.size - offset)),
+                        len(delivered) == min(length, max(0, source.size - offset)),
                         "all comes that is there",
-                        (offset, len(found)),
+                        (offset, len(delivered)),
                     )
             pool.clear()
         _Script.answers = iter(parts)
@@ -679,11 +705,14 @@ def run_http(data: bytes) -> None:
 
 
 def _made(head: bytes, how: bytes) -> bytes:
-    """An answer with this head, of the object's bytes that it speaks of. how: in numbers of two bytes, how many, chunks, what then."""
+    """Return a response with this header and the bytes of the object that it claims.
+
+    how: numbers of two bytes each: length, chunks, and end of the body.
+    """
     count, chunk, junk = struct.unpack("<HHH", (how + b"\xff" * 6)[:6])
     head = re.sub(rb"[\r\n]+", b"\n", head).strip(
         b"\n"
-    )  # a line is a line: an early end of the head would make the rest a body
+    )  # newlines are removed: an early end of the header would make the rest a body
     part = re.match(rb"\S+\s+206\b", head)
     span = re.search(rb"(?im)^content-range:[ \t]*bytes (\d{1,9})-", head)
     start = int(span[1]) if span and part else 0
@@ -700,7 +729,7 @@ def _made(head: bytes, how: bytes) -> bytes:
     if chunked:
         step = max(1, chunk % 2000)
         pieces = [body[at : at + step] for at in range(0, len(body), step)]
-        body = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces) + (
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + (
             b"0\r\n\r\n" if junk % 3 else b""
         )
     elif is_plain and int(length[0]) <= len(body):
@@ -710,7 +739,7 @@ def _made(head: bytes, how: bytes) -> bytes:
 
 def _http_seeds() -> list[bytes]:
     size = len(_OBJECT)
-    whole = b"HTTP/1.1 200 OK\nContent-Length: %d" % size
+    head = b"HTTP/1.1 200 OK\nContent-Length: %d" % size
     part = (
         b'HTTP/1.1 206 Partial Content\nContent-Length: %d\nContent-Range: bytes 0-%d/%d\nETag: "a"'
     )
@@ -728,10 +757,10 @@ def _http_seeds() -> list[bytes]:
         [first + b"\n\n" + struct.pack("<H", 300), later % (size - 300, 300, size - 1, size)]
     )
     return [
-        whole,
+        head,
         first,
         cut,
-        *(SPLIT.join([one, first]) for one in (busy, dated, moved, chunked, page, gzip)),
+        *(SPLIT.join([response, first]) for response in (busy, dated, moved, chunked, page, gzip)),
     ]
 
 
@@ -746,7 +775,7 @@ _HTTP_WORDS = (
 
 @contextmanager
 def _instead(module: Any, **values: Any) -> Iterator[None]:
-    """Names of a module with other values for a while."""
+    """Replace names of a module by other values for a while."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -757,7 +786,7 @@ def _instead(module: Any, **values: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
-# --- fields ----------------------------------------------------------------------------------------------------------
+# --- fields ---
 
 _CLASSES = ("cat", "dog", "7", "1_0")
 _LABELS: list[tuple[str | None, tuple[str, ...]]] = [
@@ -769,23 +798,23 @@ _LABELS: list[tuple[str | None, tuple[str, ...]]] = [
 
 
 def run_label(data: bytes) -> None:
-    """Labels and numbers: a value that the bytes say, or a bad sample."""
+    """Labels and numbers: the value in the bytes, or a bad sample."""
     for column, classes in _LABELS:
-        one = np.full((), -1, np.int64)
-        if _read(label_fields.label("cls", column=column, classes=classes), data, one):
-            value = int(one)
+        out = np.full((), -1, np.int64)
+        if _read(label_fields.label("cls", column=column, classes=classes), data, out):
+            value = int(out)
             _must(
                 value >= 0 and (not classes or value < len(classes)),
                 "a class is one of them",
                 value,
             )
             if column is None and data[:6] != b"\x93NUMPY":
-                said = data.decode("utf-8-sig").strip()
-                named = classes.index(said) if said in classes else None
+                text = data.decode("utf-8-sig").strip()
+                named = classes.index(text) if text in classes else None
                 _must(
                     named == value
-                    or (re.fullmatch(r"[+-]?\d+", said) is not None and int(said) == value),
-                    "a class is what it says",
+                    or (re.fullmatch(r"[+-]?\d+", text) is not None and int(text) == value),
+                    "a class equals its text",
                     value,
                 )
         many = np.full((len(_CLASSES),), -1, np.float32)
@@ -799,16 +828,18 @@ def run_label(data: bytes) -> None:
             and column is None
             and data[:6] != b"\x93NUMPY"
         ):
-            said = data.decode("utf-8-sig").strip()
-            wanted = float(said)
-            _must("_" not in said, "a number is written as numbers are", said)
-            _must(np.isinf(wanted) or not np.isinf(real), "a number does not become infinite", said)
+            text = data.decode("utf-8-sig").strip()
+            expected = float(text)
+            _must("_" not in text, "a number is written as numbers are", text)
             _must(
-                bool(np.isnan(wanted))
-                or bool(np.isinf(wanted))
-                or abs(float(real) - wanted) <= 1e-6 * abs(wanted) + 1e-44,
+                np.isinf(expected) or not np.isinf(real), "a number does not become infinite", text
+            )
+            _must(
+                bool(np.isnan(expected))
+                or bool(np.isinf(expected))
+                or abs(float(real) - expected) <= 1e-6 * abs(expected) + 1e-44,
                 "a number is that number",
-                said,
+                text,
             )
 
 
@@ -826,7 +857,9 @@ def run_document(data: bytes) -> None:
 
 
 def run_array(data: bytes) -> None:
-    """Arrays: what numpy itself makes of the file where it is whole, never an object, never more memory than bytes."""
+    """Arrays: numpy's own result for an intact file, never an object, never more memory than
+    bytes.
+    """
     shaped = fields.array("npy", shape=(2, 3), dtype="float32")
     for field in (fields.array("npy"), shaped):
         out = None if field.example is None else np.zeros(field.example.shape, field.example.dtype)
@@ -843,31 +876,33 @@ def run_array(data: bytes) -> None:
             "an array has no more bytes than its file",
             value.dtype,
         )
-        wanted = np.load(io.BytesIO(data), allow_pickle=False)
+        expected = np.load(io.BytesIO(data), allow_pickle=False)
         same = (
-            wanted.dtype == value.dtype
-            and wanted.shape == value.shape
-            and wanted.tobytes() == value.tobytes()
+            expected.dtype == value.dtype
+            and expected.shape == value.shape
+            and expected.tobytes() == value.tobytes()
         )
         _must(
             same,
-            "an array is what numpy says",
-            (wanted.dtype, wanted.shape, value.dtype, value.shape),
+            "an array equals that of numpy",
+            (expected.dtype, expected.shape, value.dtype, value.shape),
         )
     end = int.from_bytes(data[8:10], "little") + 10
     if shaped.has_plain_layout(data[:end]) and len(data) - end >= 24:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wanted = np.load(io.BytesIO(data), allow_pickle=False)
+            expected = np.load(io.BytesIO(data), allow_pickle=False)
         _must(
-            wanted.tobytes() == data[end : end + 24] and wanted.shape == (2, 3),
+            expected.tobytes() == data[end : end + 24] and expected.shape == (2, 3),
             "numbers that are landed are those of the file",
-            wanted,
+            expected,
         )
 
 
 def _read(field: Field, data: bytes, out: np.ndarray[Any, Any]) -> bool:
-    """Whether a field can be read; a MemoryError, which the decoder would call a bad sample too, is a find."""
+    """Return whether a field can be read. MemoryError is a find, though the decoder would catch
+    it.
+    """
     try:
         field.read(field.names[0], memoryview(data), out, _DRAWS)
     except MemoryError:
@@ -910,21 +945,21 @@ def _label_seeds() -> list[bytes]:
 
 
 def _array_seeds() -> list[bytes]:
-    found = [
+    seeds = [
         _npy(np.arange(6).astype(kind).reshape(2, 3)) for kind in ("f4", ">i2", "c16", "?", "u1")
     ]
-    found += [
+    seeds += [
         _npy(np.asfortranarray(np.ones((2, 3), "f4"))),
         _npy(np.array(["a", "bc"])),
         _npy(np.zeros((0, 7))),
         _npy(np.array(1.0)),
     ]
-    found += [
+    seeds += [
         _npy(np.zeros(2, [("a", "i4"), ("b", "S3")])),
         _npy(np.zeros(2, "M8[s]")),
         _npy(np.ones((2, 3), "f4"), version=(2, 0)),
     ]
-    return found + [_npy(np.ones(3, "f4"), version=(3, 0))]
+    return seeds + [_npy(np.ones(3, "f4"), version=(3, 0))]
 
 
 def _npy(value: np.ndarray[Any, Any], version: tuple[int, int] = (1, 0)) -> bytes:
@@ -940,31 +975,33 @@ _ARRAY_WORDS = (
 )  # fmt: skip
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images ---
 
 
 def run_image(data: bytes) -> None:
-    """A picture: pixels, or a bad sample. Its fields resize a region of them, alone and as a row of a batch."""
+    """An image: pixels, or a bad sample. Its fields resize a region, alone and as a row of a
+    batch.
+    """
     with _instead(codecs, MAX_PIXELS=MOST_PIXELS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of odd tags
-        whole = None
+        warnings.simplefilter("ignore")  # Pillow warns of unusual tags
+        pixels_ = None
         with suppress(SampleError):
-            whole = decode_image(data)
+            pixels_ = decode_image(data)
             _must(
-                whole.dtype == np.uint8
-                and whole.ndim == 3
-                and whole.shape[2] == 3
-                and 0 < whole.size <= 3 * MOST_PIXELS,
+                pixels_.dtype == np.uint8
+                and pixels_.ndim == 3
+                and pixels_.shape[2] == 3
+                and 0 < pixels_.size <= 3 * MOST_PIXELS,
                 "pixels",
-                whole.shape,
+                pixels_.shape,
             )
         draws = uniform(np.array([zlib.crc32(data)]), 27, "fuzz")
         for field in (fields.image(size=(8, 6), augment="rrc+flip"), fields.image(size=16)):
-            _compare_image_field(field, data, whole, draws)
+            _compare_image_field(field, data, pixels_, draws)
 
 
 def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: Any) -> None:
-    """The field's pixels are those of the whole picture, resized; a row of a batch has the same pixels."""
+    """Check that the field's pixels equal the resized full image, and those of a row of a batch."""
     assert field.example is not None
     alone, batch = (np.zeros((1, *field.example.shape), np.uint8) for _ in range(2))
     is_read = False
@@ -974,7 +1011,7 @@ def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: An
     in_batch = bool(field.read_rows(EncodedImages.of(data), [0], batch, draws)) if data else False
     _must(is_read or not in_batch, "an image that decodes in a batch decodes alone", field)
     _must(not in_batch or np.array_equal(alone, batch), "a row of a batch is the same", field)
-    if whole is None:  # a JPEG's damage may lie below the region
+    if whole is None:  # damage of a JPEG may be below the region
         _must(
             not is_read or data[:2] == b"\xff\xd8",
             "data that is not an image gives no value",
@@ -985,11 +1022,11 @@ def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: An
     assert field.size is not None
     height, width = whole.shape[:2]
     top, left, h, w = region(height, width, field.size, field.augment, draws[0])
-    wanted = np.zeros_like(alone[0])
-    resize(whole[top : top + h, left : left + w], wanted)
+    expected = np.zeros_like(alone[0])
+    resize(whole[top : top + h, left : left + w], expected)
     mirrored = field.augment.flip and draws[0, FLIP_DRAW] < 0.5
-    wanted = wanted[:, ::-1] if mirrored else wanted
-    _must(np.array_equal(alone[0], wanted), "a value is the resized region of the whole", field)
+    expected = expected[:, ::-1] if mirrored else expected
+    _must(np.array_equal(alone[0], expected), "a value is the resized region of the whole", field)
 
 
 def _image_seeds() -> list[bytes]:
@@ -997,9 +1034,9 @@ def _image_seeds() -> list[bytes]:
         np.uint8
     )
     picture = Image.fromarray(pixels)
-    found = []
+    seeds = []
     kinds: list[tuple[str, str, dict[str, Any]]] = [
-        *(("JPEG", "RGB", {"quality": 60, "subsampling": way}) for way in (0, 1, 2)),
+        *(("JPEG", "RGB", {"quality": 60, "subsampling": variant}) for variant in (0, 1, 2)),
         ("JPEG", "RGB", {"progressive": True, "restart_marker_blocks": 2}),
         ("JPEG", "L", {}),
         ("JPEG", "CMYK", {}),
@@ -1009,8 +1046,8 @@ def _image_seeds() -> list[bytes]:
         ("WEBP", "RGB", {}),
         ("WEBP", "RGBA", {"lossless": True}),
         *(
-            ("TIFF", "RGB", {"compression": way})
-            for way in ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits")
+            ("TIFF", "RGB", {"compression": variant})
+            for variant in ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits")
         ),
         ("TIFF", "F", {}),
         ("BMP", "RGB", {}),
@@ -1020,17 +1057,17 @@ def _image_seeds() -> list[bytes]:
     for kind, mode, words in kinds:
         buffer = io.BytesIO()
         picture.convert("L" if mode == "I;16" else mode).convert(mode).save(buffer, kind, **words)
-        found.append(buffer.getvalue())
+        seeds.append(buffer.getvalue())
     turned = Image.Exif()
     turned[274] = 6
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", exif=turned)
-    found.append(buffer.getvalue())
+    seeds.append(buffer.getvalue())
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", xmp=b'<x:xmpmeta tiff:Orientation="8"/>')
-    found.append(buffer.getvalue())
-    found.append(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
-    return found
+    seeds.append(buffer.getvalue())
+    seeds.append(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    return seeds
 
 
 _IMAGE_WORDS = (
@@ -1040,7 +1077,7 @@ _IMAGE_WORDS = (
 )  # fmt: skip
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- helpers ---
 
 _DRAWS = uniform(np.array([0]), 27, "fuzz")[0]
 
@@ -1056,7 +1093,7 @@ def _reading(data: bytes) -> Callable[[int, int], bytes]:
 
 @cache
 def _folder() -> str:
-    """A folder of this process, in memory where that can be."""
+    """A folder of this process, in memory if possible."""
     place = tempfile.TemporaryDirectory(
         prefix="fuzzing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
     )
@@ -1065,12 +1102,12 @@ def _folder() -> str:
     return place.name
 
 
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # which go when the process does
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 _TAR_CODE = ("wdstrain.shards.tar",)
 TARGETS = {
-    one.name: one
-    for one in (
+    target.name: target
+    for target in (
         Target("tar", run_tar, _tar_seeds, ("wdstrain.shards.tar",), (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
         Target("written", run_written, lambda: [b"a.txt=1\na.cls=2\nb/c.txt=", b"x" * 99 + b"/" + b"y" * 99 + b".txt=z"], _TAR_CODE),
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.verify.damaged_tar", "wdstrain.inspection.verify.header_search"), (), _mutated_tar),
