@@ -533,6 +533,27 @@ def test_a_later_example_with_other_inputs_is_a_bad_sample(
         train(shards, tmp_path / "run", model=One, transform=changing)
 
 
+def test_a_transform_may_leave_out_the_labels_of_some_samples(shards: Sets, tmp_path: Path) -> None:
+    """Lists of classes and numbers, as fields read them and as the transform gives them."""
+    bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
+    for path, packed in zip(bare, shards, strict=True):
+        path.write_bytes((packed / "train-000000.tar").read_bytes())
+
+    def some(entry: str) -> Any:
+        def transform(sample: Mapping[str, Any]) -> dict[str, Any]:
+            value = json.loads(sample["json"])[entry]
+            label = {"label": value} if int(sample["__key__"]) % 2 else {}
+            return {"image": decoded(sample["png"]), **label}
+
+        return transform
+
+    for entry, kind, classes in (("tags", "multi", "ant,bee,cow"), ("age", "number", None)):
+        options = {"model": One, "label": f"json.{entry}:{kind}", "classes": classes}
+        expected = train(bare, tmp_path / kind, image_size=8, **options)
+        done = train(bare, tmp_path / f"{kind} of some", transform=some(entry), **options)
+        assert same(done, expected)
+
+
 def test_whole_numbers_among_floats_become_floats(shards: Sets, tmp_path: Path) -> None:
     """As JSON has them: 0.5, 1, 1.5."""
 

@@ -151,11 +151,13 @@ class _TransformExample(_Examples):
             elif f"target {head.name}" in targets:
                 raise SampleError(f"it returned the label {head.name} under two names: give one")
             else:
-                targets[f"target {head.name}"] = head.checked_target(value)
+                target = np.asarray(head.checked_target(value))
+                targets[f"target {head.name}"] = torch.as_tensor(target)
         inputs = _checked_inputs(found, self._specs)
         for name, reader in self._readers.items():
             if f"target {name}" not in targets:
-                targets[f"target {name}"] = read_sample(reader, sample, np.zeros(DRAWS))
+                value = read_sample(reader, sample, np.zeros(DRAWS))
+                targets[f"target {name}"] = torch.as_tensor(value)
         for head in self._label_names.values():
             if f"target {head.name}" not in targets:
                 raise SampleError(f"the transform returned no {head.name}: masks must follow it")
