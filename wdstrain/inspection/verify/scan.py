@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.inspection.verify.decode_check import MOST, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums
+from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import ColumnBuilder, Place
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import SkippedMembers
