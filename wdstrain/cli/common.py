@@ -114,10 +114,10 @@ def selected(arguments: argparse.Namespace) -> list[str] | Index:
 
 
 def result(
-    arguments: argparse.Namespace, found: dict[str, Any], rows: list[tuple[str, str]]
+    arguments: argparse.Namespace, report: dict[str, Any], rows: list[tuple[str, str]]
 ) -> None:
     if arguments.json:
-        print_result(json.dumps(found, ensure_ascii=False))
+        print_result(json.dumps(report, ensure_ascii=False))
     else:
         print_table(rows)
 

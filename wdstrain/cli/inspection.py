@@ -64,30 +64,30 @@ def _info(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.info.result import FIELD_HEAD
 
     with ProgressReporter() as reporter:
-        found = info(
+        known = info(
             **given(arguments, InfoOptions),
             note=reporter.line,
             progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )
     if arguments.json:
-        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_result(json.dumps(known.as_dict(), ensure_ascii=False))
     else:
-        print_table(found.summary())
-        if found.contents:
-            print_grid(FIELD_HEAD, found.field_rows())
-            print_table((one.name, one.text()) for one in found.contents)
-        for column in found.charted():
+        print_table(known.summary())
+        if known.contents:
+            print_grid(FIELD_HEAD, known.field_rows())
+            print_table((field.name, field.text()) for field in known.contents)
+        for column in known.charted():
             line = f"{column.name}: {'; '.join(column.notes())}"
             print_result(f"\n{fill(line, get_terminal_size().columns)}")
             if column.numbers is not None:
                 print_table(column.facts())
             _print_bars(column.bars(), exact=column.exact)
-        if others := found.other_columns():
+        if others := known.other_columns():
             head = ("column", "kind", "missing", "values")
             print_grid(head, others, left=(0, 1, 3))
-    for finding in found.findings:
+    for finding in known.findings:
         print_message(finding)
-    return 0 if found.ok else 1
+    return 0 if known.ok else 1
 
 
 def _print_bars(counts: dict[str, int], *, exact: bool) -> None:
@@ -129,26 +129,26 @@ def _show(arguments: argparse.Namespace) -> int:
 
     from wdstrain.inspection.show.api import peek  # only now: it loads torch, which takes a second
 
-    found = peek(**vars(options))
-    file = found.save(arguments.out) if arguments.out else None
+    peeked = peek(**vars(options))
+    file = peeked.save(arguments.out) if arguments.out else None
     if not arguments.json and file is None:
-        print_result(repr(found))
+        print_result(repr(peeked))
         return 0
-    for view in found:
+    for view in peeked:
         if view.error:
             print_message(f"{view.shard}: '{view.key}' at offset {view.offset}: {view.error}")
-    for note in found.notes:
+    for note in peeked.notes:
         print_message(note)
     report: dict[str, Any] = {
-        "title": found.title,
-        "notes": list(found.notes),
-        "shown": len(found),
-        "broken": found.broken,
+        "title": peeked.title,
+        "notes": list(peeked.notes),
+        "shown": len(peeked),
+        "broken": peeked.broken,
         "file": file,
-        "samples": [view.as_dict() for view in found],
+        "samples": [view.as_dict() for view in peeked],
     }
-    broken = str(found.broken) if found.broken else "none"
-    rows = [("shown", found.title), ("with an error", broken), ("written to", file or "")]
+    broken = str(peeked.broken) if peeked.broken else "none"
+    rows = [("shown", peeked.title), ("with an error", broken), ("written to", file or "")]
     result(arguments, report, rows)
     return 0
 
@@ -222,13 +222,17 @@ def _counts(counts: dict[str, int]) -> str:
 def _print_findings(findings: Sequence[Finding]) -> None:
     """Print findings; many of them by kind, with the first of each."""
     if len(findings) <= _MOST:
-        for one in findings:
-            print_error(one.sentence)
+        for finding in findings:
+            print_error(finding.sentence)
         return
     kinds: dict[tuple[bool, str, str], list[Finding]] = {}
-    for one in findings:
-        kind = (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)
-        kinds.setdefault(kind, []).append(one)
+    for finding in findings:
+        kind = (
+            (True, finding.field, finding.kind)
+            if finding.key
+            else (False, finding.shard, finding.reason)
+        )
+        kinds.setdefault(kind, []).append(finding)
     for same in sorted(kinds.values(), key=len, reverse=True):
         print_error(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)
     print_error(f"{len(findings)} findings of {len(kinds)} kinds. To list all: --json")
@@ -260,7 +264,11 @@ def _repair(arguments: argparse.Namespace) -> int:
             progress=lambda read, total: step_bytes(reporter, "repairing", read, total, ""),
         )
     seconds = time.monotonic() - start
-    lost = f"at least {done.lost}" if any(not one.key for one in done.findings) else str(done.lost)
+    lost = (
+        f"at least {done.lost}"
+        if any(not finding.key for finding in done.findings)
+        else str(done.lost)
+    )
     rows = [
         ("shards", str(done.shards)),
         ("samples copied", str(done.samples)),
@@ -273,8 +281,8 @@ def _repair(arguments: argparse.Namespace) -> int:
     for note in done.notes:
         print_message(f"note: {note}")
     shards: dict[str, list[Finding]] = {}
-    for one in done.findings:
-        shards.setdefault(one.shard, []).append(one)
+    for finding in done.findings:
+        shards.setdefault(finding.shard, []).append(finding)
     for shard, findings in list(shards.items())[:_MOST]:
         _print_lost(shard, findings)
     if len(shards) > _MOST:
@@ -284,17 +292,17 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 def _print_lost(shard: str, findings: list[Finding]) -> None:
     """Print what one shard lost: samples in one sentence, then byte ranges."""
-    lost = [one for one in findings if one.key]
+    lost = [finding for finding in findings if finding.key]
     if lost:
         named = "; ".join(
-            f"'{one.key}' ({f'field {one.field} ' if one.field else ''}at offset {one.offset}: "
-            f"{one.reason})"
-            for one in lost[:_NAMED]
+            f"'{finding.key}' ({f'field {finding.field} ' if finding.field else ''}at offset "
+            f"{finding.offset}: {finding.reason})"
+            for finding in lost[:_NAMED]
         )
         more = f"; and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         print_error(f"{shard}: {len(lost)} sample{'s' * (len(lost) != 1)} lost: {named}{more}.")
-    for one in [one for one in findings if not one.key][:_NAMED]:
-        print_error(one.sentence)
+    for finding in [finding for finding in findings if not finding.key][:_NAMED]:
+        print_error(finding.sentence)
 
 
 # --- plan ----------------------------------------------------------------------------------------
@@ -326,15 +334,15 @@ def _plan(arguments: argparse.Namespace) -> int:
         def progress(done: int, total: int) -> None:
             reporter.step("reading labels", done, total, unit="labels")
 
-        found = plan_epoch(**{**vars(options), "progress": progress})
+        preview = plan_epoch(**{**vars(options), "progress": progress})
     if arguments.json:
-        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_result(json.dumps(preview.as_dict(), ensure_ascii=False))
     else:
         wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for line in found.lines(ascii_only=not wide):
+        for line in preview.lines(ascii_only=not wide):
             print_result(line)
     if arguments.out is not None:
-        write_whole(arguments.out, found.page().encode("utf-8", "replace"))
+        write_whole(arguments.out, preview.page().encode("utf-8", "replace"))
         print_message(f"written to {arguments.out}")
     return 0
 

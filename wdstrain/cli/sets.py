@@ -118,7 +118,7 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
             )
             print_message(f"note: there is only one class, {label.classes[0]!r}.{hint}")
     seconds = time.monotonic() - begun
-    found = {
+    report = {
         "out": out,
         **facts(done.index),
         "listed": done.listed,
@@ -134,7 +134,9 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
         "seconds": round(seconds, 3),
     }
     result(
-        arguments, found, [*summary(done.index), *_rows(done, out, seconds, is_dry=options.dry_run)]
+        arguments,
+        report,
+        [*summary(done.index), *_rows(done, out, seconds, is_dry=options.dry_run)],
     )
     return 0
 
@@ -310,13 +312,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     seconds, count = time.monotonic() - begun, server.requests
     if arguments.json:
-        found = {
+        report = {
             "folder": server.folder,
             "url": server.url,
             "requests": count,
             "bytes": server.bytes,
         }
-        print_result(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
+        print_result(json.dumps({**report, "seconds": round(seconds, 3)}, ensure_ascii=False))
     else:
         print_result(
             f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in "

@@ -76,8 +76,8 @@ def add_training(verbs: Any) -> None:
         "predict the labels of images, as a table",
         "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
     )
-    for one in (evaluate, predict):
-        one.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
+    for parser in (evaluate, predict):
+        parser.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
     urls(evaluate)
     predict.add_argument(
         "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
@@ -113,8 +113,8 @@ def add_training(verbs: Any) -> None:
         metavar="FILE",
         help="file to write: .pt (state dict), .pt2 (torch.export) or .onnx",
     )
-    for one in (evaluate, predict, export):
-        one.add_argument(
+    for parser in (evaluate, predict, export):
+        parser.add_argument(
             "--model",
             metavar="MODULE:FUNCTION",
             help="function that makes the model; one that the checkpoint names is called only if "
@@ -192,14 +192,14 @@ def _train(arguments: argparse.Namespace) -> int:
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
     ]
-    found = {
+    report = {
         "out": done.folder,
         "epochs": done.epochs,
         "best": done.best,
         "monitor": done.monitor,
         "stop_reason": done.stop_reason,
     }
-    result(arguments, found, rows)
+    result(arguments, report, rows)
     return 0
 
 

@@ -118,19 +118,19 @@ class FileCatalog:
 
         A sample that cannot be read is returned as its error.
         """
-        found: list[list[Part] | SampleError] = [[]] * len(numbers)
+        fetched: list[list[Part] | SampleError] = [[]] * len(numbers)
         asked, items = numbers.tolist(), self._items
         for place in np.argsort(numbers, kind="stable").tolist():
             number = asked[place]
             lengths = self._file_lengths(number)
             try:
-                found[place] = [
+                fetched[place] = [
                     (field, part if isinstance(part, bytes) else _contents(part, next(lengths)))
                     for field, part in items[number].parts
                 ]
             except SampleError as error:
-                found[place] = error
-        return found
+                fetched[place] = error
+        return fetched
 
 
 class SpanCatalog:
@@ -196,7 +196,7 @@ class SpanCatalog:
 
         Raises ShardError if a file is shorter than expected.
         """
-        found: list[list[Part] | SampleError] = [[]] * len(numbers)
+        fetched: list[list[Part] | SampleError] = [[]] * len(numbers)
         order = np.lexsort((self.offsets.start[numbers], self.file[numbers]))
         for file in np.unique(self.file[numbers]).tolist():
             places = order[self.file[numbers[order]] == file]
@@ -211,8 +211,8 @@ class SpanCatalog:
                             f"was read. Start again."
                         )
                     for place in run.tolist():
-                        found[place] = self._parts(int(numbers[place]), memoryview(data), start)
-        return found
+                        fetched[place] = self._parts(int(numbers[place]), memoryview(data), start)
+        return fetched
 
     def _runs(self, numbers: Ints, places: Ints) -> Iterable[Ints]:
         """Return groups of places to read at once: close together, and at most `_RUN` bytes."""
@@ -265,12 +265,12 @@ def _path(item: FileSample) -> str:
 def _file_size(path: str) -> tuple[int, int]:
     """Return (bytes, modification time in ns) of a file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
-    if found.st_size == 0:
+    if status.st_size == 0:
         raise SampleError("it has 0 bytes")
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _contents(path: str, size: int) -> bytes:

@@ -144,8 +144,8 @@ def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
     """Return pixels [c, h, w] as [h, w, c], also of an image that is 1, 3 or 4 pixels wide."""
     if value.ndim == 3 and value.shape[0] in (1, 3, 4):
         value = value.permute(1, 2, 0)
-    found: npt.NDArray[Any] = value.detach().cpu().numpy()
-    return found
+    pixels: npt.NDArray[Any] = value.detach().cpu().numpy()
+    return pixels
 
 
 def _image(name: str, kind: str, value: Any, quality: int) -> bytes:

@@ -85,8 +85,8 @@ def restore_shuffle(
             about = json.load(file)
         if stream.mark is None or about["identity"] != _identity(stream, options):
             return None
-        with np.load(os.path.join(folder, _DONE), allow_pickle=False) as found:
-            arrays = dict(found)
+        with np.load(os.path.join(folder, _DONE), allow_pickle=False) as archive:
+            arrays = dict(archive)
     except (OSError, ValueError, KeyError, BadZipFile):
         return None
     per_sample: dict[str, Any] = {name: arrays.pop(name) for name in _META}

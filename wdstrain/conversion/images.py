@@ -135,24 +135,24 @@ class Recipe:
                 if factor > 1
                 else {}
             )
-            found = simplejpeg.decode_jpeg(data, "Gray" if colors == "Gray" else "RGB", **least)
-            return np.asarray(found)
+            pixels = simplejpeg.decode_jpeg(data, "Gray" if colors == "Gray" else "RGB", **least)
+            return np.asarray(pixels)
         except ValueError:
             return None
 
     def _png(self, data: bytes) -> bytes:
         decode_image(data)  # raises for a truncated image
         with open_picture(data) as image:
-            found = ImageOps.exif_transpose(image)
-            if found.mode.startswith("I"):
-                grey = np.clip(np.asarray(found), 0, 65535) >> 8
-                found = Image.fromarray(grey.astype(np.uint8))
-            elif found.mode in ("P", "PA") or "transparency" in found.info:
-                found = found.convert("RGBA")
-            elif found.mode not in ("L", "LA", "RGB", "RGBA"):
-                found = found.convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):
+                grey = np.clip(np.asarray(upright), 0, 65535) >> 8
+                upright = Image.fromarray(grey.astype(np.uint8))
+            elif upright.mode in ("P", "PA") or "transparency" in upright.info:
+                upright = upright.convert("RGBA")
+            elif upright.mode not in ("L", "LA", "RGB", "RGBA"):
+                upright = upright.convert("RGB")
             out = io.BytesIO()
-            self._smaller(found).save(out, "PNG")
+            self._smaller(upright).save(out, "PNG")
             return out.getvalue()
 
     def _smaller(self, image: Image.Image) -> Image.Image:

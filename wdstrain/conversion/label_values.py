@@ -51,19 +51,19 @@ class LabelCells:
 def number_label(column: LabelCells, names: tuple[str, ...]) -> Label:
     """Return a label of numbers; the values become int or float."""
     for row, value in column.good():
-        found: Any = value
+        number: Any = value
         if isinstance(value, str):
             text = value.strip()
-            found = number_in(text)
-            found = float(text) if found is None and _ANY_NUMBER.fullmatch(text) else found
+            number = number_in(text)
+            number = float(text) if number is None and _ANY_NUMBER.fullmatch(text) else number
         elif isinstance(value, bool):
-            found = int(value)
-        if not isinstance(found, (int, float)):
+            number = int(value)
+        if not isinstance(number, (int, float)):
             column.refuse(row, "which is not a number")
-        elif abs(found) > _LARGEST:
+        elif abs(number) > _LARGEST:
             column.refuse(row, "which is too large for a float32")
         else:
-            column.values[row] = found
+            column.values[row] = number
     return Label(column.name, "number", "json", column.name)
 
 
@@ -155,14 +155,14 @@ def multi_label(column: LabelCells, names: tuple[str, ...]) -> Label:
     for row, value in column.good():
         texts = value.split("|") if isinstance(value, str) else [value]
         parts = value if isinstance(value, list) else texts
-        found = [
+        classes = [
             _member(part, names) for part in parts if not isinstance(part, str) or part.strip()
         ]
-        if None in found:
+        if None in classes:
             column.refuse(row, "which is not a list of classes")
         else:
-            column.values[row] = found
-            members.update(dict.fromkeys(map(str, found)))
+            column.values[row] = classes
+            members.update(dict.fromkeys(map(str, classes)))
     order = sorted(members, key=int) if all(map(WHOLE.fullmatch, members)) else sorted(members)
     return Label(column.name, "multi", "json", column.name, names or tuple(order))
 
@@ -182,12 +182,12 @@ def number_in(text: str) -> int | float | None:
     """Return the number that a text is; None for other text, also for names such as 007."""
     if WHOLE.fullmatch(text):
         return int(text)
-    found = float(text) if NUMBER.fullmatch(text) else math.inf
-    return found if math.isfinite(found) else None
+    number = float(text) if NUMBER.fullmatch(text) else math.inf
+    return number if math.isfinite(number) else None
 
 
 def _whole_in(value: Any) -> int | None:
-    found = number_in(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or found != int(found):
+    number = number_in(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number != int(number):
         return None
-    return None if isinstance(value, str) and not isinstance(found, int) else int(found)
+    return None if isinstance(value, str) and not isinstance(number, int) else int(number)

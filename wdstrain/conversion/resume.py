@@ -55,21 +55,21 @@ def check_call(transaction: OutputTransaction, call: dict[str, Any]) -> None:
     former = transaction.read_call()
     if former:
         same_on_error = {**call["options"], "on_error": former["options"]["on_error"]}
-        found = differences(former, {"append": {}, **call, "options": same_on_error})
-        if found:
+        differing = differences(former, {"append": {}, **call, "options": same_on_error})
+        if differing:
             raise UsageError(
                 f"{transaction.out} holds an unfinished conversion of another source or with other "
-                f"options: {'; '.join(found)}. Resume it as it was, choose another folder, or "
+                f"options: {'; '.join(differing)}. Resume it as it was, choose another folder, or "
                 f"start anew with overwrite=True."
             )
     transaction.write_call(call)
 
 
-def other_conversion(out: str, found: Sequence[str], hint: str) -> UsageError:
+def other_conversion(out: str, differing: Sequence[str], hint: str) -> UsageError:
     """Return the error for a folder that holds another finished conversion."""
     return UsageError(
         f"{out} holds a finished conversion of another source or with other options: "
-        f"{'; '.join(found)}. {hint}"
+        f"{'; '.join(differing)}. {hint}"
     )
 
 
@@ -98,24 +98,24 @@ def resumed_in_place(
         "source": {name: source.get(name) for name in stated},
         "options": index.info.get("options", {}),
     }
-    found = differences(former, _plain({"source": stated, "options": options.saved()}))
-    if found:
-        raise other_conversion(out, found, "It replaced its source, so nothing can be resumed.")
+    differing = differences(former, _plain({"source": stated, "options": options.saved()}))
+    if differing:
+        raise other_conversion(out, differing, "It replaced its source, so nothing can be resumed.")
     result = read_result(folder, index)
     return deliver_result(result, folder, out, progress) if is_object(out) else result
 
 
 def differences(former: dict[str, Any], call: dict[str, Any]) -> list[str]:
     """Return the entries of a call that differ from a former call: "seed was 0, is 3"."""
-    found = []
+    differing = []
     for part, values in call.items():
         before = {
             name: value for name, value in former.get(part, {}).items() if name not in _FROM_FILES
         }
         for name in dict.fromkeys([*before, *values]):
             if before.get(name) != values.get(name):
-                found.append(f"{name} was {before.get(name)!r}, is {values.get(name)!r}")
-    return found
+                differing.append(f"{name} was {before.get(name)!r}, is {values.get(name)!r}")
+    return differing
 
 
 def first_difference(former: Index, index: Index) -> list[str]:
@@ -137,12 +137,12 @@ def first_difference(former: Index, index: Index) -> list[str]:
         if keys:
             more = f", and {len(keys) - 1} more" if len(keys) > 1 else ""
             return [sentence.format(keys[0][1]) + more]
-    found = differences(
+    differing = differences(
         {"": {name: former.info.get(name) for name in _COUNTS}},
         _plain({"": {name: index.info[name] for name in _COUNTS}}),
     )
-    if found:
-        return found
+    if differing:
+        return differing
     pairs = list(zip(former.shards, index.shards, strict=False))
     is_same_order = len(former.shards) == len(index.shards) and all(
         (was.name, was.samples, was.bytes) == (now.name, now.samples, now.bytes)

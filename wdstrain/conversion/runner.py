@@ -171,22 +171,22 @@ def _compared(
     the difference, ShardError if a shard is missing or was cut.
     """
     index = check_sizes(load(os.path.join(out, INDEX_NAME)))
-    found = differences(index.info, call_of(source, options))
-    if not found:
+    differing = differences(index.info, call_of(source, options))
+    if not differing:
         folder = os.path.join(out, _COMPARISON)
         transaction = OutputTransaction(folder, overwrite=True, resume=False)
         try:
             fresh = replace(options, resume=False)
             work = Packer(source, transaction, fresh, progress, write=False)
-            found = first_difference(index, work.run().index)
+            differing = first_difference(index, work.run().index)
         except SourceError as error:  # such as a bad sample, or no samples
-            found = [str(error).rstrip(".")]
+            differing = [str(error).rstrip(".")]
         finally:
             transaction.clear()
             shutil.rmtree(folder, ignore_errors=True)  # left by a killed comparison
-    if found:
+    if differing:
         hint = "Choose another folder, or replace it with overwrite=True."
-        raise other_conversion(out, found, hint)
+        raise other_conversion(out, differing, hint)
     return read_result(out, index)
 
 

@@ -39,15 +39,15 @@ class SetExchange:
 
     def names(self) -> list[str]:
         """Return the names that interrupted exchanges were about to remove or bring."""
-        found: list[str] = []
+        collected: list[str] = []
         for place in (self._swapping, os.path.join(self._staging, "shards"), self._staging):
             with (
                 suppress(OSError, ValueError, KeyError),
                 open(os.path.join(place, EXCHANGE_NAME), encoding="utf-8") as file,
             ):
                 names = json.load(file)
-                found += [*names["former"], *names["files"]]
-        return list(dict.fromkeys(found))
+                collected += [*names["former"], *names["files"]]
+        return list(dict.fromkeys(collected))
 
     def remember_names(self) -> None:
         """Keep the names of interrupted exchanges in the staging directory."""

@@ -173,10 +173,10 @@ def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
     shares = _rounded(
         counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable")
     )
-    found = np.zeros(len(order), np.int64)
+    split = np.zeros(len(order), np.int64)
     sides = np.lexsort((meta.side[order], strata))  # by class, then by hash
-    found[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
-    return found
+    split[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
+    return split
 
 
 def _assigned_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:

@@ -59,13 +59,13 @@ class ShardJob:
     ) -> Generator[Packed, None, None]:
         """Yield the shards in order as they are written; with `resume`, existing ones are kept."""
         marks = [identity(shard, self.catalog, self.recipe, bad.collect) for shard in plan]
-        found = [
+        existing = [
             kept(self.folder, shard, mark) if options.resume else None
             for shard, mark in zip(plan, marks, strict=True)
         ]
-        missing = [number for number, part in enumerate(found) if part is None]
+        missing = [number for number, part in enumerate(existing) if part is None]
         total = sum(len(shard.numbers) for shard in plan)
-        before = sum(len(part.numbers) for part in found if part is not None)
+        before = sum(len(part.numbers) for part in existing if part is not None)
         workers = options.processes(int(self.catalog.sizes.sum()))
         work = _WriteShards(
             self,
@@ -79,7 +79,7 @@ class ShardJob:
 
         done = run(work, len(missing), workers, progress, engine=options.engine)
         with closing(done) as results:
-            for part in found:
+            for part in existing:
                 packed = next(results) if part is None else part
                 for sample in packed.bad:
                     bad.put(sample)

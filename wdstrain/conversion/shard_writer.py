@@ -341,7 +341,7 @@ def _fetched(
         stop = max(place + 1, int(np.searchsorted(stops, filled + together, side="right")))
         begun = perf_counter()
         try:
-            found = catalog.fetch(numbers[place:stop])
+            fetched = catalog.fetch(numbers[place:stop])
         except OSError as error:  # of the source, not of the disk that is written to
             raise StorageError(
                 f"{error.filename or 'the source'} cannot be read: {error.strerror}."
@@ -349,5 +349,5 @@ def _fetched(
         before, filled = filled, int(stops[stop - 1])
         if filled - before < _SLOW * (perf_counter() - begun):
             together = min(memory, 4 * together)
-        yield from zip(range(place, stop), numbers[place:stop].tolist(), found, strict=True)
+        yield from zip(range(place, stop), numbers[place:stop].tolist(), fetched, strict=True)
         place = stop

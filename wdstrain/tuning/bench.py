@@ -108,10 +108,10 @@ class _Progress:
     def __init__(self, note: Callable[[str, int, int], None] | None, total: int) -> None:
         self._note, self._total, self._number = note, total, 0
 
-    def step(self, what: str) -> None:
+    def step(self, measurement: str) -> None:
         """Report the next measurement."""
         if self._note is not None:
-            self._note(what, self._number, self._total)
+            self._note(measurement, self._number, self._total)
         self._number += 1
 
 

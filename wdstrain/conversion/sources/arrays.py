@@ -96,14 +96,14 @@ def stream_rows(
         _check_keys(title, arrays[keys])
     fields = _field_names(title, {name: rows for name, rows in arrays.items() if name != keys})
     names = check_classes(classes)
-    found = [
+    scalars = [
         _Scalar(
             name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
         )
         for name in _asked_labels(arrays, labels)
     ]
     places = {name: place for place, name in enumerate(names)}
-    classed = next((one for one in found if one.kind == "class"), None)
+    classed = next((scalar for scalar in scalars if scalar.kind == "class"), None)
 
     def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
         for first, block in blocks(arrays, count):
@@ -115,7 +115,7 @@ def stream_rows(
                         )
                         for name, field in fields.items()
                     ]
-                    for scalar in found:
+                    for scalar in scalars:
                         scalar.see(block[scalar.name][i])
                 except SampleError as error:
                     bad_samples.put(BadSample(title, first + i + 1, "", str(error)))
@@ -124,7 +124,7 @@ def stream_rows(
                 stratum = classed.stratum(block[classed.name][i]) if classed else ""
                 yield StreamSample(key, parts, stratum=stratum)
 
-    labels_of = lambda: tuple(one.label() for one in found)  # noqa: E731
+    labels_of = lambda: tuple(scalar.label() for scalar in scalars)  # noqa: E731
     stratum = ("label" if classed.name == "cls" else classed.name) if classed else ""
     return Stream(title, entries, labels_of, source, count, stratum=stratum)
 
@@ -183,8 +183,8 @@ def row_bytes(array: Rows) -> int:
     values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
     if np.dtype(array.dtype).hasobject:
         some = [
-            len(one) if hasattr(one, "__len__") else 8
-            for one in np.asarray(array[slice(0, 16)]).ravel()
+            len(row) if hasattr(row, "__len__") else 8
+            for row in np.asarray(array[slice(0, 16)]).ravel()
         ]
         return 64 + values * 2 * (sum(some) // max(1, len(some)))
     return values * max(1, int(np.dtype(array.dtype).itemsize))
@@ -300,19 +300,19 @@ def _open(name: str, array: Any) -> Rows:
                         f"{', '.join(archive.files)}"
                     )
                 return np.asarray(archive[member])
-        found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
+        loaded = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
     except UsageError:
         raise
     except Exception as error:  # numpy's parsers raise many types for damaged files
         raise SourceError(
             f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
         ) from error
-    if isinstance(found, np.lib.npyio.NpzFile):
-        members = ", ".join(found.files)
-        found.close()
+    if isinstance(loaded, np.lib.npyio.NpzFile):
+        members = ", ".join(loaded.files)
+        loaded.close()
         raise UsageError(
             f"{path} holds several arrays: {members}. Name one: "
             f"{name}={path}:{members.split(', ')[0]}"
         )
-    rows: Rows = found
+    rows: Rows = loaded
     return rows

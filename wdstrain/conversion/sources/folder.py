@@ -47,12 +47,12 @@ def list_folder(
     splits = {} if flat else _splits(source, ignored)
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()}
     roots = roots or {"": source}
-    found, outside = _find_images(roots, ignored, flat=flat)
-    mask_files = _find_masks(source, masks, found, ignored) if masks and found else None
-    classes = [] if flat else sorted({one.kind for one in found})
+    images, outside = _find_images(roots, ignored, flat=flat)
+    mask_files = _find_masks(source, masks, images, ignored) if masks and images else None
+    classes = [] if flat else sorted({image.kind for image in images})
     if fixed and flat:
         raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
-    _check_found(source, classes, fixed, outside if not found else None, ignored)
+    _check_found(source, classes, fixed, outside if not images else None, ignored)
     count_ignored(ignored, "images outside a class folder", outside)
     if classes:
         folders = {name for root in roots.values() for name in _folders(root)}
@@ -62,7 +62,7 @@ def list_folder(
     numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
     keys = {split: Keys() for split in roots}
     items = []
-    for image in found:
+    for image in images:
         parts: tuple[tuple[str, bytes | str], ...] = ((image.field, image.path),)
         if classes:
             parts += (("cls", numbers[image.kind]),)
@@ -100,7 +100,7 @@ def _find_images(
     roots: dict[str, str], ignored: dict[str, int], *, flat: bool
 ) -> tuple[list[_Image], int]:
     """Return (images, number of images outside a class folder). roots: folders by split."""
-    found, outside = list[_Image](), 0
+    images, outside = list[_Image](), 0
     for split, root in roots.items():
         for below, folder, names in _files(root, ignored):
             kind = "" if flat else below.split("/", 1)[0]
@@ -113,8 +113,8 @@ def _find_images(
                     outside += 1
                 else:
                     path = f"{folder}{os.sep}{name}"
-                    found.append(_Image(split, kind, prefix + name, path, field))
-    return found, outside
+                    images.append(_Image(split, kind, prefix + name, path, field))
+    return images, outside
 
 
 def _check_found(
@@ -151,7 +151,7 @@ def _check_found(
 def _find_masks(
     source: str,
     masks: str,
-    found: Sequence[_Image],
+    images: Sequence[_Image],
     ignored: dict[str, int],
 ) -> dict[str, tuple[str, str]]:
     """Return (field, path) of the mask of each image, by the path of the image.
@@ -180,7 +180,7 @@ def _find_masks(
             if stem in by_stem:
                 raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
             by_stem[stem] = (f"mask.{field}", path)
-    stems = {one.path: os.path.relpath(one.path, source).rpartition(".")[0] for one in found}
+    stems = {image.path: os.path.relpath(image.path, source).rpartition(".")[0] for image in images}
     stems = {path: stem.replace(os.sep, "/") for path, stem in stems.items()}
     matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
     if not matched:
@@ -210,7 +210,7 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
         beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
     count_ignored(ignored, "files beside the splits", len(beside))
     order = list(dict.fromkeys(SPLITS.values()))
-    return dict(sorted(named.items(), key=lambda one: order.index(one[1])))
+    return dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
 def _folders(root: str) -> list[str]:

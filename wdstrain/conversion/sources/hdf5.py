@@ -55,7 +55,7 @@ def stream_hdf5(
             f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. '
             f"Use one of its data sets: {_known(opened)}"
         )
-    found = {name: _find(opened, file, path) for name, path in wanted.items()}
+    data_sets = {name: _find(opened, file, path) for name, path in wanted.items()}
     source = {
         "kind": "hdf5",
         "fields": dict(fields),
@@ -65,14 +65,14 @@ def stream_hdf5(
     }
     stream = stream_rows(
         file,
-        found,
+        data_sets,
         source,
         labels=labels,
         classes=classes,
         quality=quality,
         keys="__key__" if key else None,
     )
-    files = sorted({place for rows in found.values() for place in rows.files} - {file})
+    files = sorted({place for rows in data_sets.values() for place in rows.files} - {file})
     return replace(
         stream,
         mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} "
@@ -155,9 +155,9 @@ def _files(node: Any, file: str) -> list[str]:
 
     Raises SourceError if a file of a virtual data set is missing: HDF5 would return fill values.
     """
-    h5py, found = _h5py(), [file, node.file.filename]
+    h5py, files = _h5py(), [file, node.file.filename]
     folder = os.path.dirname(os.path.abspath(node.file.filename))
-    found += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
+    files += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
     parts = node.virtual_sources() if node.is_virtual else ()
     for name, path in sorted({(part.file_name, part.dset_name) for part in parts}):
         if "%" in f"{name}{path}":  # a series of files: its rows are those of the existing files
@@ -175,26 +175,26 @@ def _files(node: Any, file: str) -> list[str]:
                 inner = source.get(path)
                 if not isinstance(inner, h5py.Dataset):
                     raise OSError(f"it holds no data set {path}")
-                found += _files(inner, place)
+                files += _files(inner, place)
         except OSError as error:
             raise SourceError(
                 f"{file}{node.name} is made of data sets in other files, and {name} cannot be read "
                 f"({error}). Its rows would be fill values. Put that file where it belongs."
             ) from error
-    return [name for name in dict.fromkeys(found) if os.path.isfile(name)]
+    return [name for name in dict.fromkeys(files) if os.path.isfile(name)]
 
 
 def _known(opened: Any) -> str:
-    h5py, found = _h5py(), []
+    h5py, lines = _h5py(), []
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
             columns = node.dtype.names
             kind = f"table of {', '.join(columns)}" if columns else node.dtype
-            found.append(f"/{name} {list(node.shape)} {kind}")
+            lines.append(f"/{name} {list(node.shape)} {kind}")
 
     opened.visititems(visit)
-    return "; ".join(found[:20]) + ("; ..." if len(found) > 20 else "") or "none"
+    return "; ".join(lines[:20]) + ("; ..." if len(lines) > 20 else "") or "none"
 
 
 def _h5py() -> Any:

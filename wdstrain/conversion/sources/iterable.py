@@ -169,7 +169,7 @@ def _stratum(packed: list[Part]) -> str:
 
 def classes_of(part: Any) -> tuple[str, ...]:
     """Return the class names of a torchvision data set; () if it has none."""
-    found = getattr(part, "classes", None)
-    if isinstance(found, (list, tuple)) and all(isinstance(one, str) for one in found):
-        return tuple(found)
+    names = getattr(part, "classes", None)
+    if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+        return tuple(names)
     return ()

@@ -310,21 +310,21 @@ def changed_field(index: Index, number: int, parts: list[Part]) -> str | None:
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
     """Return the labels whose fields are kept. Raises UsageError if the sets differ in them."""
-    found: dict[tuple[Label, ...], str] = {}
+    by_labels: dict[tuple[Label, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         labels: tuple[Label, ...] = ()
         if read_whole(place) is not None and is_wdstrain_index(place):
             labels = tuple(
                 label for label in labels_of(read_document(place)) if label.field in names
             )
-        found.setdefault(labels, place)
-    if len(found) > 1 and any(found):
+        by_labels.setdefault(labels, place)
+    if len(by_labels) > 1 and any(by_labels):
         raise UsageError(
             "these sets have different labels, or some have none: a class number would mean two "
             "classes. Convert each set by itself, or drop the field of the label. A set with "
-            f"labels: {folder_of(next(place for labels, place in found.items() if labels))}"
+            f"labels: {folder_of(next(place for labels, place in by_labels.items() if labels))}"
         )
-    return next(iter(found), ())
+    return next(iter(by_labels), ())
 
 
 def _with_declared(
@@ -368,13 +368,13 @@ def read_keys(path: str) -> set[str]:
     check_there(path)
     try:
         with open(path, encoding="utf-8") as file:
-            found = {line.strip() for line in file if line.strip()}
+            keys = {line.strip() for line in file if line.strip()}
     except OSError as error:
         raise SourceError(
             f"{path}: the file of keys cannot be read: {error.strerror}. Check its permissions."
         ) from error
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is not UTF-8. Write one key on each line, in UTF-8.") from error
-    if not found:
+    if not keys:
         raise SourceError(f"{path} holds no keys. Write one key on each line.")
-    return found
+    return keys

@@ -53,16 +53,16 @@ def find_files(table: Any) -> TableFiles:
     named = [table] if isinstance(table, (str, os.PathLike)) else list(table)
     addresses = [str(os.fspath(address)) for address in named]
     name = ", ".join(addresses)
-    found = [_find(address) for address in addresses]
-    paths = list(dict.fromkeys(path for some, _ in found for path in some))
+    matches = [_find(address) for address in addresses]
+    paths = list(dict.fromkeys(path for some, _ in matches for path in some))
     formats = {format_of(path): path for path in paths}
     if len(formats) > 1:
-        one, other = list(formats.values())[:2]
+        first, second = list(formats.values())[:2]
         raise SourceError(
-            f"{name} holds tables of several formats, such as {one} and {other}. Name the files of "
-            f"one format."
+            f"{name} holds tables of several formats, such as {first} and {second}. Name the files "
+            "of one format."
         )
-    bases = [base for _, base in found]
+    bases = [base for _, base in matches]
     base = bases[0] if len(set(bases)) == 1 else os.path.commonpath([*map(os.path.abspath, bases)])
     return TableFiles(name, paths, base)
 

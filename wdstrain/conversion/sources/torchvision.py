@@ -31,13 +31,13 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     if strange:
         raise UsageError(f"{name} has no split '{strange[0]}'. Use train or test.")
     wanted = _wanted(splits, known)
-    found: dict[str, Any] = {}
+    data_sets: dict[str, Any] = {}
     reasons: dict[str, str] = {}  # why splits cannot be opened
     for split in wanted:
         arguments = {"train": split == "train"} if parameter == "train" else {"split": split}
         try:
             opened = kind(root, **arguments) if parameter else kind(root)
-            found["val" if split == "valid" else split] = opened
+            data_sets["val" if split == "valid" else split] = opened
         except Exception as error:  # data sets raise any type for missing files and splits
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             reasons[split] = f"{split or name}: {text}"
@@ -46,7 +46,7 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
                     f"{name} in {root} has no split '{split}' ({reasons[split]}). Check splits and "
                     "root."
                 ) from error
-    if not found:
+    if not data_sets:
         check_there(root, kind="folder")
         raise SourceError(
             f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons.values())}). "
@@ -61,10 +61,10 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
         )
     left_out = [one for one in known or () if one not in wanted]
     passed = [*reasons.values(), *(f"split {one}, which was not asked for" for one in left_out)]
-    files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
-    parts = files if len(files) == len(found) else found
-    classes = classes_of(next(iter(found.values())))
-    source = {"kind": "torchvision", "name": name, "splits": list(found)}
+    files = {split: _Files(one) for split, one in data_sets.items() if _has_files(one)}
+    parts = files if len(files) == len(data_sets) else data_sets
+    classes = classes_of(next(iter(data_sets.values())))
+    source = {"kind": "torchvision", "name": name, "splits": list(data_sets)}
     fields = None if parts is files else ("png", "cls")
     stream = stream_samples(parts, fields=fields, classes=classes, name=name, source=source)
     return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
@@ -100,7 +100,7 @@ def _wanted(splits: Sequence[str], known: list[str] | None) -> list[str]:
         return known
     if splits:
         return list(splits)
-    wanted = [one for one in _NAMES if known is None or one in known]
+    wanted = [split for split in _NAMES if known is None or split in known]
     if known and "trainval" in known and not {"train", "val"} & set(known):
         return ["trainval", *wanted]
     return wanted

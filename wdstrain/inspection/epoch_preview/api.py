@@ -119,9 +119,9 @@ def _measured_steps(plan: Plan, most: int) -> tuple[int, int]:
 
 def _is_once(plan: Plan, reads: list[Reads]) -> bool:
     """Return whether the lanes read different samples, and all that are not left out."""
-    lanes = [one for lane, one in enumerate(reads) if plan.lane_samples(lane)]
-    first = np.concatenate([one.ids for one in lanes])
-    count = np.concatenate([one.samples for one in lanes])
+    lanes = [lane_reads for lane, lane_reads in enumerate(reads) if plan.lane_samples(lane)]
+    first = np.concatenate([lane_reads.ids for lane_reads in lanes])
+    count = np.concatenate([lane_reads.samples for lane_reads in lanes])
     order = np.argsort(first)
     is_apart = (first[order][1:] >= (first + count)[order][:-1]).all()
     return bool(is_apart) and int(count.sum()) == plan.samples - plan.left_out
@@ -144,7 +144,7 @@ def _class_codes(
     index: Index, label: Label, progress: Progress | None
 ) -> tuple[Ints | None, int, str]:
     """Return (class of each sample, labels read from shards, why there are no classes)."""
-    column = next((one for one in index.columns if one.place == label.place), None)
+    column = next((known for known in index.columns if known.place == label.place), None)
     if column is not None:
         values = column.values if column.kind == "class" else column.values.dictionary_encode()
         return np.asarray(pc.fill_null(values.indices, -1)).astype(np.int64), 0, ""

@@ -95,9 +95,9 @@ def rank_share(
     samples = sum(plan.lane_samples(lane) for lane in plan.lanes_of(rank))
     held = np.sum([held_in(index, plan, lane, *steps) for lane in plan.lanes_of(rank)], axis=0)
     first = sum(int(held_in(index, plan, lane, 0, 1).bytes[0]) for lane in plan.lanes_of(rank))
-    opens = [np.diff(one.shard, prepend=-1) != 0 for one in lanes]
-    jumps = [one.start != np.append(-1, one.stop[:-1]) for one in lanes]
-    sizes = np.concatenate([one.stop - one.start for one in lanes])
+    opens = [np.diff(reads.shard, prepend=-1) != 0 for reads in lanes]
+    jumps = [reads.start != np.append(-1, reads.stop[:-1]) for reads in lanes]
+    sizes = np.concatenate([reads.stop - reads.start for reads in lanes])
     far = any(is_remote(shard.path) for shard in index.shards)
     return RankShare(
         rank=rank,
@@ -105,10 +105,10 @@ def rank_share(
         samples=samples,
         padding=plan.steps * plan.batch_size - samples if plan.tail == "pad" else 0,
         bytes=int(sizes.sum()),
-        shards=len(np.unique(np.concatenate([one.shard for one in lanes]))),
+        shards=len(np.unique(np.concatenate([reads.shard for reads in lanes]))),
         opened_in_the_middle=sum(
-            int((one.ids[new] != index.first[one.shard[new]]).sum())
-            for one, new in zip(lanes, opens, strict=True)
+            int((reads.ids[new] != index.first[reads.shard[new]]).sum())
+            for reads, new in zip(lanes, opens, strict=True)
         ),
         reads=len(sizes),
         seeks=sum(int((new | jump).sum()) for new, jump in zip(opens, jumps, strict=True)),
@@ -255,13 +255,15 @@ def buffer_quality(
     """
     lanes = [places_in(plan, lane, *steps) for lane in range(plan.lane_count)]
     held = [held_in(index, plan, lane, *steps, places) for lane, places in enumerate(lanes)]
-    ids, step = (np.concatenate([getattr(one, name) for one in lanes]) for name in ("ids", "step"))
+    ids, step = (
+        np.concatenate([getattr(lane, name) for lane in lanes]) for name in ("ids", "step")
+    )
     per_rank = plan.lane_count / plan.world_size
     return BufferQuality(
         buffer=plan.window,
         shuffle=plan.shuffle,
-        held_samples=per_rank * float(np.mean([one.samples for one in held])),
-        held_bytes=per_rank * float(np.mean([one.bytes for one in held])),
+        held_samples=per_rank * float(np.mean([lane.samples for lane in held])),
+        held_bytes=per_rank * float(np.mean([lane.bytes for lane in held])),
         neighbors=_neighbors(plan, index, ids, step),
         classes=None if codes is None else _class_mix(plan, codes, ids, step, steps),
     )

@@ -62,7 +62,9 @@ class EpochPreview:
     @cached_property
     def smallest_good(self) -> BufferQuality | None:
         """The smallest buffer that mixes well; None if none of the tried ones does."""
-        return next((one for one in self.sizes if one.shuffle and one.is_good), None)
+        return next(
+            (quality for quality in self.sizes if quality.shuffle and quality.is_good), None
+        )
 
     @property
     def is_good(self) -> bool:
@@ -106,9 +108,10 @@ def _verdict(preview: EpochPreview) -> str:
     """Return a few sentences: whether the order is well shuffled, and what would be."""
     now, good = preview.quality, preview.smallest_good
     separated = next(
-        (one for one in preview.sizes if one.shuffle and one.separates_neighbors), None
+        (quality for quality in preview.sizes if quality.shuffle and quality.separates_neighbors),
+        None,
     )
-    is_sorted = any(one.shuffle and not one.mixes_classes for one in preview.sizes)
+    is_sorted = any(quality.shuffle and not quality.mixes_classes for quality in preview.sizes)
     sentences = []
     if now.is_good:
         basis = "" if now.classes is not None else " by neighbors alone (no classes were measured)"
@@ -212,12 +215,12 @@ def _quality(preview: EpochPreview) -> list[str]:
 
 def _buffers(preview: EpochPreview, bar: str = "█") -> list[str]:
     """Return a row for each buffer: memory, and bars of the distance from a random order."""
-    has_classes = any(one.classes for one in preview.sizes)
+    has_classes = any(quality.classes for quality in preview.sizes)
     head = f"{'buffer':>9} {'held MB':>9}  {'neighbors in a batch':<22}"
     rows = [f"{head}design effect of classes" if has_classes else head.rstrip()]
     size = preview.batch_size * preview.world_size
-    for one in preview.sizes:
-        near, classes = one.neighbors, one.classes
+    for quality in preview.sizes:
+        near, classes = quality.neighbors, quality.classes
         cells = ["", ""]
         if near is not None:
             length = _bar_length(near.nearest - near.nearest_ideal, NEAREST)
@@ -225,23 +228,25 @@ def _buffers(preview: EpochPreview, bar: str = "█") -> list[str]:
         if classes is not None:
             length = _bar_length(classes.design_effect - 1, size)
             cells[1] = f"{bar * length:<{_BAR}} {classes.design_effect:.2f}"
-        marks = ["this one"] * (one is preview.quality)
-        marks += ["enough"] * (one is preview.smallest_good)
-        name = str(one.buffer) if one.shuffle else "none"
-        row = f"{name:>9} {_mb(one.held_bytes):>9}  {cells[0]:<20}  {cells[1]:<20}"
+        marks = ["this one"] * (quality is preview.quality)
+        marks += ["enough"] * (quality is preview.smallest_good)
+        name = str(quality.buffer) if quality.shuffle else "none"
+        row = f"{name:>9} {_mb(quality.held_bytes):>9}  {cells[0]:<20}  {cells[1]:<20}"
         rows.append(f"{row}  {', '.join(marks)}".rstrip())
     return rows
 
 
 def _body(preview: EpochPreview) -> str:
-    sizes = [one for one in preview.sizes if one.shuffle]
-    near = [(one.buffer, one.neighbors) for one in sizes if one.neighbors]
-    even = [(one.buffer, one.classes) for one in sizes if one.classes]
+    sizes = [measured for measured in preview.sizes if measured.shuffle]
+    near = [(measured.buffer, measured.neighbors) for measured in sizes if measured.neighbors]
+    even = [(measured.buffer, measured.classes) for measured in sizes if measured.classes]
     near_title = f"Neighbors: of the {NEAREST} nearest on disk, in the same batch"
     even_title = f"Design effect of {preview.label}: variance of class shares / ideal variance"
     figures = [
-        _chart(near_title, [(size, one.nearest, one.limit) for size, one in near]),
-        _chart(even_title, [(size, one.design_effect, one.limit) for size, one in even]),
+        _chart(near_title, [(size, measured.nearest, measured.limit) for size, measured in near]),
+        _chart(
+            even_title, [(size, measured.design_effect, measured.limit) for size, measured in even]
+        ),
     ]
     texts = {
         "Epoch": _summary(preview),
@@ -304,8 +309,8 @@ def _bar_length(value: float, most: float) -> int:
     return round(_BAR * min(1.0, share))
 
 
-def _buffer_text(one: BufferQuality) -> str:
-    return f"{one.buffer} samples ({_mb(one.held_bytes)} MB held on a rank)"
+def _buffer_text(quality: BufferQuality) -> str:
+    return f"{quality.buffer} samples ({_mb(quality.held_bytes)} MB held on a rank)"
 
 
 def _count(count: int, noun: str) -> str:

@@ -110,7 +110,7 @@ def info(options: InfoOptions) -> Info:
         labels=index.labels,
         info={name: value for name, value in index.info.items() if name != "states"},
         exact=weights is None,
-        overhead=max(0, size - sum(one.sizes.total for one in contents)),
+        overhead=max(0, size - sum(field.sizes.total for field in contents)),
         per_shard=range_of(counts),
         split_shards=dict(Counter(shard.split for shard in index.shards)),
         made=tuple(dict.fromkeys(map(provenance_text, parts.infos or [index.info]))),

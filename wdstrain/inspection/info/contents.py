@@ -129,8 +129,8 @@ class FieldDescriber:
             elif kind == "text":
                 text = f"text (UTF-8), {min(details)} to {max(details)} characters"
             texts.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
-        what = "; ".join(texts) or "not looked at"
-        return Content(what, kinds.total(), dict(kinds), entries, images)
+        description = "; ".join(texts) or "not looked at"
+        return Content(description, kinds.total(), dict(kinds), entries, images)
 
 
 def range_of(values: Iterable[float]) -> Range | None:

@@ -90,32 +90,34 @@ def estimate(paths: Sequence[str]) -> Estimate:
             path, stopping, reads=path in chosen, checks_end=path in checked
         ),
     )
-    good = {one.path: one for one in beginnings if one.error is None}
-    used = [one for one in good.values() if one.found or one.complete]
-    mean_size = sum(one.size for one in good.values()) / max(1, len(good))
-    covered = sum(one.size if one.complete else one.found[-1].stop for one in used)
-    per_byte = sum(len(one.found) for one in used) / max(1, covered)
+    good = {beginning.path: beginning for beginning in beginnings if beginning.error is None}
+    used = [beginning for beginning in good.values() if beginning.found or beginning.complete]
+    mean_size = sum(beginning.size for beginning in good.values()) / max(1, len(good))
+    covered = sum(
+        beginning.size if beginning.complete else beginning.found[-1].stop for beginning in used
+    )
+    per_byte = sum(len(beginning.found) for beginning in used) / max(1, covered)
     fields: list[str] = []
     shards, tables, counts = [], [Offsets.of([], fields)], []
     for path in (path for path in paths if path in good or path not in sized):
-        one = good.get(path, Beginning(path, round(mean_size)))
-        tables.append(Offsets.of(one.found, fields))
-        shards.append(Shard(path, len(one.found), one.size, tag=one.tag))
-        rest = 0 if one.complete else round(one.size * per_byte)
-        counts.append(max(len(one.found), rest))
+        beginning = good.get(path, Beginning(path, round(mean_size)))
+        tables.append(Offsets.of(beginning.found, fields))
+        shards.append(Shard(path, len(beginning.found), beginning.size, tag=beginning.tag))
+        rest = 0 if beginning.complete else round(beginning.size * per_byte)
+        counts.append(max(len(beginning.found), rest))
     ignored = Counter[str]()
-    for one in used:
-        ignored.update(one.skipped.reasons)
+    for beginning in used:
+        ignored.update(beginning.skipped.reasons)
     return Estimate(
         index=Index(tuple(shards), tuple(fields), Offsets.join(tables)),
-        exact=len(used) == len(shards) and all(one.complete for one in used),
+        exact=len(used) == len(shards) and all(beginning.complete for beginning in used),
         counts=counts,
-        heads={one.path: one.head for one in used},
+        heads={beginning.path: beginning.head for beginning in used},
         ignored=dict(ignored),
         looked_into=len(used),
-        requests=sum(one.requests for one in beginnings if is_remote(one.path)),
-        bytes_read=sum(one.bytes_read for one in beginnings),
-        errors=[one.error for one in beginnings if one.error is not None],
+        requests=sum(beginning.requests for beginning in beginnings if is_remote(beginning.path)),
+        bytes_read=sum(beginning.bytes_read for beginning in beginnings),
+        errors=[beginning.error for beginning in beginnings if beginning.error is not None],
     )
 
 
@@ -127,17 +129,17 @@ def remote_heads(index: Index, errors: list[WdstrainError]) -> dict[str, bytes]:
     remote = [shard for shard in index.shards if is_remote(shard.path) and shard.samples]
 
     def read(shard: Shard, stopping: threading.Event) -> Beginning:
-        one = Beginning(shard.path)
+        beginning = Beginning(shard.path)
         try:
             with open_remote(shard.path, shard.bytes, shard.tag or None, stopping) as source:
-                one.head = _read(source, 0, min(_FIRST_BYTES, shard.bytes))
+                beginning.head = _read(source, 0, min(_FIRST_BYTES, shard.bytes))
         except WdstrainError as error:
-            one.error = error
-        return one
+            beginning.error = error
+        return beginning
 
     beginnings = _in_threads([remote[i] for i in evenly(len(remote), _SHARDS)], read)
-    errors += [one.error for one in beginnings if one.error is not None]
-    return {one.path: one.head for one in beginnings}
+    errors += [beginning.error for beginning in beginnings if beginning.error is not None]
+    return {beginning.path: beginning.head for beginning in beginnings}
 
 
 class ValueReader:
@@ -285,11 +287,11 @@ def _read_beginning(
 
     checks_end: a shard that does not end with zero blocks is an error.
     """
-    one, remote = Beginning(path), is_remote(path)
+    beginning, remote = Beginning(path), is_remote(path)
     try:
         if not reads and not checks_end:
-            one.size = os.stat(path).st_size
-            return one
+            beginning.size = os.stat(path).st_size
+            return beginning
         first_bytes = _FIRST_BYTES if reads else 1
         source = (
             open_remote(path, stopping=stopping, first_bytes=first_bytes)
@@ -297,47 +299,51 @@ def _read_beginning(
             else LocalFile(path)
         )
         with source:
-            one.size, one.requests, one.tag = source.size, 1, source.version or ""
+            beginning.size, beginning.requests, beginning.tag = source.size, 1, source.version or ""
             if reads:
-                _walk(source, one)
-            is_done = one.complete or (remote and not reads)
-            if is_done or one.size < len(END) or not _has_ranges(source):
-                return one
-            one.requests, one.bytes_read = one.requests + 1, one.bytes_read + len(END)
-            if _read(source, one.size - len(END), len(END)) != END:
+                _walk(source, beginning)
+            is_done = beginning.complete or (remote and not reads)
+            if is_done or beginning.size < len(END) or not _has_ranges(source):
+                return beginning
+            beginning.requests += 1
+            beginning.bytes_read += len(END)
+            if _read(source, beginning.size - len(END), len(END)) != END:
                 shown = redacted(path) if remote else path
                 raise ShardError(
-                    f"{shown} ends at byte {one.size} without the two zero blocks that end a tar: "
-                    f"it was cut. Copy or pack it again."
+                    f"{shown} ends at byte {beginning.size} without the two zero blocks that end a "
+                    "tar: it was cut. Copy or pack it again."
                 )
     except WdstrainError as error:
-        one.error = error
+        beginning.error = error
     except OSError as error:
-        one.error = StorageError(f"{path} cannot be read: {error.strerror}.")
-    return one
+        beginning.error = StorageError(f"{path} cannot be read: {error.strerror}.")
+    return beginning
 
 
-def _walk(source: Source, one: Beginning) -> None:
+def _walk(source: Source, beginning: Beginning) -> None:
     """Find the samples at the beginning of a shard, within the limits."""
-    one.head, reads_left = _read(source, 0, min(_FIRST_BYTES, one.size)), _MAX_READS
-    one.bytes_read += len(one.head)
+    beginning.head, reads_left = _read(source, 0, min(_FIRST_BYTES, beginning.size)), _MAX_READS
+    beginning.bytes_read += len(beginning.head)
 
     def read(offset: int, length: int) -> bytes:
         nonlocal reads_left
-        length = min(length, one.size - offset)
-        if offset + length <= len(one.head):
-            return one.head[offset : offset + length]
-        if not reads_left or not _has_ranges(source) or len(one.found) >= _ENOUGH:
+        length = min(length, beginning.size - offset)
+        if offset + length <= len(beginning.head):
+            return beginning.head[offset : offset + length]
+        if not reads_left or not _has_ranges(source) or len(beginning.found) >= _ENOUGH:
             raise _EnoughError
         reads_left -= 1
-        one.requests, one.bytes_read = one.requests + 1, one.bytes_read + length
+        beginning.requests, beginning.bytes_read = (
+            beginning.requests + 1,
+            beginning.bytes_read + length,
+        )
         return _read(source, offset, length)
 
-    shown = shown_path(one.path)
+    shown = shown_path(beginning.path)
     try:
-        for sample in samples(read, one.size, shown, one.skipped):
-            one.found.append(sample)
-        one.complete = True
+        for sample in samples(read, beginning.size, shown, beginning.skipped):
+            beginning.found.append(sample)
+        beginning.complete = True
     except _EnoughError:
         pass
 

@@ -136,13 +136,13 @@ class Info:
 
     def __repr__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.summary()]
-        lines += [f"field {one.name}: {one.text()}" for one in self.contents]
-        lines += [f"column {one.name}: {one.line()}" for one in self.columns]
+        lines += [f"field {part.name}: {part.text()}" for part in self.contents]
+        lines += [f"column {part.name}: {part.line()}" for part in self.columns]
         return "\n".join(lines + [f"finding: {finding}" for finding in self.findings])
 
     def _repr_html_(self) -> str:
         parts = [pages.table(dict(self.summary())), pages.grid(FIELD_HEAD, self.field_rows())]
-        parts.append(pages.table({one.name: one.text() for one in self.contents}))
+        parts.append(pages.table({part.name: part.text() for part in self.contents}))
         for column in self.charted():
             notes = escape("; ".join(column.notes()))
             parts.append(f"<p><b>{escape(column.name)}</b> {notes}</p>")
@@ -183,13 +183,13 @@ class Info:
         if self.keys:
             rows.append(("first keys", ", ".join(self.keys)))
         if self.excerpt is not None and not self.exact:
-            one = self.excerpt
-            requests = f", {plural(one.requests, 'request')}" if one.requests else ""
+            excerpt = self.excerpt
+            requests = f", {plural(excerpt.requests, 'request')}" if excerpt.requests else ""
             rows.append(
                 (
                     "estimated from",
-                    f"{plural(one.samples, 'sample')} at the beginning of "
-                    f"{plural(one.shards, 'shard')}, {format_size(one.bytes)}{requests}. "
+                    f"{plural(excerpt.samples, 'sample')} at the beginning of "
+                    f"{plural(excerpt.shards, 'shard')}, {format_size(excerpt.bytes)}{requests}. "
                     f"To count all: --exact",
                 )
             )
@@ -198,11 +198,11 @@ class Info:
     def field_rows(self) -> list[list[str]]:
         """Return the rows of a table of fields, under FIELD_HEAD."""
         about, rows = "" if self.exact else "~", []
-        for one in self.contents:
-            sizes = one.sizes
+        for part in self.contents:
+            sizes = part.sizes
             each = (sizes.smallest, sizes.median, sizes.percentile_99, sizes.largest)
-            samples, total = self._count(one.samples), format_size(sizes.total)
-            row = [one.name, f"{about}{samples}", *map(format_size, each), f"{about}{total}"]
+            samples, total = self._count(part.samples), format_size(sizes.total)
+            row = [part.name, f"{about}{samples}", *map(format_size, each), f"{about}{total}"]
             rows.append(row)
         return rows
 
@@ -213,9 +213,9 @@ class Info:
     def other_columns(self) -> list[list[str]]:
         """Return the rows of a table of the other columns: name, kind, missing, values."""
         return [
-            [one.name, one.kind, str(one.missing), one.line()]
-            for one in self.columns
-            if not one.is_label
+            [column.name, column.kind, str(column.missing), column.line()]
+            for column in self.columns
+            if not column.is_label
         ]
 
     def _samples_per_shard(self) -> str:

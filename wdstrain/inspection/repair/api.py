@@ -122,10 +122,10 @@ def _one(
         with ForwardReader(path, threading.Event(), tick) as reader:
             saved = recover(reader, expected)
     except WdstrainError as error:
-        found = finding_of(shown, error)
+        finding = finding_of(shown, error)
         count = len(expected) if expected is not None else 0
         lost = f"; its {count} samples are lost" if count else ""
-        result.findings.append(found._replace(reason=found.reason + lost))
+        result.findings.append(finding._replace(reason=finding.reason + lost))
         result.lost += count
         return None
     readers = FieldReaders(expected.labels if expected is not None else ()) if decode else None
@@ -161,16 +161,16 @@ def _entries(
     shown: str,
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yield the samples to write. A sample whose bytes prove to be damaged is added to `lost`."""
-    for one in intact:
+    for sample in intact:
         parts: list[Part] = []
-        why = _refusal(one)
-        at = ("", one.start)
-        for name, offset, size, crc in [] if why else one.members:
+        why = _refusal(sample)
+        at = ("", sample.start)
+        for name, offset, size, crc in [] if why else sample.members:
             at = (name, offset)
             data = source.read(offset, size)
             if crc32(data) != crc:
                 why = "its bytes changed while they were read"
-            elif one.is_suspect and holds_header(data):
+            elif sample.is_suspect and holds_header(data):
                 why = "the next sample begins within it: bytes before that are missing"
             elif readers is not None and (read := readers.of(name)) is not None:
                 why = decode_error(read, data)
@@ -178,18 +178,18 @@ def _entries(
                 break
             parts.append((name, data))
         if why:
-            lost.append(Finding(shown, one.key, at[0], at[1], why))
+            lost.append(Finding(shown, sample.key, at[0], at[1], why))
         else:
-            yield one.key, parts
+            yield sample.key, parts
 
 
-def _refusal(one: IntactSample) -> str:
+def _refusal(sample: IntactSample) -> str:
     """Return why a sample cannot be copied; "" if it can."""
-    if sum(size for _, _, size, _ in one.members) > _MOST:
+    if sum(size for _, _, size, _ in sample.members) > _MOST:
         return f"it claims more than {_MOST >> 30} GiB"
     return (
         "a NUL character is in its name"
-        if any("\0" in name for name in [one.key, *(m[0] for m in one.members)])
+        if any("\0" in name for name in [sample.key, *(m[0] for m in sample.members)])
         else ""
     )
 
@@ -245,7 +245,7 @@ def _check(out: str, paths: list[str]) -> None:
 def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
     """Return the index with labels and provenance of the old one; counts only if none is lost."""
     labels = (
-        known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
+        known[0].labels if known and all(old.labels == known[0].labels for old in known) else ()
     )
     stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
     former = {

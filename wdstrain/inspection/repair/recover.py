@@ -50,25 +50,27 @@ class Recovery:
 
 def recover(reader: ForwardReader, expected: Index | None) -> Recovery:
     """Read a shard and return what is intact. Raises StorageError or ShardError."""
-    found = scan_shard(reader)
-    table = found.offsets()
+    scan = scan_shard(reader)
+    table = scan.offsets()
     if expected is not None and len(expected.offsets.member_crc):
-        return _by_checksums(found, table, expected, reader)
-    return _by_headers(found, table, expected, reader.shown)
+        return _by_checksums(scan, table, expected, reader)
+    return _by_headers(scan, table, expected, reader.shown)
 
 
 def _by_checksums(
-    found: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
+    scan: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
 ) -> Recovery:
     listed, shown = expected.offsets, reader.shown
     crcs = crcs_at(listed, table, reader)
     bad = np.flatnonzero(crcs != listed.member_crc)
     lost = set((np.searchsorted(listed.member_first, bad, side="right") - 1).tolist())
-    places = _places(found, table, {expected.key(i) for i in lost}) if lost else {}
+    places = _places(scan, table, {expected.key(i) for i in lost}) if lost else {}
     moved: dict[int, list[Member]] = {}
     for i in sorted(lost):
         place = places.get(expected.key(i))
-        there = {} if place is None else {one[0]: one for one in _members(found, table, place)}
+        there = (
+            {} if place is None else {member[0]: member for member in _members(scan, table, place)}
+        )
         wanted = [(name, size, crc) for name, _, size, crc in _listed_members(expected, i)]
         if all(name in there and there[name][2:] == (size, crc) for name, size, crc in wanted):
             moved[i] = [there[name] for name, _, _ in wanted]
@@ -80,7 +82,7 @@ def _by_checksums(
                 (name, offset + shift, size, crc)
                 for name, offset, size, crc in _listed_members(expected, i)
             ]
-            if all(_lies(reader, *one[1:]) for one in shifted):
+            if all(_lies(reader, *member[1:]) for member in shifted):
                 moved[i] = shifted
                 break
     lost -= moved.keys()
@@ -93,7 +95,7 @@ def _by_checksums(
         if i not in lost
     )
     count = len(expected) - len(lost)
-    return Recovery(intact, count, findings, _unlisted(found, table, expected, shown))
+    return Recovery(intact, count, findings, _unlisted(scan, table, expected, shown))
 
 
 def _lies(reader: ForwardReader, offset: int, size: int, crc: int) -> bool:
@@ -104,34 +106,34 @@ def _listed_members(expected: Index, number: int) -> list[Member]:
     """Return (field, offset, size, crc32) of the members of a sample of the index."""
     first, stop = expected.offsets.member_first[number : number + 2].tolist()
     crcs = expected.offsets.member_crc[first:stop].tolist()
-    return [(*one, crc) for one, crc in zip(expected.members(number), crcs, strict=True)]
+    return [(*member, crc) for member, crc in zip(expected.members(number), crcs, strict=True)]
 
 
-def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown: str) -> Recovery:
+def _by_headers(scan: ShardScan, table: Offsets, expected: Index | None, shown: str) -> Recovery:
     again: dict[int, list[int]] = {}  # the first place of a key -> its others
-    for place, first in repeated_keys(found, table):
+    for place, first in repeated_keys(scan, table):
         again.setdefault(first, []).append(place)
     others = {place for places in again.values() for place in places}
-    twice = {place for place, _, _ in found.twice}
+    twice = {place for place, _, _ in scan.twice}
     result = Recovery(iter(()), 0)
     taken: list[IntactSample] = []
-    for place in range(len(found)):
+    for place in range(len(scan)):
         key, start = key_of(table, place), int(table.start[place])
         if place in others:
             continue
         if twice & {place, *again.get(place, [])}:
             result.lost.append(Finding(shown, key, "", start, "two of its members have one name"))
             continue
-        members, is_suspect = _members(found, table, place), place in found.suspects
+        members, is_suspect = _members(scan, table, place), place in scan.suspects
         for more in again.get(place, []):
-            rest = _members(found, table, more)
+            rest = _members(scan, table, more)
             if {name for name, *_ in members} & {name for name, *_ in rest}:
                 why = f"its key came before, at offset {start}"
                 result.lost.append(Finding(shown, key, "", int(table.start[more]), why))
                 continue
-            members, is_suspect = members + rest, is_suspect or more in found.suspects
+            members, is_suspect = members + rest, is_suspect or more in scan.suspects
         taken.append(IntactSample(key, start, members, is_suspect))
-    known = _known(expected, taken) if found.damages else {}
+    known = _known(expected, taken) if scan.damages else {}
     usual = Counter(_kind(one) for one in taken).most_common(1)[0][0] if taken else frozenset()
     sound = []
     for one in taken:
@@ -143,44 +145,44 @@ def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown:
     unseen = "its headers are damaged, and its index has no checksums to know its bytes by"
     result.lost += [Finding(shown, key, "", start, unseen) for key, (start, _) in known.items()]
     if expected is None or not _known(expected, taken):
-        result.gaps = [_gap(one, shown) for one in found.damages]
+        result.gaps = [_gap(one, shown) for one in scan.damages]
     result.intact, result.count = iter(sound), len(sound)
     return result
 
 
 def _doubt(
-    one: IntactSample, listed: tuple[int, list[tuple[str, int]]] | None, usual: frozenset[str]
+    sample: IntactSample, listed: tuple[int, list[tuple[str, int]]] | None, usual: frozenset[str]
 ) -> str:
     """Return why a sample may have lost members; "" if there is no sign of that.
 
     listed: its start and fields with sizes in the index. usual: fields of most samples.
     """
     if listed is not None:
-        is_whole = sorted((name, size) for name, _, size, _ in one.members) == listed[1]
+        is_whole = sorted((name, size) for name, _, size, _ in sample.members) == listed[1]
         return "" if is_whole else "its fields are not those that its index says"
-    if not one.is_suspect or _kind(one) == usual:
+    if not sample.is_suspect or _kind(sample) == usual:
         return ""
-    lacks = " and ".join(sorted(usual - _kind(one)))
+    lacks = " and ".join(sorted(usual - _kind(sample)))
     why = f"lacks what the others have: {lacks}" if lacks else "has other fields than the others"
     return f"it is next to damage and {why}"
 
 
-def _gap(one: Damage, shown: str) -> Finding:
+def _gap(damage: Damage, shown: str) -> Finding:
     """Return the finding for bytes without samples."""
-    is_empty = one.stop <= one.start
-    held = "" if is_empty else f"; bytes {one.start} to {one.stop} hold no sample"
-    return Finding(shown, "", "", one.start, one.reason + held)
+    is_empty = damage.stop <= damage.start
+    held = "" if is_empty else f"; bytes {damage.start} to {damage.stop} hold no sample"
+    return Finding(shown, "", "", damage.start, damage.reason + held)
 
 
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def _members(found: ShardScan, table: Offsets, place: int) -> list[Member]:
+def _members(scan: ShardScan, table: Offsets, place: int) -> list[Member]:
     """Return (field, offset, size, crc32) of the members of a sample of the scan."""
     rows = range(*table.member_first[place : place + 2].tolist())
     return [
         (
-            found.fields[table.member_field[m]],
+            scan.fields[table.member_field[m]],
             int(table.member_offset[m]),
             int(table.member_size[m]),
             int(table.member_crc[m]),
@@ -189,10 +191,10 @@ def _members(found: ShardScan, table: Offsets, place: int) -> list[Member]:
     ]
 
 
-def _places(found: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
+def _places(scan: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
     """Return the number of the first sample of the scan with each of these keys."""
     places: dict[str, int] = {}
-    for place in range(len(found)):
+    for place in range(len(scan)):
         if (key := key_of(table, place)) in keys:
             places.setdefault(key, place)
     return places
@@ -209,7 +211,7 @@ def _lost(expected: Index, crcs: list[int], i: int, shown: str) -> Finding:
     raise AssertionError(f"sample {i} is intact")
 
 
-def _unlisted(found: ShardScan, table: Offsets, expected: Index, shown: str) -> list[Finding]:
+def _unlisted(scan: ShardScan, table: Offsets, expected: Index, shown: str) -> list[Finding]:
     """Return a finding for samples that the index does not list: the shard was replaced."""
     strange = np.flatnonzero(~np.isin(table.start, expected.offsets.start)).tolist()
     if not strange:
@@ -242,8 +244,8 @@ def _known(
         )
         for i in range(len(expected))
     }
-    return known if all(one.key in known for one in taken) else {}
+    return known if all(sample.key in known for sample in taken) else {}
 
 
-def _kind(one: IntactSample) -> frozenset[str]:
-    return frozenset([field_kind(name) for name, *_ in one.members])
+def _kind(sample: IntactSample) -> frozenset[str]:
+    return frozenset([field_kind(name) for name, *_ in sample.members])

@@ -131,7 +131,7 @@ def _peek_augmented(options: PeekOptions) -> Peek:
         raise UsageError(f"these shards hold no image, but {', '.join(index.fields)}.")
     first = options.epoch or 0
     epochs = range(first, first + (options.copies or 1))
-    found = _peek_shards(index, options, Variants(image, epochs, options.seed))
+    peeked = _peek_shards(index, options, Variants(image, epochs, options.seed))
     augment = image.augment
     names = ["rrc" * augment.rrc, "flip" * augment.flip, augment.policy or ""]
     size = f" of {image.size[1]} x {image.size[0]}" if image.size else ""
@@ -140,7 +140,7 @@ def _peek_augmented(options: PeekOptions) -> Peek:
         f"images{size} as a Loader with seed {options.seed} delivers them in {which}, "
         f"augmentation: {'+'.join(filter(None, names)) or 'none'}"
     )
-    return Peek(found, found.title, [*found.notes, note])
+    return Peek(peeked, peeked.title, [*peeked.notes, note])
 
 
 def _peek_shards(source: Urls | Index, wanted: PeekOptions, variants: Variants | None) -> Peek:

@@ -38,7 +38,7 @@ def text_table(samples: Sequence[SampleView], width: int = 80) -> str:
 
     Keys are complete. What does not fit into the width is cut at the end of the row.
     """
-    rows = [(printable(one.key), one.label_text, _other_text(one)) for one in samples[:_ROWS]]
+    rows = [(printable(view.key), view.label_text, _other_text(view)) for view in samples[:_ROWS]]
     key_width = min(max((cell_len(key) for key, _, _ in rows), default=0), width // 2)
     label_width = min(max((cell_len(label) for _, label, _ in rows), default=0), width // 3)
     lines = []
@@ -52,7 +52,7 @@ def text_table(samples: Sequence[SampleView], width: int = 80) -> str:
 
 def html_figures(samples: Sequence[SampleView], title: str, notes: Iterable[str]) -> str:
     """Return HTML for a notebook: pictures with labels, texts and keys under them."""
-    pictures = max((len(one.pictures) for one in samples), default=0)
+    pictures = max((len(view.pictures) for view in samples), default=0)
     width = min(8, pictures) * 154 - 10 if pictures else 300
     columns = f"repeat(auto-fill,minmax(min(100%,{width}px),1fr))"
     text = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
@@ -72,11 +72,11 @@ def html_page(samples: Sequence[SampleView], title: str, notes: Iterable[str]) -
 
 def png_sheet(samples: Sequence[SampleView], title: str, notes: Sequence[str]) -> bytes:
     """Return a PNG with equal cells in a grid. Many samples get smaller cells."""
-    pictures = max([1, *(len(one.pictures) for one in samples)])
+    pictures = max([1, *(len(view.pictures) for view in samples)])
     side = math.sqrt(_MAX_PIXELS / max(1, len(samples) * pictures))
     side = int(min(_LARGEST_CELL, max(_SMALLEST_CELL, side)))
-    tall = side if any(one.pictures for one in samples) else 5 * _LINE
-    cells = [_cell(one, side, tall, pictures) for one in samples]
+    tall = side if any(view.pictures for view in samples) else 5 * _LINE
+    cells = [_cell(view, side, tall, pictures) for view in samples]
     width, height = cells[0].size if cells else (side, side)
     square = min(math.ceil(math.sqrt(1.4 * len(cells) * height / width)), _MAX_WIDTH // width)
     columns = max(1, min(len(cells), max(_WIDTH // width, square)))

@@ -113,10 +113,10 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
             check_finished(os.path.dirname(path))
         shown = shown_path(path)
         with open_source(path) as source:
-            found = list(islice(samples(source.read, source.size, shown), missing))
-            shards.append(Shard(path, len(found), source.size, tag=source.version or ""))
-            tables.append(Offsets.of(found, fields))
-            missing -= len(found)
+            listed = list(islice(samples(source.read, source.size, shown), missing))
+            shards.append(Shard(path, len(listed), source.size, tag=source.version or ""))
+            tables.append(Offsets.of(listed, fields))
+            missing -= len(listed)
     info = {"made": _FIRST_HEADERS}
     return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
 

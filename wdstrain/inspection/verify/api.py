@@ -48,7 +48,9 @@ class HasFindings:
 
     def report(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
+        findings = [
+            {**finding._asdict(), "sentence": finding.sentence} for finding in self.findings
+        ]
         return {**vars(self), "findings": findings, "ok": self.ok}
 
 

@@ -76,7 +76,10 @@ class CrossShardCheck:
 
     def _missing_fields(self) -> Iterator[Finding]:
         """Yield samples that lack a field which they need, or which nearly all others have."""
-        required = [*self._need, *(one for one in sorted(self._labels) if one not in self._need)]
+        required = [
+            *self._need,
+            *(field for field in sorted(self._labels) if field not in self._need),
+        ]
         counts: Counter[str] = Counter()
         for _, field_sets, _ in self._field_sets:
             for fields, count in field_sets.items():
@@ -147,13 +150,13 @@ class CrossShardCheck:
             same &= (keys[a] != keys[b]) | (contents[a] != contents[b])  # no duplicate sample
             if not same.any():
                 continue
-            one, other = b[same][0], a[same][0]
-            key, other_key = table.keys_of(np.array([one, other]))
+            sample, other = b[same][0], a[same][0]
+            key, other_key = table.keys_of(np.array([sample, other]))
             count = len(np.unique(images[b[same]]))
             more = f"; so are {count - 1} more images of {second!r}" if count > 1 else ""
             where = f"key {other_key!r} in {self._shards[shard[other]]}{more}"
             reason = f"its image is also in split {first!r}: {where}"
-            yield Finding(self._shards[shard[one]], key, "", int(table.start[one]), reason)
+            yield Finding(self._shards[shard[sample]], key, "", int(table.start[sample]), reason)
 
     def _shard_numbers(self) -> Ints:
         """Return the number of the shard of each sample. int64[samples]"""

@@ -141,14 +141,14 @@ def _members(
                 return
             block = bytes(read(offset, BLOCK))
             if not block[0] and block == bytes(BLOCK):
-                found = _end(read, offset, begun, size)
-                if found is None and fault is None:
+                ended = _end(read, offset, begun, size)
+                if ended is None and fault is None:
                     return
-                if found is None or found.stop == size:
-                    yield _until(fault or found or Damage(offset, size, ""), size)
+                if ended is None or ended.stop == size:
+                    yield _until(fault or ended or Damage(offset, size, ""), size)
                     return
-                fault = fault or found
-                offset, start, extra = found.stop, None, Extra()
+                fault = fault or ended
+                offset, start, extra = ended.stop, None, Extra()
                 continue
             length = size_in(block, "", offset)
             kind, data = block[156:157], offset + BLOCK

@@ -58,7 +58,7 @@ class FieldReaders:
         return self._known[field]
 
     def _reader(self, field: str) -> Read | None:
-        mine = [_labelled(one) for one in self._labels if one.field == field]
+        mine = [_labelled(declared) for declared in self._labels if declared.field == field]
         kind = field.rpartition(".")[2]
         if mine:
             return partial(_into_all, mine, field, is_finite=self._is_finite)
@@ -112,25 +112,34 @@ class DecodeCheck:
 
 def _try_all(batch: list[_Try]) -> list[Failure]:
     return [
-        (one.key, one.field, one.offset, why)
-        for one in batch
-        if (why := decode_error(one.read, one.data))
+        (attempt.key, attempt.field, attempt.offset, why)
+        for attempt in batch
+        if (why := decode_error(attempt.read, attempt.data))
     ]
 
 
-def _labelled(one: Label) -> Field:
-    if one.kind == "number":
-        return number(one.field, column=one.column)
-    return label(one.field, column=one.column, classes=one.classes, multi=one.kind == "multi")
+def _labelled(declared: Label) -> Field:
+    if declared.kind == "number":
+        return number(declared.field, column=declared.column)
+    return label(
+        declared.field,
+        column=declared.column,
+        classes=declared.classes,
+        multi=declared.kind == "multi",
+    )
 
 
 def _into_all(fields: list[Field], name: str, data: bytes, *, is_finite: bool = False) -> None:
     """Decode a field with each of `fields`. is_finite: raise SampleError for NaN and infinity."""
-    for one in fields:
-        out = np.empty(one.example.shape, one.example.dtype) if one.example is not None else None
-        one.read(name, memoryview(data), out, _DRAWS)
-        if is_finite and isinstance(one, Number) and out is not None and not np.isfinite(out):
-            raise SampleError(f"its {one.column or name} {NOT_FINITE}")
+    for field in fields:
+        out = (
+            np.empty(field.example.shape, field.example.dtype)
+            if field.example is not None
+            else None
+        )
+        field.read(name, memoryview(data), out, _DRAWS)
+        if is_finite and isinstance(field, Number) and out is not None and not np.isfinite(out):
+            raise SampleError(f"its {field.column or name} {NOT_FINITE}")
 
 
 def _class(data: bytes) -> None:

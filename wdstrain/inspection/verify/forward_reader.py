@@ -86,11 +86,11 @@ class ForwardReader:
 
     def reread_crc32(self, offset: int, length: int) -> int:
         """Return the crc32 of bytes that were passed; they are read again."""
-        found, stop = 0, offset + length
+        crc, stop = 0, offset + length
         while offset < stop:
             part = self._read(offset, min(stop - offset, _BLOCK))
-            found, offset = crc32(part, found), offset + len(part)
-        return found
+            crc, offset = crc32(part, crc), offset + len(part)
+        return crc
 
     def finish(self) -> str:
         """Read to the end and return the sha256 of the shard."""

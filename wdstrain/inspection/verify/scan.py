@@ -57,27 +57,27 @@ class ShardScan:
         """Names of the fields by their numbers, when all samples are added."""
         return list(self._rows.fields)
 
-    def add(self, found: FoundSample) -> None:
+    def add(self, sample: FoundSample) -> None:
         """Add a sample. Raises ShardError if there are more fields than an index can hold."""
-        key, place = found.key, len(self)
-        if found.is_suspect:
+        key, place = sample.key, len(self)
+        if sample.is_suspect:
             self.suspects.add(place)
-        self.twice += [(place, name, offset) for name, offset in found.twice]
-        members = [(*field, crc) for field, crc in zip(found.fields, found.crcs, strict=True)]
-        self._rows.put(key, found.start, found.stop, members)
+        self.twice += [(place, name, offset) for name, offset in sample.twice]
+        members = [(*field, crc) for field, crc in zip(sample.fields, sample.crcs, strict=True)]
+        self._rows.put(key, sample.start, sample.stop, members)
         contents = sorted(
             (name, size, hashed)
-            for (name, _, size), hashed in zip(found.fields, found.hashes, strict=True)
+            for (name, _, size), hashed in zip(sample.fields, sample.hashes, strict=True)
         )
         picture = [(size, hashed) for name, size, hashed in contents if name in EXTENSIONS and size]
         self._hashes.extend(
             (hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0)
         )
-        kind = frozenset([name for name, _, _ in found.fields])
+        kind = frozenset([name for name, _, _ in sample.fields])
         self.field_sets[kind] += 1
         some = self.examples.setdefault(kind, [])
         if len(some) < EXAMPLES:
-            some.append((key, found.start))
+            some.append((key, sample.start))
 
     def offsets(self) -> Offsets:
         """Return keys, offsets and checksums of the samples, as an index has them."""
@@ -107,52 +107,52 @@ def scan_shard(
     decode_check: decodes the fields that `readers` know. columns: reads the values to keep.
     Raises StorageError if the shard cannot be read, ShardError if it cannot be a set of samples.
     """
-    found = ShardScan()
+    scan = ShardScan()
 
     def look(key: str, field: str, offset: int, size: int) -> tuple[int, int]:
         values = columns if columns is not None and columns.reads(field) and size <= MOST else None
         read = readers.of(field) if readers is not None else None
         if decode_check is None or read is None or size > MOST:
             if decode_check is not None:
-                found.not_decoded[field] += 1
+                scan.not_decoded[field] += 1
             if values is None:
                 return reader.checksums(offset, size)
             data = b"".join(reader.parts(offset, size))
-            found.values[offset] = values.read(field, data)
+            scan.values[offset] = values.read(field, data)
             return checksums([data], size)
         data = b"".join(reader.parts(offset, size))
         if values is not None:
-            found.values[offset] = values.read(field, data)
-        found.decoded[field] += 1
+            scan.values[offset] = values.read(field, data)
+        scan.decoded[field] += 1
         decode_check.put(key, field, offset, data, read)
         return checksums([data], size)
 
-    for one in walk_damaged(reader.read, reader.size, look, found.skipped_members):
-        if isinstance(one, Damage):
-            found.damages.append(one)
+    for part in walk_damaged(reader.read, reader.size, look, scan.skipped_members):
+        if isinstance(part, Damage):
+            scan.damages.append(part)
         else:
-            found.add(one)
-    found.sha256 = reader.finish()
+            scan.add(part)
+    scan.sha256 = reader.finish()
     if decode_check is not None:
         decode_check.finish()
-    return found
+    return scan
 
 
-def crcs_at(expected: Offsets, found: Offsets, reader: ForwardReader) -> Ints:
+def crcs_at(expected: Offsets, scanned: Offsets, reader: ForwardReader) -> Ints:
     """Return the crc32 of the bytes at the offsets of an index; -1 beyond the end of the shard.
 
     int64[members]. found: members that the scan passed; the others are read again.
     """
     crcs = np.full(len(expected.member_offset), -1, np.int64)
-    if len(found.member_offset):
+    if len(scanned.member_offset):
         at = np.minimum(
-            np.searchsorted(found.member_offset, expected.member_offset),
-            len(found.member_offset) - 1,
+            np.searchsorted(scanned.member_offset, expected.member_offset),
+            len(scanned.member_offset) - 1,
         )
-        same = (found.member_offset[at] == expected.member_offset) & (
-            found.member_size[at] == expected.member_size
+        same = (scanned.member_offset[at] == expected.member_offset) & (
+            scanned.member_size[at] == expected.member_size
         )
-        crcs[same] = found.member_crc[at][same]
+        crcs[same] = scanned.member_crc[at][same]
     else:
         same = np.zeros(len(crcs), bool)
     inside = expected.member_offset + expected.member_size <= reader.size

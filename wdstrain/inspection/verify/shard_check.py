@@ -194,15 +194,15 @@ def _compare(
         )
         done.add("", "", 0, others)
     elif clean and mine and changed and len(done.findings) == before:
-        said = ", though every field is as packed" if len(listed.member_crc) else ""
-        done.add("", "", 0, f"has another sha256 than its index says{said}")
+        note = ", though every field is as packed" if len(listed.member_crc) else ""
+        done.add("", "", 0, f"has another sha256 than its index says{note}")
 
 
 def _compare_columns(
     done: ShardCheck, scan: ShardScan, expected: Index, builder: ColumnBuilder
 ) -> None:
     """Compare the columns of the index with the values in the shard."""
-    damaged = {(one.key, one.field) for one in done.findings}
+    damaged = {(finding.key, finding.field) for finding in done.findings}
     offsets: list[dict[str, int]] = []  # of each sample, where its fields with values lie
     for number in range(len(expected)):
         members = expected.members(number)
@@ -237,9 +237,9 @@ def _differences(indexed: Column, stored: Column) -> Iterator[tuple[int, Any, An
         values = both[0].values.to_pylist()
     else:  # values of other types
         values = [*indexed.values.to_pylist(), *stored.values.to_pylist()]
-    for number, (one, other) in enumerate(zip(values[:count], values[count:], strict=True)):
-        if one != other and not (one != one and other != other):  # NaN equals NaN here
-            yield number, one, other
+    for number, (left, other) in enumerate(zip(values[:count], values[count:], strict=True)):
+        if left != other and not (left != left and other != other):  # NaN equals NaN here
+            yield number, left, other
 
 
 def _shown(value: Any) -> str:
