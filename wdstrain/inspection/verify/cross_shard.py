@@ -58,7 +58,7 @@ class CrossShardCheck:
         self._labels.update(labels)
         self._field_sets.append((check.shown, dict(scan.field_sets), scan.examples))
         for fields, count in scan.field_sets.items():
-            for name in fields:
+            for name in sorted(fields):
                 self.fields[name] += count
         self._shards.append(check.shown)
         self._splits.append(split or split_of(os.path.basename(check.path)))
