@@ -25,6 +25,13 @@ from wdstrain.training.run_dir import CONFIG, check_out
 
 def add_training(verbs: Any) -> None:
     """Add the verbs of training to those of the command line."""
+    _add_train(verbs)
+    _add_evaluate(verbs)
+    _add_predict(verbs)
+    _add_export(verbs)
+
+
+def _add_train(verbs: Any) -> None:
     train = verb(
         verbs,
         "train",
@@ -62,64 +69,69 @@ def add_training(verbs: Any) -> None:
         interrupted="Run it again with --resume to continue from the last checkpoint.",
     )
 
-    evaluate = verb(
+
+def _add_evaluate(verbs: Any) -> None:
+    parser = verb(
         verbs,
         "evaluate",
         _evaluate,
         "evaluate a checkpoint on shards",
         "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'",
     )
-    predict = verb(
+    _add_checkpoint(parser)
+    urls(parser)
+    where(parser)
+    add_options(parser, EvaluateOptions)
+    _add_model(parser)
+
+
+def _add_predict(verbs: Any) -> None:
+    parser = verb(
         verbs,
         "predict",
         _predict,
         "predict the labels of images, as a table",
         "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
     )
-    for parser in (evaluate, predict):
-        parser.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-    urls(evaluate)
-    predict.add_argument(
+    _add_checkpoint(parser)
+    parser.add_argument(
         "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
     )
-    predict.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="FILE",
-        help="table to write, .csv or .parquet, one row per image",
-    )
-    predict.add_argument("--probabilities", action="store_true", help="add a column for each class")
-    predict.add_argument(
-        "--embeddings",
-        action="store_true",
-        help="add a column with the input of the last layer",
-    )
-    where(evaluate)
-    where(predict)
-    add_options(evaluate, EvaluateOptions)
-    add_options(predict, PredictOptions)
+    table = "table to write, .csv or .parquet, one row per image"
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help=table)
+    parser.add_argument("--probabilities", action="store_true", help="add a column for each class")
+    embeddings = "add a column with the input of the last layer"
+    parser.add_argument("--embeddings", action="store_true", help=embeddings)
+    where(parser)
+    add_options(parser, PredictOptions)
+    _add_model(parser)
 
-    export = verb(
+
+def _add_export(verbs: Any) -> None:
+    parser = verb(
         verbs,
         "export",
         _export,
         "export a trained model for other programs",
         "export runs/photos/checkpoints/best.pt photos.onnx",
     )
-    export.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-    export.add_argument(
-        "out",
-        metavar="FILE",
-        help="file to write: .pt (state dict), .pt2 (torch.export) or .onnx",
+    _add_checkpoint(parser)
+    file = "file to write: .pt (state dict), .pt2 (torch.export) or .onnx"
+    parser.add_argument("out", metavar="FILE", help=file)
+    _add_model(parser)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that makes the model; one that the checkpoint names is called only if "
+        "you name it here",
     )
-    for parser in (evaluate, predict, export):
-        parser.add_argument(
-            "--model",
-            metavar="MODULE:FUNCTION",
-            help="function that makes the model; one that the checkpoint names is called only if "
-            "you name it here",
-        )
 
 
 def _train(arguments: argparse.Namespace) -> int:

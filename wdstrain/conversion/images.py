@@ -34,7 +34,7 @@ _PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PBM, PGM and PPM
 
 @dataclass(frozen=True)
 class Recipe:
-    """How images are treated. resize: most pixels of the shorter side; quality: of new JPEGs."""
+    """Treatment of images. resize: most pixels of the shorter side; quality: of new JPEGs."""
 
     resize: int | None
     quality: int | None

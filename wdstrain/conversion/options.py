@@ -59,7 +59,7 @@ def parse_shares(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How samples are packed."""
+    """Options of packing, which all conversions have."""
 
     max_shard_size: int | str = option(
         "256MB",

@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]  # receives samples copied, and samples to
 
 @dataclass(frozen=True)
 class RemoveResult:
-    """What was removed. samples, bytes: of the set now. rewritten, deleted: numbers of shards."""
+    """Counts of a removal. samples, bytes: of the set now. rewritten, deleted: shards."""
 
     folder: str
     removed: int

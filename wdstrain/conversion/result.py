@@ -49,7 +49,7 @@ Progress = Callable[[Step], None]
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a conversion wrote. listed = packed + skipped (`bad`) + left out by `limit`.
+    """Result of a conversion. listed = packed + skipped (`bad`) + left out by `limit`.
 
     samples: number of samples by split and class. kept: shards that an earlier run had written.
     divided: images of several samples that are in different splits.

@@ -49,7 +49,7 @@ _FREE = 1 << 30  # bytes that any archive may unpack to
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveFields:
-    """Which samples and fields of archives are packed. names: {field: new name}; see TarOptions."""
+    """Samples and fields of archives to pack; see TarsOptions."""
 
     keep: frozenset[str]
     drop: frozenset[str]

@@ -1,4 +1,4 @@
-"""Where the images of a table are: one rule for all rows, chosen before the first image is read.
+"""Places of the images of a table: one rule for all rows, chosen before an image is read.
 
 A column holds the bytes of images, or paths; or a template such as `images/{id}.jpg` makes paths of
 columns. Relative paths begin at the root. If no path with backslashes exists, backslashes become

@@ -1,1 +1,1 @@
-"""What an epoch will do: reads and memory of each rank, and how well it is shuffled."""
+"""Preview of an epoch: reads and memory of each rank, and quality of the shuffle."""

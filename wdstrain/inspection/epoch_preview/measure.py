@@ -1,4 +1,4 @@
-"""What a rank reads and holds in an epoch, and how well its order is shuffled.
+"""Reads and memory of a rank in an epoch, and quality of its shuffle.
 
 Reads are planned with the reader's own functions, and the order is that of the plan. Shuffle
 quality is compared with a perfectly random order: neighbors on disk that share a batch, and classes
@@ -61,7 +61,7 @@ def reads_of(index: Index, plan: Plan, rank: int, lane: int) -> Reads:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank does in an epoch.
+    """Reads and memory of one rank in an epoch.
 
     padding: rows that repeat samples. bytes: are read. opened_in_the_middle: shards whose beginning
     another lane reads, or the epoch leaves out. seeks: reads that open a shard, or do not start
@@ -201,7 +201,7 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class ClassMix:
-    """How evenly classes are spread over batches.
+    """Spread of classes over batches.
 
     design_effect: variance of the class shares of batches / that of a random order. 1 is ideal; the
     batch size means that every batch has one class. chance: two standard deviations of it in a
@@ -219,7 +219,7 @@ class ClassMix:
 
 @dataclass(frozen=True)
 class BufferQuality:
-    """How well a shuffle buffer mixes, and what it holds on a rank, on average.
+    """Quality of a shuffle buffer, and its memory on a rank, on average.
 
     shuffle: False for the order on disk. neighbors, classes: None if they cannot be measured.
     """

@@ -26,7 +26,7 @@ _HELD_HEAD = ("first MB", "held MB", "max MB")
 
 @dataclass(frozen=True)
 class EpochPreview:
-    """What an epoch will do. Prints as a table, and shows figures in a notebook.
+    """Preview of an epoch. Prints as a table, and shows figures in a notebook.
 
     ranks: what each rank does. exactly_once: every sample that is not left out is read once.
     steps_measured: steps for which memory was computed. quality: of the chosen order; sizes: of all

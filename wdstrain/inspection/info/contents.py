@@ -1,4 +1,4 @@
-"""What the values of a field are: image formats and sizes, array shapes, JSON entries, texts.
+"""Contents of a field: image formats and sizes, array shapes, JSON entries, texts.
 
 The type of a value follows from its first bytes, then from the name of its field. Image headers are
 read without decoding pixels. Nothing is unpickled.
@@ -66,7 +66,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """What the headers of some images say.
+    """Formats, modes and sizes in the headers of some images.
 
     width, height: in pixels, as stored. rotated: share of the images that EXIF rotates or mirrors.
     unreadable: images without a readable header; reason: why, for the first of them.
@@ -84,7 +84,7 @@ class ImageSummary:
 
 @dataclass(frozen=True)
 class Content:
-    """What the values of a field are, in words (`what`) and by type (`kinds`).
+    """Contents of a field, in words (`what`) and by type (`kinds`).
 
     entries: type of each entry of JSON objects.
     """

@@ -41,7 +41,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass
 class Beginning:
-    """What was read of one shard. complete: all of its headers were read."""
+    """Beginning of one shard that was read. complete: all of its headers were read."""
 
     path: str
     size: int = 0
@@ -57,7 +57,7 @@ class Beginning:
 
 @dataclass
 class Estimate:
-    """What the beginnings of shards without an index tell about all of them.
+    """Estimate of shards without an index, from the beginnings of some of them.
 
     index: all readable shards, with the samples that were found. samples: of all of them;
     exact: whether that was counted.

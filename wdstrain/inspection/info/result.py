@@ -83,7 +83,7 @@ class FieldSummary:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """What an estimate is based on: shards, samples, requests to servers, bytes read."""
+    """Basis of an estimate: shards, samples, requests to servers, bytes read."""
 
     shards: int
     samples: int
@@ -93,7 +93,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Info:
-    """What some shards hold. Prints as text, renders in a notebook; `as_dict()` is JSON-able.
+    """Contents of some shards. Prints as text, renders in a notebook; `as_dict()` is JSON-able.
 
     exact: samples and sizes were counted. Otherwise samples, splits, overhead, per_shard and the
     counts and totals of fields are estimated from `excerpt`.

@@ -41,7 +41,7 @@ _LISTED = 1000  # lost samples of one shard that are listed
 
 @dataclass
 class Repair(HasFindings):
-    """What was copied, and what was lost.
+    """Result of `wt.repair`: copied and lost samples.
 
     samples: copied. lost: samples that are known to be lost. findings: each of them, and byte
     ranges without samples; each with shard, key, field, offset, reason and `sentence`.

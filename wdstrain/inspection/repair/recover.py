@@ -1,4 +1,4 @@
-"""Which samples of a damaged shard are intact, and what is lost.
+"""Intact and lost samples of a damaged shard.
 
 With checksums in the index, a sample is intact if its bytes match them: at the offset in the index,
 where the scan found it, or shifted like its neighbors. Without, the headers decide: all samples are

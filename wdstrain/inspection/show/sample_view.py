@@ -51,7 +51,7 @@ _GAP = 1 << 20  # bytes between members of a sample that are read through
 
 @dataclass(frozen=True, eq=False)
 class SampleView:
-    """What there is to see of a sample.
+    """Visible parts of a sample: images, labels, texts.
 
     shard, offset: where it is stored; "" and -1 if unknown. labels: values as text, by name.
     pictures: thumbnails uint8[h, w, 3], by field. fields: what each field is, as text.

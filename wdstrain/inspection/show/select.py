@@ -1,4 +1,4 @@
-"""Which samples are shown: the first, random ones, some of each class, or those with given keys.
+"""Choice of samples to show: the first, random ones, some of each class, or given keys.
 
 The first samples of shards without an index are found in the headers of these samples alone, so
 that looking at five samples of a terabyte takes a few requests. Everything else needs an index.

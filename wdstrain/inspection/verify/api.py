@@ -56,7 +56,7 @@ class HasFindings:
 
 @dataclass
 class Verification(HasFindings):
-    """What was read, and what is wrong.
+    """Result of `wt.verify`: counts and findings.
 
     findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`.
     unindexed: shards without checksums, of which only the structure was checked. fields: samples

@@ -41,7 +41,7 @@ class _Try(NamedTuple):
 
 
 class FieldReaders:
-    """How each field is decoded, by its name.
+    """Decoder of each field, by its name.
 
     labels: of the index. is_finite: NaN and infinite labels are refused, with a reason that ends
     with NOT_FINITE.
