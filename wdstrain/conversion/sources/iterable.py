@@ -40,34 +40,16 @@ def stream_samples(
     has_numbers = has_names = False  # whether a cls is a number, or a name
     names = check_classes(classes) or check_classes(classes_of(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
-    counted = not names and not any(
-        label.field == "cls" or label.name == "label" for label in labels
-    )
+    is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
+    counted = not names and not is_declared
 
     def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
         nonlocal has_numbers, has_names
         for split, part in parts.items():
             for number, sample in _numbered(part, name, bad_samples):
                 try:
-                    named = _named(sample, fields)
-                    packed = [
-                        encode(field, value, quality=quality, classes=places)
-                        for field, value in named.items()
-                        if not field.startswith("__")
-                    ]
-                    if not packed:
-                        names_ = ", ".join(map(repr, named)) or "nothing"
-                        raise SampleError(f"it has no fields, only {names_}")
-                    key, stratum = named.get("__key__"), _stratum(packed)
-                    if key is not None and (not isinstance(key, str) or not key or "\0" in key):
-                        raise SampleError(
-                            f"its __key__ is {key!r}, but a key must be text without NUL"
-                        )
-                    if len({field for field, _ in packed}) < len(packed):
-                        raise SampleError(
-                            f"two of its fields have the same name: "
-                            f"{', '.join(field for field, _ in packed)}"
-                        )
+                    key, packed = _packed(sample, fields, quality, places)
+                    stratum = _stratum(packed)
                     if stratum and (has_names if stratum.isdecimal() else has_numbers):
                         others = "names" if has_names else "numbers"
                         raise SampleError(f"its cls is {stratum!r}, but others are {others}")
@@ -82,10 +64,8 @@ def stream_samples(
                     stratum = names[int(stratum)]
                 yield StreamSample(key, packed, split, str(group(sample)) if group else "", stratum)
 
-    def found() -> tuple[Label, ...]:
-        if not has_numbers or any(
-            label.field == "cls" or label.name == "label" for label in labels
-        ):
+    def all_labels() -> tuple[Label, ...]:
+        if not has_numbers or is_declared:
             return tuple(labels)
         return (*labels, Label("label", "class", "cls", classes=names or numbers.classes()))
 
@@ -94,11 +74,32 @@ def stream_samples(
     return Stream(
         name,
         entries,
-        found,
+        all_labels,
         source or {"kind": "samples", **stated_classes(check_classes(classes))},
         total,
         stratum="label",
     )
+
+
+def _packed(
+    sample: Any, fields: Sequence[str] | None, quality: int, places: Mapping[str, int]
+) -> tuple[str | None, list[Part]]:
+    """Return (key, parts) of a sample. Raises SampleError if it cannot be packed."""
+    named = _named(sample, fields)
+    packed = [
+        encode(field, value, quality=quality, classes=places)
+        for field, value in named.items()
+        if not field.startswith("__")
+    ]
+    if not packed:
+        raise SampleError(f"it has no fields, only {', '.join(map(repr, named)) or 'nothing'}")
+    key = named.get("__key__")
+    if key is not None and (not isinstance(key, str) or not key or "\0" in key):
+        raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
+    if len({field for field, _ in packed}) < len(packed):
+        names = ", ".join(field for field, _ in packed)
+        raise SampleError(f"two of its fields have the same name: {names}")
+    return key, packed
 
 
 def _check_iterable(samples: Any) -> None:
