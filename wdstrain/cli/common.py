@@ -283,7 +283,7 @@ def _add_flag(target: Any, field: _Field, hint: Any) -> None:
 
 
 def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str], Any]:
-    """Return what makes a value of a text, with an error that argparse prints."""
+    """Return a function that parses a text, with an error that argparse prints."""
     if parse is None:
         return next((kind for kind in _PLAIN if kind in _parts(hint)), str)
 

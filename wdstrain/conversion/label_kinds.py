@@ -240,7 +240,7 @@ def _guess_lists(column: LabelCells, rows: list[int]) -> str:
 
 
 def _lines(label: Label, column: LabelCells) -> list[str]:
-    """Return what was decided and how many values fit."""
+    """Return lines about the decision and the number of values that fit."""
     good = [value for _, value in column.good()]
     counts = f"{len(good)} of {len(column.values)} values fit"
     if label.kind == "number":

@@ -315,7 +315,7 @@ def _info(path: str) -> dict[str, Any]:
 
 
 def source_in(path: str) -> dict[str, Any]:
-    """Return what the index at `path` records about its source; {} if that cannot be read."""
+    """Return the source in the index at `path`; {} if it cannot be read."""
     source = _info(path).get("source")
     return source if isinstance(source, dict) else {}
 

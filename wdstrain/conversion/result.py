@@ -149,7 +149,7 @@ class Tally:
 
 
 def divided_images(parts: Iterable[Index]) -> int:
-    """Return how many images are in several splits, compared by their size and checksum."""
+    """Return the number of images in several splits, compared by size and checksum."""
     by_split: dict[str, list[Hashes]] = {}
     for index in parts:
         table = index.offsets
@@ -168,7 +168,7 @@ def divided_images(parts: Iterable[Index]) -> int:
 
 
 def _in_several(by_split: dict[str, list[Hashes]]) -> int:
-    """Return how many hashes are in several splits."""
+    """Return the number of hashes in several splits."""
     distinct = [np.unique(np.concatenate(hashes)) for hashes in by_split.values()]
     counts = np.unique(np.concatenate(distinct), return_counts=True)[1] if distinct else np.zeros(0)
     return int((counts > 1).sum())
@@ -248,7 +248,7 @@ def write_lists(
 
 
 def record(source: Source, options: Options, samples: ClassCounts) -> dict[str, Any]:
-    """Return how a set was made: source, options, splits, and samples by split and class."""
+    """Return the provenance of a set: source, options, splits, samples by split and class."""
     made: dict[str, Any] = {
         "source": source.source,
         "options": options.saved(),

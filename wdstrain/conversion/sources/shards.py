@@ -243,7 +243,7 @@ def stated(options: TarsOptions) -> dict[str, Any]:
 
 
 def _origin(index: Index) -> list[dict[str, Any]]:
-    """Return what the indexes beside the shards record about how their sets were made."""
+    """Return the provenance in the indexes beside the shards."""
     places = dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards)
     infos = [
         info_of(read_document(place))

@@ -242,7 +242,7 @@ class _Rows:
         return {"rows that do not meet the condition": left} if left else {}
 
     def _lines(self) -> list[str]:
-        """Return what was decided and changed, except for the images."""
+        """Return decisions and changes, except for the images."""
         lines = list(self._decided)
         split_by, images = self._options.split_by, self.images
         if split_by is not None:
@@ -356,6 +356,6 @@ def _text(value: Any) -> str:
 
 
 def _path_shown(cell: Any) -> str:
-    """Return what a cell holds instead of an image, for an error."""
+    """Return the path or value in a cell without an image, for an error."""
     cell = cell.get("path") if isinstance(cell, dict) else cell
     return str(cell)[:200] if isinstance(cell, (str, int, float)) else ""

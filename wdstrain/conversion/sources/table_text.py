@@ -192,7 +192,7 @@ class _CsvFile:
         return SourceError(f"{self.path} changed while it was read. Convert it again.")
 
     def _blanks_and_quotes(self) -> int:
-        """Return how many cells begin with blanks and a quote."""
+        """Return the number of cells that begin with blanks and a quote."""
         with self._source.open(self.path) as data:
             if not any(b'"' in chunk for chunk in iter(lambda: data.read(1 << 20), b"")):
                 return 0

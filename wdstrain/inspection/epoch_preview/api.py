@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @takes(PlanOptions)
 def plan_epoch(options: PlanOptions) -> EpochPreview:
-    """Return what an epoch of a `Loader` with these options will do on all of its ranks.
+    """Return a preview of an epoch of a `Loader` with these options, on all of its ranks.
 
     Classes come from the index. If it has no column of them, up to 20 000 labels are read (200 from
     a server). Raises what `Loader` raises, and UsageError for a label that does not exist or has no

@@ -159,7 +159,7 @@ def places_in(plan: Plan, lane: int, first: int, stop: int) -> LanePlaces:
 def held_in(
     index: Index, plan: Plan, lane: int, first: int, stop: int, known: LanePlaces | None = None
 ) -> Held:
-    """Return what a lane holds at each of the steps [first, stop). known: `places_in` of them.
+    """Return the samples that a lane holds at the steps [first, stop). known: their `places_in`.
 
     A sample is held from when it is read until its batch is requested. What the reader reads ahead,
     some MB, comes on top.
@@ -249,7 +249,7 @@ class BufferQuality:
 def buffer_quality(
     index: Index, plan: Plan, codes: Ints | None, steps: tuple[int, int]
 ) -> BufferQuality:
-    """Return how well a plan shuffles.
+    """Return the quality of the shuffle of a plan.
 
     codes: class of each sample, -1: unknown; None: no classes.
     """
@@ -270,7 +270,7 @@ def buffer_quality(
 
 
 def _neighbors(plan: Plan, index: Index, ids: Ints, step: Ints) -> Neighbors | None:
-    """Return how neighbors meet; None if no shard has two samples. ids, step: int64[n]"""
+    """Return the mixing of neighbors; None if no shard has two samples. ids, step: int64[n]"""
     order = np.argsort(ids, kind="stable")
     ids, step = ids[order], step[order]
     shard, shares = index.shard_of(ids), list[float]()
@@ -289,7 +289,7 @@ def _neighbors(plan: Plan, index: Index, ids: Ints, step: Ints) -> Neighbors | N
 def _class_mix(
     plan: Plan, codes: Ints, ids: Ints, step: Ints, steps: tuple[int, int]
 ) -> ClassMix | None:
-    """Return how evenly classes are spread over batches; None if there are not two classes.
+    """Return the spread of classes over batches; None if there are not two classes.
 
     P is the probability that two samples of a batch have one class, P0 that of two samples of the
     set. rho = (P - P0) / (1 - P0) is the intraclass correlation, 1 + (batch size - 1) * rho the

@@ -288,7 +288,7 @@ def _rank_row(name: str, rank: RankShare, is_remote: bool) -> tuple[str, ...]:
 
 
 def _faults(preview: EpochPreview) -> list[str]:
-    """Return what is wrong with the order."""
+    """Return the problems of the order."""
     now = preview.quality
     near, classes, faults = now.neighbors, now.classes, []
     if near is not None and not now.separates_neighbors:

@@ -60,7 +60,7 @@ _KEYS = 3
 
 @takes(InfoOptions)
 def info(options: InfoOptions) -> Info:
-    """Return what shards hold: samples, fields, images, labels, splits, provenance.
+    """Return the contents of shards: samples, fields, images, labels, splits, provenance.
 
     Shards with an index cost no read. Of others, at most 3 MB of each of 8 shards are read, unless
     `exact` is given; then `Info.exact` is False. Raises UsageError for addresses without shards,
@@ -305,7 +305,7 @@ def _excerpt(estimated: Estimate | None) -> Excerpt | None:
 
 
 def _disagreements(index: Index) -> dict[str, str]:
-    """Return why labels of the sets cannot be joined, by place: a loader refuses these too."""
+    """Return the reasons that labels cannot be joined, by place: a loader refuses these too."""
     places = dict.fromkeys(label.place for labels in index.shard_labels for label in labels)
     reasons = {"/".join(filter(None, place)): index.disagreement(*place) for place in places}
     return {printable(place): printable(reason) for place, reason in reasons.items() if reason}

@@ -109,7 +109,7 @@ class FieldDescriber:
         self._groups.setdefault(kind, []).append(detail)
 
     def content(self) -> Content:
-        """Return what the values are."""
+        """Return the description of the values."""
         groups = dict(self._groups)
         if "number" in groups:
             groups["number"] = groups["number"] + groups.pop("integer", [])
@@ -202,7 +202,7 @@ def _array(data: bytes) -> tuple[str, Any]:
 
 
 def _image_header(value: Value) -> Header | str:
-    """Return what the header of an image says, or why it cannot be read."""
+    """Return the header of an image, or the reason that it cannot be read."""
     header = _header_in(value.data)
     if isinstance(header, str) and len(value.data) < value.size:
         header = _header_in(value.read_more())

@@ -80,7 +80,7 @@ class Estimate:
 
 
 def estimate(paths: Sequence[str]) -> Estimate:
-    """Return what the beginnings of at most 8 of these shards tell about all of them."""
+    """Return an estimate of these shards from the beginnings of at most 8 of them."""
     chosen = {paths[i] for i in evenly(len(paths), _SHARDS)}
     checked = {paths[i] for i in evenly(len(paths), _MAX_SIZED)} | chosen
     sized = [path for path in paths if path in checked or not is_remote(path)]
@@ -242,7 +242,7 @@ class _EnoughError(Exception):
 def _in_threads(
     items: Sequence[T], read: Callable[[T, threading.Event], Beginning]
 ) -> list[Beginning]:
-    """Return what `read` returns for each item, eight at a time.
+    """Return the results of `read` for the items, eight at a time.
 
     The threads are daemons: an interrupt does not wait for a stalled server.
     """

@@ -56,7 +56,7 @@ class FieldSummary:
     content: Content
 
     def text(self) -> str:
-        """Return what the values are, with the dimensions of images."""
+        """Return the description of the values, with the dimensions of images."""
         images = self.content.images
         if images is None:
             return self.content.what
@@ -237,7 +237,7 @@ class Info:
 
 
 def provenance_text(info: Mapping[str, Any]) -> str:
-    """Return how a set was made, from what its index says: source, changed options, counts."""
+    """Return the provenance in an index as text: source, changed options, counts."""
     source, options = _mapping(info.get("source")), _mapping(info.get("options"))
     if not source:
         return "by another program, its index does not say how"

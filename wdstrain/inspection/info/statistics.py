@@ -73,7 +73,7 @@ class ColumnSummary:
     numbers: Numbers | None = None
 
     def notes(self) -> list[str]:
-        """Return what there is to say besides counts and numbers."""
+        """Return remarks besides counts and numbers."""
         notes = [f"{'' if self.exact else 'estimated from '}{plural(self.looked_at, 'sample')}"]
         is_sure = self.exact or self.looked_at >= _SAMPLES_PER_CLASS * len(self.classes)
         if self.is_label and self.imbalance is not None and self.imbalance > 1 and is_sure:

@@ -184,7 +184,7 @@ def _entries(
 
 
 def _refusal(sample: IntactSample) -> str:
-    """Return why a sample cannot be copied; "" if it can."""
+    """Return the reason that a sample cannot be copied; "" if it can."""
     if sum(size for _, _, size, _ in sample.members) > _MOST:
         return f"it claims more than {_MOST >> 30} GiB"
     return (

@@ -153,7 +153,7 @@ def _by_headers(scan: ShardScan, table: Offsets, expected: Index | None, shown: 
 def _doubt(
     sample: IntactSample, listed: tuple[int, list[tuple[str, int]]] | None, usual: frozenset[str]
 ) -> str:
-    """Return why a sample may have lost members; "" if there is no sign of that.
+    """Return a reason to suspect lost members; "" if there is none.
 
     listed: its start and fields with sizes in the index. usual: fields of most samples.
     """

@@ -125,7 +125,7 @@ def read_views(
 
 
 class ViewBuilder:
-    """Collects what there is to see of one sample. labels: that its fields hold."""
+    """Builder of the view of one sample. labels: that its fields hold."""
 
     def __init__(self, key: str, labels: Sequence[Label] = ()) -> None:
         self._key, self._labels = key, labels
@@ -146,7 +146,7 @@ class ViewBuilder:
         )
 
     def add_error(self, name: str, reason: object) -> None:
-        """Add what is wrong with a field; with the sample if `name` is empty."""
+        """Add an error of a field; of the sample if `name` is empty."""
         text = str(reason) or type(reason).__name__
         self._errors.append(f"{name}: {text}" if name else text)
 

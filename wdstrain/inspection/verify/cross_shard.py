@@ -68,7 +68,7 @@ class CrossShardCheck:
         self._tables.append(_without_members(check.table))
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong: missing fields, duplicate samples, images in two splits."""
+        """Return missing fields, duplicate samples, and images in two splits."""
         if not self._shards:
             return []
         table = Offsets.join(self._tables)

@@ -74,7 +74,7 @@ class FieldReaders:
 
 
 def decode_error(read: Read, data: bytes) -> str:
-    """Return why a field cannot be decoded; "" if it can."""
+    """Return the reason that a field cannot be decoded; "" if it can."""
     try:
         read(data)
     except Exception as error:  # parsers raise whatever they meet
