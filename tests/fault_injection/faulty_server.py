@@ -1,8 +1,9 @@
-"""HTTP server of `stress.py`: serves a folder by ranges, with random faults that readers must survive.
+"""HTTP server of `stress.py`: serves a folder by ranges, with random faults that readers must
+survive.
 
-A seed decides which response gets which fault. Faults that no reader can detect are left out: a damaged
-or shortened index, and damage to the second read of a sample. Responses below LARGE bytes are never
-damaged, because a sample that is read again has a request of its own.
+A seed decides which response gets which fault. Faults that no reader can detect are left out: a
+damaged or shortened index, and damage to the second read of a sample. Responses below LARGE bytes
+are never damaged, because a sample that is read again has a request of its own.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _OF_SHARDS = {"length too short", "a byte damaged", "range ignored"}  # what is 
 
 
 class _Gone(Exception):
-    """The connection was ended on purpose."""
+    """Raised when the server closes the connection on purpose."""
 
 
 class _Counts(Counter[str]):
-    """What was served, and how."""
+    """Counters of requests and faults."""
 
     lock = threading.Lock()
 
-    def count(self, what: str, number: int = 1) -> None:
+    def count(self, description: str, number: int = 1) -> None:
         with self.lock:
-            self[what] += number
+            self[description] += number
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -87,18 +88,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _give(self, data: memoryview, shard: bool) -> None:
         fault, size = self._fault(shard), len(data)
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if fault == "range ignored":
-            found = None
-        start, stop = (int(found[1]), min(size, int(found[2] or size) + 1)) if found else (0, size)
+            byte_range = None
+        start, stop = (
+            (int(byte_range[1]), min(size, int(byte_range[2] or size) + 1))
+            if byte_range
+            else (0, size)
+        )
         data, headers = data[start:stop], {"ETag": f'"{size}"'}
-        if found:
+        if byte_range:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         if fault == "a byte damaged" and len(data) < LARGE:
             fault = ""
         if fault:
             self.counts.count(fault)
-        self._spoil(fault, 206 if found else 200, headers, data)
+        self._spoil(fault, 206 if byte_range else 200, headers, data)
 
     def _fault(self, shard: bool) -> str:
         with self.counts.lock:
@@ -187,18 +192,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         raise _Gone
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log no request."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, *_: object) -> None:
-        """Readers leave when they like, and are killed."""
+        """Ignore errors of readers that close the connection or are killed."""
 
 
 def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:
-    """Serve a folder, for so many seconds at most; the port is sent through the pipe. To be run as a process."""
+    """Serve a folder for a limited time and send the port through the pipe. Runs as a process."""
     child_process.set_up_worker()
     words = {"root": root, "rng": random.Random(seed), "counts": _Counts()}
     with _Server(("127.0.0.1", 0), type("Served", (Handler,), words)) as server:

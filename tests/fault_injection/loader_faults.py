@@ -1,8 +1,9 @@
-"""Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several loaders at once.
+"""Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several loaders at
+once.
 
-Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and a
-random generator and causes the real fault. It raises Lie if the loader did not survive, and otherwise
-returns the outcome in a word.
+Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and
+a random generator and causes the real fault. It raises Lie if the loader did not survive, and
+otherwise returns the outcome in a word.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from wdstrain.serve import Server
 Trial = Callable[[Path, random.Random], str]
 
 
-# --- workers ---------------------------------------------------------------------------------------------------------
+# --- workers ---
 
 
 class Heavy:
-    """A field that at one sample does what its worker does not survive: it is killed, as for memory, or finds no memory."""
+    """A field that at one sample kills its worker, or raises MemoryError."""
 
     names, example = ("bin",), None
 
@@ -57,8 +58,8 @@ class Heavy:
         self._at, self._how = at, how
 
     def read(self, name: str, data: Any, out: Any, draws: Any) -> bytes:
-        found = bytes(data)
-        if self._how and self._at in found:
+        content = bytes(data)
+        if self._how and self._at in content:
             if self._how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if (
@@ -69,13 +70,13 @@ class Heavy:
                 resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
                 return bytes(1 << 30)
             raise MemoryError
-        return found
+        return content
 
 
 def workers(shared: Path) -> Trial:
-    """A decoder's worker is killed, or has no memory for a sample; a new loader goes on from the state."""
+    """Kill a decoder's worker, or fail its allocation; a new loader resumes from the state."""
     foreign(shared / "set")
-    wanted = inside(lambda: _read(shared, "", 0, "")).need("done").value[0]
+    expected = inside(lambda: _read(shared, "", 0, "")).need("done").value[0]
 
     def trial(place: Path, bits: random.Random) -> str:
         how, context = (
@@ -85,20 +86,20 @@ def workers(shared: Path) -> Trial:
         count = 0 if how == "raised" and bits.random() < 0.5 else bits.choice([1, 2])
         number = b"%06d" % bits.randrange(120)
         context = "fork"
-        found, said, state = (
+        delivered, error_text, state = (
             inside(lambda: _read(shared, how, count, context, number)).need("done").value
         )
-        if found != wanted[: len(found)]:
+        if delivered != expected[: len(delivered)]:
             raise Lie("other samples came before the fault")
         words = (
             "worker process of the loader died"
             if how == "killed"
             else "no memory|nable to allocate|cannot allocate"
         )
-        if not any(word in said for word in words.split("|")) or "\n" in said:
-            raise Lie(f"{how}: what was said is {said!r}")
+        if not any(word in error_text for word in words.split("|")) or "\n" in error_text:
+            raise Lie(f"{how}: what was said is {error_text!r}")
         rest = inside(lambda: _read(shared, "", count, context, b"", state)).need("done").value[0]
-        if found + rest != wanted:
+        if delivered + rest != expected:
             raise Lie("a new loader does not go on where the old one was")
         return how
 
@@ -113,7 +114,7 @@ def _read(
     number: bytes = b"",
     state: dict[str, Any] | None = None,
 ) -> tuple[list[Any], str, dict[str, Any]]:
-    """(the samples that came, what was said of the end, the state then)."""
+    """Return (delivered samples, outcome, state at the end)."""
     fields = {"bin": Heavy(number, how), "label": wt.label("cls")}
     loader = wt.Loader(
         shared / "set",
@@ -123,27 +124,29 @@ def _read(
         num_workers=count,
         multiprocessing_context="fork" if count else None,
     )
-    found: list[Any] = []
-    said, now = "", loader.state_dict()
+    delivered: list[Any] = []
+    error_text, now = "", loader.state_dict()
     if state is not None:
         loader.load_state_dict(state)
     try:
         with closing(loader):
             for batch in loader:
-                found += zip(batch["__key__"], batch["bin"], batch["label"].tolist(), strict=True)
+                delivered += zip(
+                    batch["__key__"], batch["bin"], batch["label"].tolist(), strict=True
+                )
                 now = loader.state_dict()
     except WdstrainError as error:
-        said = str(error)
+        error_text = str(error)
     except RuntimeError as error:  # torch's own, in the loop's own code: a signal tells it
-        said = str(error)
-        if "DataLoader worker" not in said:
+        error_text = str(error)
+        if "DataLoader worker" not in error_text:
             raise
-        said = "a worker process of the loader died: " + said.splitlines()[0]
-    return found, said, now
+        error_text = "a worker process of the loader died: " + error_text.splitlines()[0]
+    return delivered, error_text, now
 
 
 def jobs(shared: Path) -> Trial:
-    """A process that writes shards is killed, as for memory; --resume goes on."""
+    """Kill a process that writes shards; --resume completes the set."""
     work = Converting(shared, jobs=2)
     started = time.monotonic()
     inside(lambda: work.run(shared / "once")).need("done")
@@ -190,7 +193,7 @@ def jobs(shared: Path) -> Trial:
 
 
 def training_workers(shared: Path) -> Trial:
-    """A worker of `wdstrain train` is killed: one sentence, and --resume comes to the same weights."""
+    """Kill a worker of `wdstrain train`: one error line, and --resume ends in the same weights."""
     work = Training(shared)
 
     def trial(place: Path, bits: random.Random) -> str:
@@ -205,14 +208,16 @@ def training_workers(shared: Path) -> Trial:
 
             def kill() -> None:
                 end = time.monotonic() + 30
-                while not (found := multiprocessing.active_children()) and time.monotonic() < end:
+                while (
+                    not (children := multiprocessing.active_children()) and time.monotonic() < end
+                ):
                     time.sleep(0.001)
                 time.sleep(after)
-                found = multiprocessing.active_children()
+                children = multiprocessing.active_children()
                 with suppress(ProcessLookupError):  # it has just ended by itself
-                    if found and found[0].pid is not None:
-                        os.kill(found[0].pid, signal.SIGKILL)
-                        hit.append(found[0].pid)
+                    if children and children[0].pid is not None:
+                        os.kill(children[0].pid, signal.SIGKILL)
+                        hit.append(children[0].pid)
 
             killer = threading.Thread(target=kill, daemon=True)
             killer.start()
@@ -230,11 +235,11 @@ def training_workers(shared: Path) -> Trial:
     return trial
 
 
-# --- clocks ----------------------------------------------------------------------------------------------------------
+# --- clocks ---
 
 
 def clocks(shared: Path, url: str) -> Trial:
-    """The wall clock jumps years back and forth while loaders run, and files carry times of the past and the future."""
+    """Move the wall clock by years while loaders run, with files from the past and the future."""
     filling, remembering = Filling(shared, url), Remembering(shared / "walk")
 
     def jumping(bits: random.Random) -> None:
@@ -267,7 +272,7 @@ def clocks(shared: Path, url: str) -> Trial:
         return "right"
 
     def _turned_back(place: Path) -> None:
-        """A shard is replaced by another of the same size, and its clock says the old time."""
+        """Replace a shard by one of equal size while the clock shows the old time."""
         old, new = place / "set" / "part-001.tar", place / "set" / ".new"
         was, data = os.stat(old), bytearray(old.read_bytes())
         data[512:518] = b"change"  # in the first sample
@@ -287,11 +292,11 @@ def clocks(shared: Path, url: str) -> Trial:
     return trial
 
 
-# --- shards that change ----------------------------------------------------------------------------------------------
+# --- shards that change ---
 
 
 def shards(shared: Path) -> Trial:
-    """A shard is replaced, deleted, cut or written over while an epoch reads it."""
+    """Replace, delete, truncate or overwrite a shard while an epoch reads it."""
     foreign(shared / "walked", 6)
     foreign(shared / "others", 6, salt=b"other ")
     foreign(shared / "indexed", 6)
@@ -321,7 +326,8 @@ def shards(shared: Path) -> Trial:
 
     def trial(place: Path, bits: random.Random) -> str:
         kind, far = bits.choice(["walked", "indexed", "packed", "arrays"]), bits.random() < 0.3
-        # of a server's shards that are indexed and have no checksums, nothing is known until the first byte is asked for
+        # Of indexed shards on a server without checksums, nothing is known before the first
+        # request.
         far = far and kind != "indexed"
         how = bits.choice(
             [
@@ -341,7 +347,7 @@ def shards(shared: Path) -> Trial:
         step = bits.randrange(0, 25)
 
         def read() -> tuple[list[Any], str]:
-            found: list[Any] = []
+            delivered: list[Any] = []
             with Server(place / "set") as server:
                 names = (
                     "part-{000..005}.tar"
@@ -349,34 +355,34 @@ def shards(shared: Path) -> Trial:
                     else "train-{000000..000005}.tar"
                 )
                 try:
-                    for one in _samples(
+                    for _sample in _samples(
                         server.url + names if far else str(place / "set"),
                         kind,
                         workers_,
                         replace,
                         lambda at: _change(victim, how, bits) if at == step else None,
                     ):
-                        found.append(one)
+                        delivered.append(_sample)
                 except WdstrainError as error:
-                    return found, str(error)
-            return found, ""
+                    return delivered, str(error)
+            return delivered, ""
 
-        found, said = inside(read).need("done").value
-        wrong = [key for key, data in found if right[kind].get(key) != data]
+        delivered, error_text = inside(read).need("done").value
+        wrong = [key for key, data in delivered if right[kind].get(key) != data]
         if wrong:
             raise Lie(
                 f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {workers_} workers: other bytes came for {wrong[:3]}"
             )
-        if len(found) != 240 and not said:
-            raise Lie(f"{kind}, {how}: {len(found)} of 240 samples came, and nothing was said")
-        if said and ("\n" in said or victim.name not in said):
-            raise Lie(f"{kind}, {how}: what was said is {said!r}")
+        if len(delivered) != 240 and not error_text:
+            raise Lie(f"{kind}, {how}: {len(delivered)} of 240 samples came, and nothing was said")
+        if error_text and ("\n" in error_text or victim.name not in error_text):
+            raise Lie(f"{kind}, {how}: what was said is {error_text!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
         again = inside(lambda: dict(_samples(str(place / "set"), kind, 0))).need("done").value
         if again != right[kind]:
             raise Lie("it does not work again")
-        return ("far " if far else "") + ("told" if said else "right")
+        return ("far " if far else "") + ("told" if error_text else "right")
 
     return trial
 
@@ -393,7 +399,7 @@ def _samples(
         if kind == "arrays"
         else {"bin": _Bytes()}
     )
-    # little is read ahead, so that what happens does so in time
+    # Readahead is small, so that faults occur in time.
     blocks.READ_SAMPLES = 8
     os.environ |= {"WDSTRAIN_RANGE_SIZE": str(1 << 13), "WDSTRAIN_READ_AHEAD": str(1 << 14)}
     loader = wt.Loader(
@@ -424,7 +430,7 @@ class _Bytes:
 
 def _change(victim: Path, how: str, bits: random.Random) -> None:
     data, was = bytearray(victim.read_bytes()), os.stat(victim)
-    other = bytes(one ^ 0x15 if one else 0 for one in data)
+    other = bytes(byte ^ 0x15 if byte else 0 for byte in data)
     if how == "deleted":
         victim.unlink()
     elif how == "cut":
@@ -444,11 +450,11 @@ def _change(victim: Path, how: str, bits: random.Random) -> None:
         os.replace(new, victim)
 
 
-# --- company ---------------------------------------------------------------------------------------------------------
+# --- concurrency ---
 
 
 def together(shared: Path, url: str) -> Trial:
-    """Two at once: conversions into one folder, walks over one folder, fillings of one cache, training runs into one folder."""
+    """Run two at once: conversions, scans or training runs in one folder, or users of one cache."""
     kinds: dict[str, Work] = {
         "conversions": Converting(shared / "a"),
         "jobs": Converting(shared / "b", jobs=2),
@@ -467,9 +473,9 @@ def together(shared: Path, url: str) -> Trial:
         resume = [bits.random() < 0.4 for _ in waits]
 
         def both() -> list[str]:
-            said = [os.pipe() for _ in waits]
+            pipes = [os.pipe() for _ in waits]
             children = []
-            for (_, told), wait, how in zip(said, waits, resume, strict=True):
+            for (_, writing), wait, how in zip(pipes, waits, resume, strict=True):
                 child = os.fork()
                 if child == 0:
                     time.sleep(wait)
@@ -485,38 +491,40 @@ def together(shared: Path, url: str) -> Trial:
                         words = str(error)
                     except BaseException as error:
                         words = f"wrong: {error!r}"
-                    os.write(told, words.encode())
+                    os.write(writing, words.encode())
                     os._exit(0)
                 children.append(child)
-                os.close(told)
+                os.close(writing)
             for child in children:
                 os.waitpid(child, 0)
-            return [os.read(heard, 1 << 16).decode() for heard, _ in said]
+            return [os.read(heard, 1 << 16).decode() for heard, _ in pipes]
 
-        said = inside(both).need("done").value
-        wrong = [words for words in said if words.startswith("wrong") or not words or "\n" in words]
+        outcomes = inside(both).need("done").value
+        wrong = [
+            words for words in outcomes if words.startswith("wrong") or not words or "\n" in words
+        ]
         refused = ("another", "holds", "lies there", "was not finished")
         wrong += [
             words
-            for words in said
+            for words in outcomes
             if words != "done" and not any(word in words for word in refused)
         ]
         if wrong:
             raise Lie(f"{kind}: {wrong}")
-        if "done" not in said:
-            raise Lie(f"{kind}: none of both was done: {said}")
+        if "done" not in outcomes:
+            raise Lie(f"{kind}: none of both was done: {outcomes}")
         inside(lambda: work.look(place)).need("done")
         inside(lambda: work.end(place)).need("done")
-        return f"{kind} {said.count('done')}"
+        return f"{kind} {outcomes.count('done')}"
 
     return trial
 
 
-# --- many ------------------------------------------------------------------------------------------------------------
+# --- many loaders ---
 
 
 def many(shared: Path) -> Trial:
-    """200 loaders are opened and closed: descriptors, threads, processes, memory and shared memory are as before."""
+    """Open and close 200 loaders: descriptors, threads, processes and memory do not grow."""
     foreign(shared / "set", 2, 60)
 
     def opened_and_closed(count: int, workers_: int, bits: random.Random) -> None:

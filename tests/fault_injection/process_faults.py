@@ -1,15 +1,4 @@
-"""Tools of `run.py` that kill processes and model the disk after a power cut.
-
-Each workload runs in a child forked from a process that has imported everything and has no threads. A
-kill therefore costs milliseconds; a fresh interpreter takes two seconds. The child is killed after a
-time, or at the n-th file operation. An audit hook counts these operations. Calls without an audit event
-(fsync, pwrite) are replaced by counting ones.
-
-The power cut model is strict. All states of the folder are recorded, with the time of each flush. After
-a cut the disk has every directory change that was flushed. Of later changes it has any subset that keeps
-the order within a folder. A file has its flushed bytes, and of later writes all, none, zeros or half. Only
-renames are assumed to be atomic.
-"""
+"""Tools of `run.py` that kill processes and model the disk after a power cut."""
 
 from __future__ import annotations
 
@@ -49,18 +38,20 @@ _CHANGES = {
 
 
 class Lie(Exception):
-    """Something on a disk, or something that was said, is not true."""
+    """Raised for wrong data on a disk or a wrong report."""
 
 
 class Ended(NamedTuple):
-    """How a child ended: "done" with a value, "told" by an error of ours, "wrong" by another, "killed" or "hung"."""
+    """Outcome of a child: "done", "told" (a package error), "wrong" (another), "killed" or
+    "hung".
+    """
 
     how: str
     value: Any = None
     said: str = ""
 
     def need(self, *ways: str) -> Ended:
-        """This, or a Lie if it ended in none of these ways."""
+        """Return this outcome, or raise Lie if it is not one of these."""
         if self.how not in ways:
             raise Lie(
                 f"it was {self.how}, not {' or '.join(ways)}: {self.said.strip() or self.value}"
@@ -74,10 +65,7 @@ class Ended(NamedTuple):
 
 @dataclass
 class Kill:
-    """after: seconds until the child is killed from outside; at: the operation on files at which it kills itself.
-
-    alone: its own children are left to see that it is gone.
-    """
+    """after: seconds until the child is killed; at: file operation at which it kills itself."""
 
     after: float | None = None
     at: int | None = None
@@ -87,7 +75,7 @@ class Kill:
 def inside(
     work: Callable[[], Any], kill: Kill | None = None, *, patience: float = PATIENCE
 ) -> Ended:
-    """Do work in a child process. Nothing of it is left when this returns, or it is a Lie."""
+    """Do work in a child process. Raises Lie if any of its processes is left."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -118,7 +106,7 @@ def inside(
 
 
 def _be(work: Callable[[], Any], sending: int, kill: Kill | None) -> int:
-    """Be the child: work, and tell how it ended."""
+    """Run the work in the child, and send its outcome."""
     heard = io.StringIO()
     try:
         if kill is not None and kill.at is not None:
@@ -137,7 +125,7 @@ def _be(work: Callable[[], Any], sending: int, kill: Kill | None) -> int:
 
 
 def _received(fd: int, patience: float) -> bytes | None:
-    """What a child tells: empty if it died before it could; None if nothing came in time."""
+    """Return the child's message: empty if it died before, None after the timeout."""
     data, end = b"", time.monotonic() + patience
     while len(data) < 8 or len(data) < 8 + struct.unpack_from("<q", data)[0]:
         left = end - time.monotonic()
@@ -153,7 +141,7 @@ def _received(fd: int, patience: float) -> bytes | None:
 
 
 def typed(*words: str) -> str:
-    """Run a command as it is typed; returns what it said. Raises StorageError with the sentence where it failed."""
+    """Run a command and return its output. Raises StorageError with its error line on failure."""
     heard = io.StringIO()
     with redirect_stderr(heard):
         status = main(list(words))
@@ -168,21 +156,21 @@ def typed(*words: str) -> str:
     return heard.getvalue()
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
+# --- processes ---
 
 
 def adopt_orphans() -> None:
-    """Children of children that die become our own, so that what is left behind is seen."""
+    """Adopt children of dead children, so that leftover processes are detected."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 def _children(pid: int | None = None) -> list[int]:
-    found = []
+    children = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid or os.getpid()}/task"):
             with open(f"/proc/{pid or os.getpid()}/task/{task}/children") as file:
-                found += [int(word) for word in file.read().split()]
-    return [one for one in found if _is_alive(one)]
+                children += [int(word) for word in file.read().split()]
+    return [child for child in children if _is_alive(child)]
 
 
 def _is_alive(pid: int) -> bool:
@@ -194,14 +182,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _descendants(pid: int) -> list[int]:
-    found = _children(pid)
-    for one in found:
-        found += _children(one)
-    return found
+    descendants = _children(pid)
+    for child in descendants:
+        descendants += _children(child)
+    return descendants
 
 
 def _reap(patience: float = 60.0) -> None:
-    """Wait until everything that a child started is gone. Raises Lie for what stays."""
+    """Wait until all processes that a child started have ended. Raises Lie for the others."""
     end = time.monotonic() + patience
     while True:
         with suppress(ChildProcessError):
@@ -218,11 +206,13 @@ def _reap(patience: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-# --- operations on files ---------------------------------------------------------------------------------------------
+# --- operations on files ---
 
 
-def count_operations(told: Callable[[str], None]) -> None:
-    """Call `told` before each operation on files of this process that changes something, and after each flush. Cannot be undone."""
+def count_operations(reported: Callable[[str], None]) -> None:
+    """Call `told` before each changing file operation of this process and after each flush, for
+    good.
+    """
     owner = os.getpid()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -232,17 +222,17 @@ def count_operations(told: Callable[[str], None]) -> None:
             and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         )
         if (opens or event in _CHANGES) and os.getpid() == owner:
-            told(event)
+            reported(event)
 
     def stand_in(name: str) -> None:
         real = getattr(os, name)
 
         def call(*arguments: Any) -> Any:
             if os.getpid() == owner:
-                told(name)
+                reported(name)
             result = real(*arguments)
             if os.getpid() == owner and name == "fsync":
-                told(f"{name} {os.fstat(arguments[0]).st_ino}")
+                reported(f"{name} {os.fstat(arguments[0]).st_ino}")
             return result
 
         setattr(os, name, call)
@@ -253,7 +243,7 @@ def count_operations(told: Callable[[str], None]) -> None:
 
 
 def operations(work: Callable[[], Any]) -> int:
-    """How many operations on files a piece of work takes."""
+    """Return the number of file operations of a piece of work."""
 
     def counted() -> int:
         seen: list[str] = []
@@ -275,7 +265,7 @@ def _killing(at: int) -> Callable[[str], None]:
     return told
 
 
-# --- power cuts ------------------------------------------------------------------------------------------------------
+# --- power cuts ---
 
 Entries = dict[
     tuple[int, str], int
@@ -284,7 +274,7 @@ Entries = dict[
 
 @dataclass
 class Recording:
-    """States of a folder, one before each operation and after each flush, and at the end."""
+    """States of a folder: before each operation, after each flush, and at the end."""
 
     trees: list[Entries] = field(default_factory=list)
     folders: set[int] = field(default_factory=set)
@@ -296,59 +286,61 @@ class Recording:
 
 
 class Recorder:
-    """Records what happens in a folder, from within the process that does it."""
+    """Records the changes of a folder, in the process that makes them."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._known = str(root), dict[int, int]()
         self._next, self._seen = 1, dict[int, tuple[int, int, int]]()
         self.made, self._lock, self._busy = Recording(), threading.RLock(), False
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, description: str) -> None:
         with self._lock:
             if self._busy:
                 return  # our own looking around
             self._busy = True
             try:
-                self._look(what)
+                self._look(description)
             finally:
                 self._busy = False
 
-    def _look(self, what: str) -> None:
-        made, state, tree, alive = self.made, len(self.made.trees), Entries(), set()
+    def _look(self, description: str) -> None:
+        recording, state, tree, alive = self.made, len(self.made.trees), Entries(), set()
         todo = [(0, self._root)]
         for folder, path in todo:
             for entry in os.scandir(path):
-                found = entry.stat(follow_symlinks=False)
-                alive.add(found.st_ino)
-                if found.st_ino not in self._known:
-                    self._known[found.st_ino], self._next = self._next, self._next + 1
-                number = tree[folder, entry.name] = self._known[found.st_ino]
+                status = entry.stat(follow_symlinks=False)
+                alive.add(status.st_ino)
+                if status.st_ino not in self._known:
+                    self._known[status.st_ino], self._next = self._next, self._next + 1
+                number = tree[folder, entry.name] = self._known[status.st_ino]
                 if entry.is_dir(follow_symlinks=False):
-                    made.folders.add(number)
+                    recording.folders.add(number)
                     todo.append((number, entry.path))
                     continue
-                stamp = (found.st_mtime_ns, found.st_ctime_ns, found.st_size)
-                if self._seen.get(number) != stamp or what.startswith(
+                stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+                if self._seen.get(number) != stamp or description.startswith(
                     "fsync"
                 ):  # the clock of a file system is coarse
                     self._seen[number] = stamp
                     with open(entry.path, "rb") as file:
                         data = file.read()
-                    versions = made.versions.setdefault(number, [])
+                    versions = recording.versions.setdefault(number, [])
                     if not versions or versions[-1][1] != data:
                         versions.append((state, data))
-        if what.startswith("fsync "):
-            node = int(what.split()[1])
+        if description.startswith("fsync "):
+            node = int(description.split()[1])
             number = 0 if node == os.stat(self._root).st_ino else self._known.get(node, -1)
-            made.flushed.append((state, number))
+            recording.flushed.append((state, number))
         for node in set(self._known) - alive:
             del self._known[node]
-        made.trees.append(tree)
-        made.whats.append(what)
+        recording.trees.append(tree)
+        recording.whats.append(description)
 
 
 def recorded(work: Callable[[], Any], root: Path) -> Recording:
-    """What happens in a folder while work is done on it; `work` must not write anywhere else in it by other processes."""
+    """Return the changes of a folder during `work`, which may only use this process to write to
+    it.
+    """
 
     def watched() -> Recording:
         recorder = Recorder(root)
@@ -358,28 +350,28 @@ def recorded(work: Callable[[], Any], root: Path) -> Recording:
         recorder("end")
         return recorder.made
 
-    made: Recording = inside(watched).need("done").value
-    return made
+    recording: Recording = inside(watched).need("done").value
+    return recording
 
 
-def room_for(made: Recording) -> int:
-    """The bytes that a folder took up at most, in pages."""
+def room_for(recording: Recording) -> int:
+    """Return the peak size of a folder in bytes, in pages."""
     most = 0
-    for state, tree in enumerate(made.trees):
+    for state, tree in enumerate(recording.trees):
         total = 4096 * len(tree)
-        for number in set(tree.values()) - made.folders:
-            data = [data for since, data in made.versions[number] if since <= state]
+        for number in set(tree.values()) - recording.folders:
+            data = [data for since, data in recording.versions[number] if since <= state]
             total += -(-len(data[-1]) // 4096) * 4096 if data else 0
         most = max(most, total)
     return most
 
 
-def cut_power(made: Recording, at: int, bits: random.Random, into: Path) -> None:
-    """Lay down in a new folder what a disk may hold when the power goes after this state."""
+def cut_power(recording: Recording, at: int, bits: random.Random, into: Path) -> None:
+    """Write to a new folder what a disk may contain after a power cut in this state."""
     changes: list[
         tuple[Entries, Entries]
     ] = []  # directory entries removed and added since the last saved state
-    for before, after in zip(made.trees[:at], made.trees[1 : at + 1], strict=True):
+    for before, after in zip(recording.trees[:at], recording.trees[1 : at + 1], strict=True):
         gone = {place: number for place, number in before.items() if after.get(place) != number}
         changes.append(
             (
@@ -388,7 +380,7 @@ def cut_power(made: Recording, at: int, bits: random.Random, into: Path) -> None
             )
         )
     touched = [{folder for folder, _ in (*gone, *came)} for gone, came in changes]
-    flushed = [(state, number) for state, number in made.flushed if state <= at]
+    flushed = [(state, number) for state, number in recording.flushed if state <= at]
     kept = {
         i
         for i in range(len(changes))
@@ -402,18 +394,18 @@ def cut_power(made: Recording, at: int, bits: random.Random, into: Path) -> None
         if i in kept or touched[i] & needed:
             done[i] = True
             needed |= touched[i]
-    tree = dict(made.trees[0])
+    tree = dict(recording.trees[0])
     for (gone, came), is_done in zip(changes, done, strict=True):
         if is_done:
             for place, number in gone.items():
                 if tree.get(place) == number:
                     del tree[place]
             tree.update(came)
-    _lay(made, tree, 0, at, flushed, bits, into, {})
+    _lay(recording, tree, 0, at, flushed, bits, into, {})
 
 
 def _lay(
-    made: Recording,
+    recording: Recording,
     tree: Entries,
     folder: int,
     at: int,
@@ -426,21 +418,21 @@ def _lay(
     for (of, name), number in tree.items():
         if of != folder:
             continue
-        if number in made.folders:
-            _lay(made, tree, number, at, flushed, bits, into / name, placed)
+        if number in recording.folders:
+            _lay(recording, tree, number, at, flushed, bits, into / name, placed)
         elif number in placed:
             os.link(placed[number], into / name)
         else:
             placed[number] = into / name
-            placed[number].write_bytes(_after(made, number, at, flushed, bits))
+            placed[number].write_bytes(_after(recording, number, at, flushed, bits))
 
 
 def _after(
-    made: Recording, number: int, at: int, flushed: list[tuple[int, int]], bits: random.Random
+    recording: Recording, number: int, at: int, flushed: list[tuple[int, int]], bits: random.Random
 ) -> bytes:
-    """What a file may hold: what was flushed last, or of what came since anything."""
-    safe = max([state for state, one in flushed if one == number], default=0)
-    versions = made.versions[number]
+    """Return possible contents of a file: the flushed bytes, or any part of later writes."""
+    safe = max([state for state, other in flushed if other == number], default=0)
+    versions = recording.versions[number]
     then = [data for state, data in versions if state <= safe]
     now = (
         next(data for state, data in reversed(versions) if state <= at)
@@ -459,11 +451,11 @@ def _after(
     )
 
 
-# --- disks -----------------------------------------------------------------------------------------------------------
+# --- disks ---
 
 
 def own_mounts() -> None:
-    """Let this process mount what others do not see. To be called in a child. Raises OSError where that is not allowed."""
+    """Let this process mount privately. Call it in a child. Raises OSError without permission."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEWNS | (_NEWUSER if user else 0))
     if user:
@@ -479,13 +471,13 @@ def own_mounts() -> None:
 
 
 def mount(place: Path, options: str, *, again: bool = False, read_only: bool = False) -> None:
-    """Mount a small disk of memory, or change its options."""
+    """Mount a small tmpfs, or change its options."""
     flags = (_REMOUNT if again else 0) | (_RDONLY if read_only else 0)
     _call("mount", b"none", os.fsencode(place), b"tmpfs", ctypes.c_ulong(flags), options.encode())
 
 
 def may_mount() -> bool:
-    """Whether disks can be mounted here."""
+    """Return whether disks can be mounted here."""
 
     def tried() -> None:
         own_mounts()

@@ -1,15 +1,16 @@
-"""Kill processes, cut the power, fill disks, jump clocks and replace shards, and count the survivors.
+"""Kill processes, cut the power, fill disks, jump clocks and replace shards, and count the
+survivors.
 
     python -m tests.fault_injection.run                       # every fault, a hundred times each
     python -m tests.fault_injection.run cut full --times 20   # faults with these words in the name
     python -m tests.fault_injection.run 'kill-at convert' --seed 0 --only 17   # trial 17 of one fault again
 
-A workload survives a fault under three conditions. (a) Each file with a final name is whole and correct,
-or opening it raises a clear error. (b) The message is one sentence. (c) The same work done again gives
-the bytes, order or weights of an undisturbed run. A third of the interrupted workloads are killed again
-while they resume. `where` counts when the fault struck: before the first write, during the work, or after
-all files had their names. A kill after the end of its process does not count and is drawn again; `missed`
-counts these.
+A workload survives a fault under three conditions. (a) Each file with a final name is whole and
+correct, or opening it raises a clear error. (b) The message is one sentence. (c) The same work done
+again gives the bytes, order or weights of an undisturbed run. A third of the interrupted workloads
+are killed again while they resume. `where` counts when the fault struck: before the first write,
+during the work, or after all files had their names. A kill after the end of its process does not
+count and is drawn again; `missed` counts these.
 """
 
 from __future__ import annotations
@@ -72,23 +73,23 @@ _AGAIN = 1 / 3  # share of kills that are followed by another
 _TRIES = 50  # kills that may come too late in a row
 
 
-# --- what happens to work that writes ----------------------------------------------------------------------------------
+# --- faults of writing work ---
 
 
 def _afterwards(work: Work, place: Path, *, rebooted: bool = False) -> None:
-    """Look at what is there, do the work again, and compare. In one child: each costs some hundredths of a second."""
+    """Check the files, repeat the work, and compare, in one child process to save time."""
 
     def all_of_it() -> None:
         if rebooted:
             work.reboot()
-        for what in (work.look, work.again, work.end):
-            what(place)
+        for description in (work.look, work.again, work.end):
+            description(place)
 
     inside(all_of_it).need("done")
 
 
 def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
-    """SIGKILL at a moment drawn over all the time that the work takes. alone: of the parent, and not of those that work for it."""
+    """SIGKILL at a random moment of the work. alone: only the parent, not its workers."""
     seconds = deque[float](
         maxlen=5
     )  # that the last undisturbed runs took: a machine is faster at one time than at another
@@ -105,7 +106,7 @@ def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
 
 
 def kill_at(work: Work, shared: Path) -> Trial:
-    """SIGKILL at an operation on files that is drawn among all of the work: before it, so also right after the one before."""
+    """SIGKILL before a random file operation of the work."""
     work.lay(shared / "counted")
     count = operations(lambda: work.run(shared / "counted"))
     return _killed(work, lambda bits: Kill(at=bits.randint(1, count)))
@@ -116,7 +117,7 @@ def _killed(
     draw: Callable[[random.Random], Kill],
     took: Callable[[float], object] = lambda seconds: None,
 ) -> Trial:
-    """took: told the seconds of a run that came to its end before it was killed."""
+    """took: gets the seconds of a run that completed before the kill."""
 
     def trial(place: Path, bits: random.Random) -> str:
         for missed in range(_TRIES):
@@ -140,15 +141,15 @@ def _killed(
 
 
 def cut(work: Work, shared: Path) -> Trial:
-    """The power goes after an operation that is drawn among all of the work."""
+    """Cut the power after a random file operation of the work."""
     place = shared / "recorded"
     work.lay(place)
-    made: Recording = recorded(lambda: work.run(place), place)
+    recording: Recording = recorded(lambda: work.run(place), place)
 
     def trial(place: Path, bits: random.Random) -> str:
-        at = bits.randrange(len(made.trees))
+        at = bits.randrange(len(recording.trees))
         place.mkdir(parents=True)
-        cut_power(made, at, bits, place / "0")
+        cut_power(recording, at, bits, place / "0")
         where = work.reach(place / "0")
         _afterwards(work, place / "0", rebooted=True)
         return where
@@ -157,10 +158,12 @@ def cut(work: Work, shared: Path) -> Trial:
 
 
 def full(work: Work, shared: Path) -> Trial:
-    """A disk of memory on which less is left than the work needs, then room is made."""
+    """Run on a tmpfs with too little space for the work, then make room."""
     work.lay(shared / "recorded")
-    made = recorded(lambda: work.run(shared / "recorded"), shared / "recorded")
-    need = room_for(made) - room_for(Recording(made.trees[:1], made.folders, made.versions))
+    recording = recorded(lambda: work.run(shared / "recorded"), shared / "recorded")
+    need = room_for(recording) - room_for(
+        Recording(recording.trees[:1], recording.folders, recording.versions)
+    )
 
     def trial(place: Path, bits: random.Random) -> str:
         def on_a_disk() -> str:
@@ -184,7 +187,7 @@ def full(work: Work, shared: Path) -> Trial:
 
 
 def read_only(work: Work, shared: Path) -> Trial:
-    """A disk that may be read only, with what was there before or with half of the work, then it may be written."""
+    """Run on a read-only disk, with the old files or half of the work, then make it writable."""
 
     def trial(place: Path, bits: random.Random) -> str:
         def on_a_disk() -> str:
@@ -209,12 +212,12 @@ def read_only(work: Work, shared: Path) -> Trial:
     return trial
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table ---
 
 
 def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
-    """What can be tried, by name: given a folder for what all times share, the trial."""
-    made: dict[str, Callable[[Path], Trial]] = {}
+    """Return all trials by name. A trial gets a folder for the data that its repetitions share."""
+    trials: dict[str, Callable[[Path], Trial]] = {}
     works: dict[str, Callable[[Path], Work]] = {
         "convert": Converting,
         "convert a stream": partial(Converting, kind="arrays"),
@@ -227,26 +230,28 @@ def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
         "training run": Training,
     }
     for name, work in works.items():
-        made[f"kill-after {name}"] = lambda shared, work=work: kill_after(work(shared), shared)  # type: ignore[misc]
+        trials[f"kill-after {name}"] = lambda shared, work=work: kill_after(work(shared), shared)  # type: ignore[misc]
     two = partial(Converting, jobs=2)
-    made["kill-after convert, 2 jobs"] = lambda shared: kill_after(two(shared), shared)
-    made["kill-after parent of 2 jobs"] = lambda shared: kill_after(two(shared), shared, alone=True)
+    trials["kill-after convert, 2 jobs"] = lambda shared: kill_after(two(shared), shared)
+    trials["kill-after parent of 2 jobs"] = lambda shared: kill_after(
+        two(shared), shared, alone=True
+    )
     for name, work in works.items():
-        made[f"kill-at {name}"] = lambda shared, work=work: kill_at(work(shared), shared)  # type: ignore[misc]
-    made["kill-at parent of 2 jobs"] = lambda shared: kill_at(two(shared), shared)
-    for what, fault in (("power-cut", cut), ("full-disk", full), ("read-only", read_only)):
+        trials[f"kill-at {name}"] = lambda shared, work=work: kill_at(work(shared), shared)  # type: ignore[misc]
+    trials["kill-at parent of 2 jobs"] = lambda shared: kill_at(two(shared), shared)
+    for description, fault in (("power-cut", cut), ("full-disk", full), ("read-only", read_only)):
         for name, work in works.items():
-            made[f"{what} {name}"] = lambda shared, work=work, fault=fault: fault(
+            trials[f"{description} {name}"] = lambda shared, work=work, fault=fault: fault(
                 work(shared), shared
             )  # type: ignore[misc]
-    made["worker of a loader"] = loader_faults.workers
-    made["worker of convert"] = loader_faults.jobs
-    made["worker of train"] = loader_faults.training_workers
-    made["clock jumps"] = lambda shared: loader_faults.clocks(_beside(served, shared), url)
-    made["shard changes"] = loader_faults.shards
-    made["two at once"] = lambda shared: loader_faults.together(_beside(served, shared), url)
-    made["200 loaders"] = loader_faults.many
-    return made
+    trials["worker of a loader"] = loader_faults.workers
+    trials["worker of convert"] = loader_faults.jobs
+    trials["worker of train"] = loader_faults.training_workers
+    trials["clock jumps"] = lambda shared: loader_faults.clocks(_beside(served, shared), url)
+    trials["shard changes"] = loader_faults.shards
+    trials["two at once"] = lambda shared: loader_faults.together(_beside(served, shared), url)
+    trials["200 loaders"] = loader_faults.many
+    return trials
 
 
 def _beside(served: Path, shared: Path) -> Path:
@@ -257,7 +262,7 @@ def _beside(served: Path, shared: Path) -> Path:
 def try_out(
     name: str, prepare: Callable[[Path], Trial], numbers: list[int], seed: int, place: Path
 ) -> tuple[str, list[str]]:
-    """A line of the table, and what was not survived."""
+    """Print a line of the table, and the failed trials."""
     begun, where, missed, failed = time.monotonic(), Counter[str](), 0, list[str]()
     shared = place / "shared"
     shared.mkdir(parents=True)
@@ -291,7 +296,7 @@ def try_out(
 
 
 def serving(folder: Path) -> str:
-    """The address of a folder, served by a process beside this one until it ends."""
+    """Return the address of a folder, served by another process."""
     receiving, sending = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -357,8 +362,8 @@ def main() -> int:
     print(
         f"{'all' if not failed else 'not all'} survived, in {time.monotonic() - begun:.0f} s (seed {arguments.seed})"
     )
-    for one in failed:
-        print(one)
+    for failure in failed:
+        print(failure)
     return 1 if failed else 0
 
 

@@ -3,23 +3,24 @@
     .venv/bin/python -m tests.fault_injection.stress            (ten minutes; --minutes 1 for a short run)
 
 Eight readers with four worker processes each use one server, which breaks every sixth response
-(`faulty_server.py`). They share a cache that holds half of the set, so shards are evicted all the time.
-Each reader runs epoch after epoch with its own seed, in one of three ways:
+(`faulty_server.py`). They share a cache that holds half of the set, so shards are evicted all the
+time. Each reader runs epoch after epoch with its own seed, in one of three ways:
 
     killed       SIGKILL at a random moment, then a restart from the last saved state
     breaks off   leaves the loop at random steps and resumes, in the same loader or in a new one
     steady       is not disturbed
 
-Each batch is compared with the plan and with the bytes that Python's tarfile reads: each sample once, in
-the planned order, with its bytes. A chain of digests covers each epoch, across breaks and kills. At the
-end some epochs are read again from the disk by a loader without workers, and must have the same digests.
+Each batch is compared with the plan and with the bytes that Python's tarfile reads: each sample
+once, in the planned order, with its bytes. A chain of digests covers each epoch, across breaks and
+kills. At the end some epochs are read again from the disk by a loader without workers, and must
+have the same digests.
 
 Process trees are measured from their first epoch after a start: Pss of anonymous and shared memory,
-descriptors, threads. The 90th percentiles of the first and the last third are compared. (A median would
-show how long a reader had one fetching thread instead of six, after a server that ignores ranges.) A short
-run has few measurements, so in a run of a minute the sum is judged instead of each tree. The cache is
-measured under its own lock. The exit status is 1 if anything is wrong, also if a process does not end when
-asked.
+descriptors, threads. The 90th percentiles of the first and the last third are compared. (A median
+would show how long a reader had one fetching thread instead of six, after a server that ignores
+ranges.) A short run has few measurements, so in a run of a minute the sum is judged instead of each
+tree. The cache is measured under its own lock. The exit status is 1 if anything is wrong, also if a
+process does not end when asked.
 
 Last results:
 
@@ -155,12 +156,12 @@ def main() -> None:
     sys.exit(status)
 
 
-# --- a reader --------------------------------------------------------------------------------------------------------
+# --- a reader ---
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One of the processes that read: what it is told."""
+    """Parameters of a reader process."""
 
     number: int
     way: str
@@ -176,7 +177,7 @@ class Reader:
 
     @property
     def said(self) -> Path:
-        """What it and its workers write to stderr: nothing, unless it is killed."""
+        """Return the stderr of the reader and its workers: empty, unless it is killed."""
         return Path(self.place, f"reader-{self.number}.err")
 
     @property
@@ -203,7 +204,7 @@ class Reader:
 
 
 def read(reader: Reader) -> None:
-    """Read until the file `stop` is there. What is found goes into the log, a line for each pass."""
+    """Read until the file `stop` exists, and append a line to the log for each pass."""
     child_process.set_up_worker()
     multiprocessing.set_start_method(
         None, force=True
@@ -211,11 +212,11 @@ def read(reader: Reader) -> None:
     warnings.filterwarnings(
         "ignore", "This DataLoader will create"
     )  # more workers than cores are meant here
-    with open(reader.log, "a", buffering=1) as log, open(reader.said, "a") as said:
-        os.dup2(said.fileno(), 2)
+    with open(reader.log, "a", buffering=1) as log, open(reader.said, "a") as output:
+        os.dup2(output.fileno(), 2)
 
-        def tell(**found: object) -> None:
-            log.write(json.dumps({"pid": os.getpid(), **found}) + "\n")
+        def tell(**values: object) -> None:
+            log.write(json.dumps({"pid": os.getpid(), **values}) + "\n")
 
         logger, warned = logging.getLogger("wdstrain"), logging.Handler(logging.WARNING)
         warned.emit = lambda record: tell(warned=record.getMessage())  # type: ignore[method-assign]
@@ -229,7 +230,7 @@ def read(reader: Reader) -> None:
 
 def _read(reader: Reader, tell: Callable[..., None]) -> None:
     truth, rng = (
-        [bytes.fromhex(one) for one in json.loads(Path(reader.place, "truth.json").read_text())],
+        [bytes.fromhex(text) for text in json.loads(Path(reader.place, "truth.json").read_text())],
         random.Random(),
     )
 
@@ -248,10 +249,10 @@ def _read(reader: Reader, tell: Callable[..., None]) -> None:
         chain = bytes.fromhex(saved["chain"]) if saved is not None and step else b""
         leave = rng.randrange(3 * len(loader)) if reader.way == "breaks off" else len(loader)
         for batch in loader:
-            found = digests(batch)
-            if found != [truth[i] for i in ids[step * BATCH : (step + 1) * BATCH]]:
+            digests_read = digests(batch)
+            if digests_read != [truth[i] for i in ids[step * BATCH : (step + 1) * BATCH]]:
                 tell(wrong=f"epoch {epoch}, step {step}: {batch['__key__']}")
-            chain, step = hashlib.blake2b(chain + b"".join(found)).digest(), step + 1
+            chain, step = hashlib.blake2b(chain + b"".join(digests_read)).digest(), step + 1
             if step % 5 == 0 and step < len(loader):
                 write(
                     reader.saved, json.dumps({"state": loader.state_dict(), "chain": chain.hex()})
@@ -275,7 +276,7 @@ def example(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def digests(batch: dict[str, Any]) -> list[bytes]:
-    """A digest of each sample that was delivered: its key, its values, its text."""
+    """Return a digest of each delivered sample: its key, its values, its text."""
     samples = zip(batch["__key__"], batch["x"], batch["txt"], strict=True)
     return [digest(key, values.numpy().tobytes(), text.encode()) for key, values, text in samples]
 
@@ -285,7 +286,7 @@ def digest(key: str, values: bytes, text: bytes) -> bytes:
 
 
 def planned(loader: wt.Loader, epoch: int) -> list[int]:
-    """The samples of an epoch in the order that is promised, by their numbers in the set."""
+    """Return the samples of an epoch in the promised order, by their numbers in the set."""
     plan = loader.plan(epoch)
     assert isinstance(plan, wt.Plan)
     ids: list[int] = plan.ids(0, plan.order(0, 0, plan.span(0, plan.steps - 1)[1])).tolist()
@@ -293,12 +294,12 @@ def planned(loader: wt.Loader, epoch: int) -> list[int]:
 
 
 def write(path: Path, text: str) -> None:
-    """A whole file or none: whoever writes may be killed."""
+    """Write a complete file or none, since the writer may be killed."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 
 
-# --- the load --------------------------------------------------------------------------------------------------------
+# --- the load ---
 
 
 @dataclass
@@ -310,7 +311,7 @@ class Measured:
 
 @dataclass
 class Place:
-    """What is known of a reader while it runs, by whoever runs it."""
+    """State of a running reader, as its parent sees it."""
 
     reader: Reader
     process: BaseProcess | None = None
@@ -322,7 +323,7 @@ class Place:
 
 
 class Load:
-    """Server, readers and what is measured. All processes have ended when it is left."""
+    """Server, readers and measurements. All processes have ended when the context exits."""
 
     def __init__(
         self, place: Path, seconds: float, processes: int, workers: int, seed: int
@@ -341,15 +342,15 @@ class Load:
         self.shards = make(place, seed)
         self.limit = sum(path.stat().st_size for path in self.shards) // 2
         (place / "cache").mkdir()
-        ours, theirs = _SPAWN.Pipe()
+        parent_end, child_end = _SPAWN.Pipe()
         longest = seconds + 3 * STARTED + 2 * ENDED
         self.server = _SPAWN.Process(
-            target=serve, args=(str(place / "shards"), seed, longest, theirs)
+            target=serve, args=(str(place / "shards"), seed, longest, child_end)
         )
         self.server.start()
-        if not ours.poll(60):
+        if not parent_end.poll(60):
             raise TimeoutError("the server did not begin")
-        self.url = f"http://127.0.0.1:{ours.recv()}"
+        self.url = f"http://127.0.0.1:{parent_end.recv()}"
         ways = [(number, WAYS[number % len(WAYS)]) for number in range(processes)]
         self.places = [
             Place(Reader(number, way, self.url, str(place), workers, seed, self.limit))
@@ -360,26 +361,26 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what still runs, each by its number; workers end with their reader."""
-        for process in [one.process for one in self.places] + [self.server]:
+        """End the running processes by id; workers end with their reader."""
+        for process in [place.process for place in self.places] + [self.server]:
             if process is not None and process.is_alive():
                 process.kill()
             if process is not None and process.pid is not None:
                 process.join()
 
     def run(self) -> None:
-        for one in self.places:
-            self._start(one)
-        self._wait(STARTED, "begin", lambda: all(self._has_begun(one) for one in self.places))
-        # what a reader takes once, it has taken by then: on a slow machine that took a third of a minute, and was no growth
+        for place in self.places:
+            self._start(place)
+        self._wait(STARTED, "begin", lambda: all(self._has_begun(place) for place in self.places))
+        # Memory that a reader allocates once is allocated by now; a slow machine took 20 s for it.
         self._wait(STARTED, "come to the end of an epoch", self._is_warm)
         self.begun, measured = time.monotonic(), 0.0
         end = self.begun + self.seconds
         while not self.wrong and (
             (now := time.monotonic()) < end or (now < end + STARTED and not self._is_tried())
         ):
-            for one in self.places:
-                self._look_after(one)
+            for place in self.places:
+                self._look_after(place)
             if now >= measured + max(1.0, self.seconds / MEASURED):
                 measured = now
                 self._measure()
@@ -387,48 +388,52 @@ class Load:
         self.ended = time.monotonic()
         self._end()
 
-    def _start(self, one: Place) -> None:
-        one.started, one.began, one.process = (
+    def _start(self, place: Place) -> None:
+        place.started, place.began, place.process = (
             time.time(),
             False,
-            _SPAWN.Process(target=read, args=(one.reader,)),
+            _SPAWN.Process(target=read, args=(place.reader,)),
         )
-        one.process.start()
+        place.process.start()
 
-    def _has_begun(self, one: Place) -> bool:
-        """Whether it got so far as to write down a state since it was started; then it may be killed."""
-        if not one.began and one.reader.saved.exists():
-            one.began = one.reader.saved.stat().st_mtime > one.started
-            one.due = time.monotonic() + self.rng.uniform(0, max(1.0, min(60.0, self.seconds / 4)))
-        return one.began
+    def _has_begun(self, place: Place) -> bool:
+        """Return whether it has saved a state since its start, so that it may be killed."""
+        if not place.began and place.reader.saved.exists():
+            place.began = place.reader.saved.stat().st_mtime > place.started
+            place.due = time.monotonic() + self.rng.uniform(
+                0, max(1.0, min(60.0, self.seconds / 4))
+            )
+        return place.began
 
     def _is_tried(self) -> bool:
-        """Whether every reader has come to the end of an epoch, and those to be killed were; on a busy machine that may take longer."""
+        """Return whether every reader has completed an epoch, and the chosen ones were killed."""
         return self._is_warm() and all(
-            one.kills for one in self.places if one.reader.way == "killed"
+            place.kills for place in self.places if place.reader.way == "killed"
         )
 
     def _is_warm(self) -> bool:
-        """Whether every reader has come to the end of an epoch."""
-        return all(any(line.get("chain") for line in lines(one.reader)) for one in self.places)
+        """Return whether every reader has completed an epoch."""
+        return all(any(line.get("chain") for line in lines(place.reader)) for place in self.places)
 
-    def _look_after(self, one: Place) -> None:
-        assert one.process is not None
-        if not one.process.is_alive():
+    def _look_after(self, place: Place) -> None:
+        assert place.process is not None
+        if not place.process.is_alive():
             self.wrong.append(
-                f"reader {one.reader.number} ended by itself, with status {one.process.exitcode}"
+                f"reader {place.reader.number} ended by itself, with status {place.process.exitcode}"
             )
-        elif self._has_begun(one) and one.reader.way == "killed" and one.due < time.monotonic():
-            pids = tree(one.process.pid)
-            one.process.kill()
-            one.process.join()
-            one.kills += 1
+        elif (
+            self._has_begun(place) and place.reader.way == "killed" and place.due < time.monotonic()
+        ):
+            pids = tree(place.process.pid)
+            place.process.kill()
+            place.process.join()
+            place.kills += 1
             self._wait(30, "end with their killed reader", lambda: not any(map(alive, pids)))
-            self._start(one)
+            self._start(place)
 
     def _end(self) -> None:
         (self.place / "stop").touch()
-        running = [one.process for one in self.places if one.process is not None]
+        running = [place.process for place in self.places if place.process is not None]
         pids = [pid for process in running for pid in tree(process.pid)]
         with (
             contextlib.suppress(OSError),
@@ -438,39 +443,41 @@ class Load:
         self._wait(ENDED, "end", lambda: not any(process.is_alive() for process in running))
         self._wait(10, "end with their readers", lambda: not any(map(alive, pids)))
         self.wrong += [
-            f"reader ended with status {one.exitcode}" for one in running if one.exitcode
+            f"reader ended with status {process.exitcode}"
+            for process in running
+            if process.exitcode
         ]
         self.wrong += leftovers(self.place, self.shards)
-        for one in self.places:
-            self.wrong += checked_again(one.reader)
+        for place in self.places:
+            self.wrong += checked_again(place.reader)
 
-    def _wait(self, seconds: float, what: str, done: Callable[[], bool]) -> None:
+    def _wait(self, seconds: float, description: str, done: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
         while not done():
             if time.monotonic() > end:
-                self.wrong.append(f"not all processes did {what} within {seconds:.0f} s")
+                self.wrong.append(f"not all processes did {description} within {seconds:.0f} s")
                 return
             time.sleep(TICK)
 
     def _measure(self) -> None:
-        for one in self.places:
-            assert one.process is not None
-            passes = [line for line in lines(one.reader) if line.get("pid") == one.process.pid]
-            pids = tree(one.process.pid)
-            if passes and len(pids) == 1 + self.workers and (found := measured(pids)):
-                one.measured.append(found)
-        found = measured(tree(self.server.pid))
-        self.server_measured += [found] if found else []
+        for place in self.places:
+            assert place.process is not None
+            passes = [line for line in lines(place.reader) if line.get("pid") == place.process.pid]
+            pids = tree(place.process.pid)
+            if passes and len(pids) == 1 + self.workers and (usage := measured(pids)):
+                place.measured.append(usage)
+        usage = measured(tree(self.server.pid))
+        self.server_measured += [usage] if usage else []
         self.cache_most = max(self.cache_most, bytes_in(self.place / "cache"))
         if sys.stderr.isatty():
             epochs = sum(
-                bool(line.get("chain")) for one in self.places for line in lines(one.reader)
+                bool(line.get("chain")) for place in self.places for line in lines(place.reader)
             )
             sys.stderr.write(f"\r{time.monotonic() - self.begun:.0f} s: {epochs} epochs ")
 
 
 def make(place: Path, seed: int) -> list[Path]:
-    """The shards, packed as people pack them, and what is in them according to tarfile."""
+    """Pack the shards, and return their contents according to tarfile."""
     rng = np.random.default_rng(seed)
     samples = (
         {
@@ -490,34 +497,34 @@ def make(place: Path, seed: int) -> list[Path]:
                 file = tar.extractfile(member)
                 fields.setdefault(key, {})[name] = file.read() if file is not None else b""
         truth += [
-            digest(key, found["x.npy"][-VALUES:], found["txt"]).hex()
-            for key, found in fields.items()
+            digest(key, values["x.npy"][-VALUES:], values["txt"]).hex()
+            for key, values in fields.items()
         ]
     (place / "truth.json").write_text(json.dumps(truth))
     return paths
 
 
-# --- what is looked at -----------------------------------------------------------------------------------------------
+# --- measurements ---
 
 
 def lines(reader: Reader) -> list[dict[str, Any]]:
-    """What a reader told; the last line of a killed one may be cut."""
-    found = []
+    """Return the messages of a reader; the last line of a killed reader may be truncated."""
+    messages = []
     for line in reader.log.read_text().splitlines() if reader.log.exists() else []:
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            messages.append(json.loads(line))
+    return messages
 
 
 def tree(pid: int | None) -> list[int]:
-    """A process and those below it."""
+    """Return a process and its descendants."""
     pids = [pid] if pid is not None else []
-    for one in pids:
+    for pid_ in pids:
         with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{one}/task"):
+            for task in os.listdir(f"/proc/{pid_}/task"):
                 pids += [
                     int(word)
-                    for word in Path(f"/proc/{one}/task/{task}/children").read_text().split()
+                    for word in Path(f"/proc/{pid_}/task/{task}/children").read_text().split()
                 ]
     return pids
 
@@ -530,7 +537,7 @@ def alive(pid: int) -> bool:
 
 
 def measured(pids: list[int]) -> Measured | None:
-    """Of a process tree; None if a part of it ended meanwhile."""
+    """Return the sum over a process tree, or None if a part of it ended meanwhile."""
     memory = files = threads = 0
     try:
         for pid in pids:
@@ -548,7 +555,7 @@ def measured(pids: list[int]) -> Measured | None:
 
 
 def bytes_in(folder: Path) -> int:
-    """What a cache holds, while nobody adds or removes anything."""
+    """Return the contents of a cache while no process changes it."""
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         while not try_lock(fd, 0):
@@ -563,7 +570,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
-    """What should not be there, or is not what it should be, when all have ended."""
+    """Return leftovers and wrong files after all processes have ended."""
     sums = {hashlib.sha256(path.read_bytes()).digest() for path in shards}
     for path in (place / "cache").glob("*/*"):
         if path.suffix == ".tar" and hashlib.sha256(path.read_bytes()).digest() not in sums:
@@ -575,21 +582,23 @@ def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
 
 
 def checked_again(reader: Reader) -> Iterator[str]:
-    """Whether the chains of all epochs are those of the plan, and of some those of a reading from the disk."""
-    found = {line["epoch"]: line["chain"] for line in lines(reader) if line.get("chain")}
+    """Check the digest chains of all epochs against the plan, and some against the disk."""
+    chains = {line["epoch"]: line["chain"] for line in lines(reader) if line.get("chain")}
     local = reader.loader(f"{reader.place}/shards", 0)
-    truth = [bytes.fromhex(one) for one in json.loads(Path(reader.place, "truth.json").read_text())]
-    again = set(random.Random(reader.number).sample(sorted(found), min(AGAIN, len(found))))
-    for epoch, chain in found.items():
-        wanted = [truth[i] for i in planned(local, epoch)]
-        batches = [wanted[at : at + BATCH] for at in range(0, len(wanted), BATCH)]
+    truth = [
+        bytes.fromhex(text) for text in json.loads(Path(reader.place, "truth.json").read_text())
+    ]
+    again = set(random.Random(reader.number).sample(sorted(chains), min(AGAIN, len(chains))))
+    for epoch, chain in chains.items():
+        expected = [truth[i] for i in planned(local, epoch)]
+        batches = [expected[at : at + BATCH] for at in range(0, len(expected), BATCH)]
         if chain_of(batches) != chain:
             yield f"epoch {epoch} of reader {reader.number} is not what was planned"
         if epoch in again and chain_of([digests(batch) for batch in local.epoch(epoch)]) != chain:
             yield f"epoch {epoch} of reader {reader.number} is not what the disk gives"
     local.close()
-    if found and sorted(found) != list(range(max(found) + 1)):
-        yield f"reader {reader.number} left out epochs: {sorted(set(range(max(found))) - set(found))}"
+    if chains and sorted(chains) != list(range(max(chains) + 1)):
+        yield f"reader {reader.number} left out epochs: {sorted(set(range(max(chains))) - set(chains))}"
 
 
 def chain_of(batches: list[list[bytes]]) -> str:
@@ -599,16 +608,16 @@ def chain_of(batches: list[list[bytes]]) -> str:
     return chain.hex()
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- report ---
 
 
 def report(load: Load) -> int:
-    """Print what was found; 1 if anything is not as it should be."""
-    told = [line for one in load.places for line in lines(one.reader)]
-    passes, wrong = [line for line in told if "steps" in line], load.wrong
+    """Print the findings; return 1 if there are any."""
+    reported = [line for place in load.places for line in lines(place.reader)]
+    passes, wrong = [line for line in reported if "steps" in line], load.wrong
     wrong += [
         str(line[word]).strip().splitlines()[-1]
-        for line in told
+        for line in reported
         for word in ("wrong", "error")
         if word in line
     ]
@@ -620,7 +629,7 @@ def report(load: Load) -> int:
         sum(bool(line["chain"]) for line in passes),
     )
     kills, faults = (
-        sum(one.kills for one in load.places),
+        sum(place.kills for place in load.places),
         {name: load.counts.get(name, 0) for name in FAULTS + RARE},
     )
     print(
@@ -637,14 +646,14 @@ def report(load: Load) -> int:
         f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}",
     )
     _row("faults", sum(faults.values()))
-    for name, count in sorted(faults.items(), key=lambda one: -one[1]):
+    for name, count in sorted(faults.items(), key=lambda place: -place[1]):
         _row(f"    {name}", count)
     _row(
         "retries told by the readers, samples read again", f"{total['retries']}, {total['reread']}"
     )
     warned = Counter(
         re.sub(r"\S*\d\S*", "...", line["warned"].splitlines()[0])
-        for line in told
+        for line in reported
         if "warned" in line
     )
     _row("warnings of the readers", warned.total())
@@ -661,14 +670,14 @@ def report(load: Load) -> int:
         f"\n{'first and last third':<26}{'epochs':>7}{'kills':>6}{'memory, MB':>15}{'descriptors':>13}{'threads':>11}"
     )
     first, last = [0.0] * 3, [0.0] * 3
-    for one in load.places:
-        if one.reader.way != "killed" and (said := one.reader.said.read_text().strip()):
+    for place in load.places:
+        if place.reader.way != "killed" and (stderr := place.reader.said.read_text().strip()):
             wrong.append(
-                f"reader {one.reader.number}, {one.reader.way}, says on stderr: {said[-3000:]}"
+                f"reader {place.reader.number}, {place.reader.way}, says on stderr: {stderr[-3000:]}"
             )
-        mine = [line for line in lines(one.reader) if line.get("chain")]
-        name = f"reader {one.reader.number}, {one.reader.way}"
-        before, after, bad = _flat(name, one.measured, f"{len(mine):>7}{one.kills:>6}")
+        own = [line for line in lines(place.reader) if line.get("chain")]
+        name = f"reader {place.reader.number}, {place.reader.way}"
+        before, after, bad = _flat(name, place.measured, f"{len(own):>7}{place.kills:>6}")
         first, last = (
             [a + b for a, b in zip(first, before, strict=True)],
             [a + b for a, b in zip(last, after, strict=True)],
@@ -680,8 +689,8 @@ def report(load: Load) -> int:
     for text, count in warned.most_common():
         print(f"\n{textwrap.fill(f'{count} x {text}', 80)}")
     print(f"\n{'exact, and flat' if not wrong else f'{len(wrong)} THINGS ARE WRONG'}")
-    for what in wrong:
-        print(f"    {what}")
+    for description in wrong:
+        print(f"    {description}")
     return int(bool(wrong))
 
 
@@ -690,19 +699,19 @@ def _row(name: str, value: object) -> None:
 
 
 def _flat(
-    name: str, found: list[Measured], counts: str
+    name: str, samples: list[Measured], counts: str
 ) -> tuple[list[float], list[float], list[str]]:
-    """A line of the table: memory, descriptors and threads at first and at last, and what of it is not flat."""
-    third = len(found) // 3
+    """Print a line of the table: memory, descriptors and threads at start and end, and growth."""
+    third = len(samples) // 3
     if third < ENOUGH:
         print(f"{name:<26}{counts:<13}{'too few measurements':>39}")
         return [0.0] * 3, [0.0] * 3, []
     before, after = (
         [
-            float(statistics.quantiles((getattr(one, what) for one in part), n=10)[-1])
-            for what in WHAT
+            float(statistics.quantiles((getattr(item, description) for item in part), n=10)[-1])
+            for description in WHAT
         ]
-        for part in (found[:third], found[-third:])
+        for part in (samples[:third], samples[-third:])
     )
     grown = _compared(name, counts, before, after)
     return before, after, grown if third >= MANY else []
@@ -716,8 +725,8 @@ def _compared(name: str, counts: str, before: list[float], after: list[float]) -
     print(f"{name:<26}{counts:<13}{pairs[0]:>15}{pairs[1]:>13}{pairs[2]:>11}")
     grown = [b > (1 + FLAT) * a + 2 for a, b in zip(before, after, strict=True)]
     return [
-        f"{name}: {what} {pair}, that is not flat"
-        for what, pair, bad in zip(WHAT, pairs, grown, strict=True)
+        f"{name}: {description} {pair}, that is not flat"
+        for description, pair, bad in zip(WHAT, pairs, grown, strict=True)
         if bad
     ]
 

@@ -1,9 +1,4 @@
-"""Workloads that `run.py` disturbs, each with a check of the files it may leave at any moment.
-
-A workload knows the state before its start, does its work, reads the result as a user would, and does the
-work again as a user would. It then reports whether the result equals that of an undisturbed run. The data
-are small, generated here, and the same each time.
-"""
+"""Workloads that `run.py` disturbs, each with a check of the files it may leave at any moment."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ _TIMED = ("seconds", "samples_per_second", "stall", "verdict")
 
 
 class Work:
-    """Something that writes into a folder `place`. `shared`: a folder for what all times have in common."""
+    """Work that writes into a folder `place`. `shared`: a folder that all repetitions share."""
 
     title = ""
 
@@ -51,32 +46,32 @@ class Work:
         self.shared = shared
 
     def lay(self, place: Path) -> None:
-        """What is there before."""
+        """Make the files that exist before."""
         place.mkdir(parents=True)
 
     def run(self, place: Path) -> None:
-        """The work."""
+        """Do the work."""
         raise NotImplementedError
 
     def look(self, place: Path) -> None:
-        """Raise Lie if anything that has its name is not whole and right."""
+        """Raise Lie if a file with its final name is incomplete or wrong."""
 
     def again(self, place: Path) -> None:
-        """What a person does after a fault."""
+        """Repeat the work as a user does after a fault."""
         self.run(place)
 
     def end(self, place: Path) -> None:
-        """Raise Lie unless all is as if nothing had happened."""
+        """Raise Lie unless the files equal those of an undisturbed run."""
 
     def reach(self, place: Path) -> str:
-        """How far it came: "before", "within" or "after" its writing."""
+        """Return the progress: "before", "within" or "after" its writing."""
         raise NotImplementedError
 
     def reboot(self) -> None:
-        """What is another since the machine was started anew."""
+        """Change what a restart of the machine changes."""
 
 
-# --- converting ------------------------------------------------------------------------------------------------------
+# --- conversions ---
 
 
 class Converting(Work):
@@ -133,14 +128,14 @@ class Converting(Work):
 
     def look(self, place: Path) -> None:
         out = place / "out"
-        found = visible(out) if out.exists() else {}
-        for name, data in found.items():
+        contents = visible(out) if out.exists() else {}
+        for name, data in contents.items():
             if name.endswith(".tar") and data not in (self.new.get(name), self.old.get(name)):
                 raise Lie(f"{name} is neither that of the old set nor that of the new one")
         for address in (str(out), f"{out}/*.tar"):
-            if opened(address) is not None and found not in (self.old, self.new):
+            if opened(address) is not None and contents not in (self.old, self.new):
                 raise Lie(
-                    f"{address} can be opened, and is neither the old set nor the new one: {sorted(found)}"
+                    f"{address} can be opened, and is neither the old set nor the new one: {sorted(contents)}"
                 )
         if self._over and not (out / ".swapping").exists() and opened(str(out)) is None:
             raise Lie(
@@ -174,11 +169,11 @@ class Converting(Work):
         )
 
 
-# --- indexes ---------------------------------------------------------------------------------------------------------
+# --- indexes ---
 
 
 class Indexing(Work):
-    """`wdstrain index` where shards have an index that is no longer true: one was taken away since."""
+    """`wdstrain index` for shards with an outdated index: a shard was removed."""
 
     title = "index"
 
@@ -223,16 +218,18 @@ class Indexing(Work):
             raise Lie(f"another index came out: {differing(visible(place / 'set'), self._new)}")
 
     def reach(self, place: Path) -> str:
-        found = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
-        if found == [self._new["index.arrow"], self._new["index.json"]]:
+        contents = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
+        if contents == [self._new["index.arrow"], self._new["index.json"]]:
             return "after"
         return (
-            "before" if found == [self._old["index.arrow"], self._old["index.json"]] else "within"
+            "before"
+            if contents == [self._old["index.arrow"], self._old["index.json"]]
+            else "within"
         )
 
 
 class Remembering(Work):
-    """A walk over shards of somebody else's, which is remembered beside them."""
+    """A scan over foreign shards, which is cached beside them."""
 
     title = "remembered walk"
 
@@ -254,18 +251,18 @@ class Remembering(Work):
 
     def end(self, place: Path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(place / "home")
-        told: list[str] = []
-        true_of(open_index(str(place / "set"), note=told.append))
-        if told:
-            raise Lie(f"it was not remembered: {told}")
+        reported: list[str] = []
+        true_of(open_index(str(place / "set"), note=reported.append))
+        if reported:
+            raise Lie(f"it was not remembered: {reported}")
 
     def reach(self, place: Path) -> str:
-        made = place / "set" / ".wdstrain"
-        found = {name for name in ("index.arrow", "index.json") if (made / name).exists()}
-        return "after" if len(found) == 2 else "within" if made.exists() else "before"
+        cache = place / "set" / ".wdstrain"
+        written = {name for name in ("index.arrow", "index.json") if (cache / name).exists()}
+        return "after" if len(written) == 2 else "within" if cache.exists() else "before"
 
 
-# --- a cache ---------------------------------------------------------------------------------------------------------
+# --- cache ---
 
 
 class Filling(Work):
@@ -287,7 +284,7 @@ class Filling(Work):
 
     @staticmethod
     def serve_from(shared: Path) -> Path:
-        """The folder that is to be served."""
+        """Return the served folder."""
         bits = random.Random(0)
         rows = (
             {"__key__": f"k{n:03d}", "bin": bits.randbytes(1500 + n), "cls": n % 3}
@@ -311,11 +308,11 @@ class Filling(Work):
 
     def end(self, place: Path) -> None:
         self.look(place)
-        found = sorted(path.name for path in (place / "cache").rglob("*"))
-        if len([name for name in found if name.endswith(".tar")]) != len(self.shards) or any(
-            ".part" in name for name in found
+        names = sorted(path.name for path in (place / "cache").rglob("*"))
+        if len([name for name in names if name.endswith(".tar")]) != len(self.shards) or any(
+            ".part" in name for name in names
         ):
-            raise Lie(f"the cache holds {found}")
+            raise Lie(f"the cache holds {names}")
 
     def reach(self, place: Path) -> str:
         whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
@@ -332,11 +329,11 @@ class Filling(Work):
         block_map.boot_id = lambda: boot  # type: ignore[assignment]
 
 
-# --- training --------------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 class Saving(Work):
-    """Checkpoints of six steps, of which every second is the best so far."""
+    """Checkpoints of six steps, of which every second step is the best so far."""
 
     title = "checkpoint writing"
     steps = 6
@@ -366,7 +363,7 @@ class Saving(Work):
 
     def look(self, place: Path) -> None:
         folder = place / "c"
-        found = (
+        positions = (
             {
                 name: read_checkpoint(str(folder / name))
                 for name in os.listdir(folder)
@@ -375,7 +372,7 @@ class Saving(Work):
             if folder.exists()
             else {}
         )
-        for name, state in found.items():
+        for name, state in positions.items():
             step = state["position"]
             if any(
                 not torch.equal(value, torch.full_like(value, step))
@@ -384,11 +381,11 @@ class Saving(Work):
                 raise Lie(f"{name} is mixed of several steps")
             if name.startswith("step-") and name != f"step-{step:08d}.pt":
                 raise Lie(f"{name} is of step {step}")
-        if BEST in found and (
-            found[BEST]["position"] % 2 or (LAST not in found and len(found) < 2)
+        if BEST in positions and (
+            positions[BEST]["position"] % 2 or (LAST not in positions and len(positions) < 2)
         ):
-            raise Lie(f"best.pt is of step {found[BEST]['position']}")
-        if LAST in found and found[LAST]["position"] >= 2 and BEST not in found:
+            raise Lie(f"best.pt is of step {positions[BEST]['position']}")
+        if LAST in positions and positions[LAST]["position"] >= 2 and BEST not in positions:
             raise Lie("the best is behind last.pt and has no name")
 
     def end(self, place: Path) -> None:
@@ -398,25 +395,25 @@ class Saving(Work):
             name: read_checkpoint(f"{folder}/{name}")["position"]
             for name in (LAST, BEST, *names(folder))
         }
-        wanted = {
+        expected = {
             LAST: self.steps,
             BEST: self.steps,
             **{f"step-{step:08d}.pt": step for step in (self.steps - 1, self.steps)},
         }
         kept.pop(f"step-{self.steps - 2:08d}.pt", None)  # the next save would have taken it away
-        if kept != wanted or any(name.startswith(".") for name in os.listdir(folder)):
+        if kept != expected or any(name.startswith(".") for name in os.listdir(folder)):
             raise Lie(f"left are {kept} and {sorted(os.listdir(folder))}")
 
     def reach(self, place: Path) -> str:
-        found = os.listdir(place / "c") if (place / "c").exists() else []
-        done = f"step-{self.steps:08d}.pt" in found and not any(
-            name.endswith(".tmp") for name in found
+        names = os.listdir(place / "c") if (place / "c").exists() else []
+        done = f"step-{self.steps:08d}.pt" in names and not any(
+            name.endswith(".tmp") for name in names
         )
-        return "after" if done else "within" if found else "before"
+        return "after" if done else "within" if names else "before"
 
 
 class Training(Work):
-    """A run of two epochs, each of nine steps, with checkpoints on the way."""
+    """A run of two epochs with nine steps each, and checkpoints in between."""
 
     title = "training run"
     options: ClassVar[dict[str, Any]] = {
@@ -473,12 +470,13 @@ class Training(Work):
         )
 
     def end(self, place: Path) -> None:
-        for what, found, wanted in zip(
+        for description, actual, expected in zip(
             ("weights", "metrics", "lines"), self._came_to(place), self._wanted, strict=True
         ):
-            if found != wanted:
+            if actual != expected:
                 raise Lie(
-                    f"it came to other {what}" + f": {found}, not {wanted}" * (what != "weights")
+                    f"it came to other {description}"
+                    + f": {actual}, not {expected}" * (description != "weights")
                 )
         left = [path.name for path in (place / "run").rglob("*.tmp")]
         if left:
@@ -498,11 +496,11 @@ class Training(Work):
         return lines.exists() and len(lines.read_text().splitlines()) == self.options["epochs"]
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- helpers ---
 
 
 def pictures(folder: Path, count: int) -> None:
-    """Pictures of two classes."""
+    """Write images of two classes."""
     bits = np.random.default_rng(0)
     for number in range(count):
         path = folder / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
@@ -514,7 +512,9 @@ def pictures(folder: Path, count: int) -> None:
 
 
 def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"") -> None:
-    """Shards without an index: sample n has its number in its key, its class and its bytes."""
+    """Write shards without an index: sample n has its number in its key, its class and its
+    bytes.
+    """
     from wdstrain.shards.tar import END, header, padding
 
     folder.mkdir(parents=True)
@@ -547,17 +547,17 @@ class closing:
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:
-    """All that an epoch delivers, in order."""
+    """Return all samples of an epoch, in order."""
     with closing(loader):
         return [
-            one
+            item
             for batch in loader.epoch(number)
-            for one in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)
+            for item in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)
         ]
 
 
 def opened(address: str) -> Index | None:
-    """An index as a reader opens it, None if that is refused with a sentence."""
+    """Return an index as a reader opens it, or None if it is refused with an error."""
     try:
         return open_index(address)
     except WdstrainError as error:
@@ -567,7 +567,7 @@ def opened(address: str) -> Index | None:
 
 
 def true_of(index: Index) -> None:
-    """Raise Lie unless an index is what a walk over its shards finds."""
+    """Raise Lie unless an index equals a scan over its shards."""
     walked = scan(shard.path for shard in index.shards)
     same = [
         np.array_equal(getattr(index.offsets, name), getattr(walked.offsets, name))
@@ -580,7 +580,7 @@ def true_of(index: Index) -> None:
 
 
 def visible(folder: Path) -> dict[str, bytes]:
-    """The files of a folder by name, but for hidden ones."""
+    """Return the files of a folder by name, except hidden files."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
@@ -588,7 +588,7 @@ def visible(folder: Path) -> dict[str, bytes]:
     }
 
 
-def differing(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
+def differing(actual: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
     return sorted(
-        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+        name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
     )
