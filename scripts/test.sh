@@ -28,9 +28,13 @@ export OMP_NUM_THREADS=1
 check() { "$python" -m pytest "$@" || [ $? -eq 5 ]; } # exit status 5: the arguments select none of these tests
 parallel=(--numprocesses auto --dist worksteal)
 check "${parallel[@]}" -m "not slow and not alone" "$@"
-check -m "alone and not slow" "$@"
-if [ -n "${CI:-}" ]; then
+# These run one at a time. Pytest imports each file that it looks into, so only files with such tests are named.
+alone=("$@")
+[ $# -gt 0 ] || mapfile -t alone < <(grep -rlF --include="*.py" pytest.mark.alone tests)
+if [ -z "${CI:-}" ]; then
+    check -m "alone and not slow" "${alone[@]}"
+else
+    check -m alone "${alone[@]}"
     check "${parallel[@]}" -m "slow and not alone" "$@"
-    check -m "slow and alone" "$@"
     bash scripts/check_wheel.sh
 fi
