@@ -1,4 +1,4 @@
-"""Commands and snippets of the guides in processes that begin with torch imported.
+"""Commands and snippets of the guides in processes that begin with all modules imported.
 
 An import of torch, torchvision and the metrics takes about five seconds, and the guides have a
 hundred commands. So one process imports them once and forks for each command. The child runs the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -28,6 +29,25 @@ from typing import NoReturn
 from wdstrain.cli import main
 
 NAMES = ("wdstrain", "snippet")
+# Imported before the first call. pyarrow imports pandas when it makes an array.
+IMPORTED = (
+    "h5py",
+    "pandas",
+    "pyarrow.csv",
+    "pyarrow.parquet",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "torchvision.transforms.v2",
+    "wdstrain.conversion.api",
+    "wdstrain.inspection.epoch_preview.api",
+    "wdstrain.inspection.info.api",
+    "wdstrain.inspection.show.api",
+    "wdstrain.inspection.verify.api",
+    "wdstrain.training.api",
+    "wdstrain.training.inference",
+    "wdstrain.training.prediction_table",
+    "wdstrain.tuning.bench",
+)
 
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
@@ -67,12 +87,8 @@ def warm(folder: Path) -> Iterator[Path]:
 
 def serve(address: str) -> None:
     """Fork for each call, and send the exit status to the caller."""
-    import torch.utils.tensorboard  # noqa: F401
-    import torchmetrics  # noqa: F401
-    import torchvision  # noqa: F401
-
-    import wdstrain.training.api  # noqa: F401
-
+    for name in IMPORTED:
+        importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the system
     with socket.socket(socket.AF_UNIX) as listener:
