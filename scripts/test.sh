@@ -25,6 +25,7 @@ fi
 
 # Tests run in one process per core with one torch thread each: more threads than cores wait for each other.
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # without compiled files, every process that a test starts compiles the package anew
 check() { "$python" -m pytest "$@" || [ $? -eq 5 ]; } # exit status 5: the arguments select none of these tests
 parallel=(--numprocesses auto --dist worksteal)
 check "${parallel[@]}" -m "not slow and not alone" "$@"
