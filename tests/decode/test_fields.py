@@ -19,8 +19,7 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture, write_tar
-from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.pixels import resize
+from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.order.rng import uniform

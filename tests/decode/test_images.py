@@ -15,10 +15,9 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.pixels import resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels

@@ -16,7 +16,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from wdstrain.decode import flight
+from wdstrain.decode import workers
 from wdstrain.decode.worker_queues import interruptible_context
 from wdstrain.runtime.machine import cores
 
@@ -172,7 +172,7 @@ def test_a_dropped_queue_closes_its_pipe_and_ends_its_thread(context: Any) -> No
 @pytest.mark.parametrize("count", [1, 2, 8, 96])
 @pytest.mark.parametrize("room", [0, 1, 3, 10, 50, 10_000])
 def test_batches_in_flight_of_threads_are_bounded_by_cores_and_room(count: int, room: int) -> None:
-    limits = flight.of_threads(count, room)
+    limits = workers.of_threads(count, room)
     assert 2 <= limits.batches <= max(2, min(2 * count, room))
     assert 1 <= limits.decoders <= min(count, limits.batches)
     if room >= 2 * count:
@@ -186,7 +186,7 @@ def test_batches_in_flight_of_threads_are_bounded_by_cores_and_room(count: int, 
 def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_room(
     count: int, processors: int, room: int, together: int
 ) -> None:
-    limits = flight.of_processes(count, processors, room, together)
+    limits = workers.of_processes(count, processors, room, together)
     assert limits.decoders == count
     assert limits.messages > count  # each worker needs a message
     assert limits.messages <= max(count + 1, count + processors + max(2, processors // 2))

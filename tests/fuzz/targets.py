@@ -43,10 +43,9 @@ from PIL import Image
 
 from tests.fuzz import tar_mutations
 from wdstrain.decode import codecs, fields, label_fields
-from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Field
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.pixels import resize
 from wdstrain.decode.transforms import FLIP_DRAW, region
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.inspection.repair.recover import recover
@@ -1118,7 +1117,7 @@ TARGETS = {
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
-        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch", "wdstrain.decode.pixels"), _IMAGE_WORDS, None, 8192),
+        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch"), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage import http, prefetch
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.http import HttpFile
-from wdstrain.storage.redaction import redacted
+from wdstrain.storage.http_request import redacted
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
 import wdstrain as wt
-from wdstrain.decode import augment_policies
+from wdstrain.decode import transforms
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -265,13 +265,13 @@ def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
     assert float(average.model.weight) == pytest.approx(10 + 0.1 * 1)
 
 
-@pytest.mark.parametrize("name", sorted({*augment_policies.TRIVIAL_AUGMENT_RANGES} - {"Identity"}))
+@pytest.mark.parametrize("name", sorted({*transforms.TRIVIAL_AUGMENT_RANGES} - {"Identity"}))
 @pytest.mark.parametrize("part", [0.3, 1.0])
 def test_each_operation_of_a_policy_equals_that_of_torchvision(name: str, part: float) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3)).astype(np.uint8)
-    magnitude = augment_policies.TRIVIAL_AUGMENT_RANGES[name](part)
-    for sign in (1, -1) if name in augment_policies.SIGNED else (1,):
-        result = augment_policies.apply(Image.fromarray(pixels), name, sign * magnitude)
+    magnitude = transforms.TRIVIAL_AUGMENT_RANGES[name](part)
+    for sign in (1, -1) if name in transforms.SIGNED else (1,):
+        result = transforms.apply(Image.fromarray(pixels), name, sign * magnitude)
         expected = _apply_op(
             Image.fromarray(pixels), name, sign * magnitude, InterpolationMode.NEAREST, None
         )

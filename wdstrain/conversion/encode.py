@@ -25,7 +25,7 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, field_name
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.errors import SampleError
 
 if TYPE_CHECKING:

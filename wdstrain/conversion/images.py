@@ -22,8 +22,7 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.options import Check, Options
-from wdstrain.decode.codecs import check_scans, decode_image
-from wdstrain.decode.image_formats import EXTENSIONS, MAX_PIXELS, open_picture
+from wdstrain.decode.codecs import EXTENSIONS, MAX_PIXELS, check_scans, decode_image, open_picture
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.cached import cached_property
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote

@@ -7,9 +7,8 @@ from itertools import pairwise, repeat
 
 import numpy as np
 
-from wdstrain.decode.bad_samples import MISMATCH, BadSample
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.task import Task
+from wdstrain.decode.task import MISMATCH, BadSample, Task
 from wdstrain.memory.scatter import ChecksumJob
 from wdstrain.memory.shared import Memory
 

@@ -1,4 +1,4 @@
-"""Encoded images to pixels, for every supported format.
+"""Pixels of encoded images: decoded, turned upright by their EXIF orientation, and resized.
 
 JPEGs are decoded by simplejpeg (libjpeg-turbo, without the GIL). Pillow decodes other formats, and
 each JPEG that simplejpeg refuses or warns about. Pillow decides whether such an image is intact.
@@ -6,13 +6,19 @@ torchvision is not used: its PNG decoder crashes (SIGSEGV) on some damaged files
 
 Alpha is dropped, as in torchvision's ImageFolder. 16-bit grayscale keeps the high byte. The first
 frame of an animation is decoded.
+
+Only the listed formats are opened. Pillow knows some forty and chooses by the first bytes, not by
+the file name. For EPS it starts Ghostscript: an "image" in a shard of unknown origin would run as a
+program. Others have parsers that are rarely reviewed.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +26,15 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from wdstrain.decode.image_formats import MAX_PIXELS, open_picture
-from wdstrain.decode.pixels import Pixels, jpeg_orientation, upright
 from wdstrain.errors import SampleError
+from wdstrain.native import kernels
+
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
+MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 
 # limit for pixels x scans of a JPEG: an image of MAX_PIXELS may have 24 scans
 _MAX_SCANNED_PIXELS = 1 << 32
@@ -30,6 +42,25 @@ _MIN_SCAN_BYTES = 10
 # marker of a JPEG segment with a length, or the end marker
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)
 _STRIP_PIXELS = 1 << 18  # pixels that are converted at a time
+# orientations (1 to 8, as EXIF numbers them) of stored images
+_BOTTOM_ROW_FIRST = (3, 4, 6, 7)
+_RIGHT_COLUMN_FIRST = (2, 3, 7, 8)
+_FIRST_TRANSPOSED = 5  # 5 to 8: rows and columns are exchanged
+
+
+def open_picture(data: bytes | memoryview) -> Image.Image:
+    """Return an image whose header was read, and no pixels yet.
+
+    Raises any error of Pillow's parsers; UnidentifiedImageError for other formats.
+    """
+    return Image.open(io.BytesIO(data), formats=_available_formats())
+
+
+@lru_cache(maxsize=1)
+def _available_formats() -> tuple[str, ...]:
+    """Return the formats that this release of Pillow supports. Older ones lack AVIF."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def decode_image(data: bytes | memoryview) -> Pixels:
@@ -184,3 +215,69 @@ def _rgb(image: Image.Image) -> Pixels:
             strip = strip.convert("RGBA")
         pixels[top : top + rows] = np.asarray(strip.convert("RGB"))
     return pixels
+
+
+def jpeg_orientation(data: bytes | memoryview) -> int:
+    """Return the EXIF orientation of a JPEG, 1 to 8; 0 if only Pillow can tell."""
+    if kernels.library is None:
+        raw = bytes(data)
+        return 0 if b"Exif\0\0" in raw or b"tiff:Orientation" in raw else 1
+    source = np.frombuffer(data, np.uint8)
+    return int(kernels.library.orientation(source.ctypes.data, len(source)))
+
+
+def upright_size(height: int, width: int, orientation: int) -> tuple[int, int]:
+    """Return (height, width) of a stored image after it is turned upright."""
+    return (width, height) if orientation >= _FIRST_TRANSPOSED else (height, width)
+
+
+def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
+    """Return the region of the stored image, of height x width, that holds a region upright."""
+    top, left, h, w = box
+    if orientation >= _FIRST_TRANSPOSED:
+        top, left, h, w = left, top, w, h
+    top = height - top - h if orientation in _BOTTOM_ROW_FIRST else top
+    left = width - left - w if orientation in _RIGHT_COLUMN_FIRST else left
+    return top, left, h, w
+
+
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Return stored pixels turned upright: a copy, or `pixels` itself for orientation 1."""
+    if orientation == 1:
+        return pixels
+    pixels = pixels[::-1] if orientation in _BOTTOM_ROW_FIRST else pixels
+    pixels = pixels[:, ::-1] if orientation in _RIGHT_COLUMN_FIRST else pixels
+    pixels = pixels.transpose(1, 0, 2) if orientation >= _FIRST_TRANSPOSED else pixels
+    if kernels.library is None:
+        return np.ascontiguousarray(pixels)
+    turned = np.empty(pixels.shape, np.uint8)
+    kernels.library.copy_pixels(
+        turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2]
+    )
+    return turned
+
+
+def resize(pixels: Pixels, out: Pixels) -> None:
+    """Resize an image into `out`: bilinear, with anti-aliasing. uint8[height, width, 3] each.
+
+    As torchvision does it. Images of the same size are copied. The two must not overlap.
+    """
+    if pixels.shape == out.shape:
+        np.copyto(out, pixels)
+        return
+    torch = _torch()
+    # From a batch of one, permuted after its first stride is set, torch takes and makes images with
+    # channels last. Otherwise this takes twice as long.
+    source, target = (
+        torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2) for image in (pixels, out)
+    )
+    size = out.shape[:2]
+    target.copy_(torch.nn.functional.interpolate(source, size, mode="bilinear", antialias=True))
+
+
+@cache
+def _torch() -> Any:
+    """Return torch, imported with the first image: a command that only names fields starts quickly."""
+    import torch
+
+    return torch

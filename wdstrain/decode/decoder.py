@@ -7,16 +7,36 @@ received it by pickling, can decode any task with the same result.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import copy
+from itertools import repeat
+from typing import Any
 
-from wdstrain.decode.bad_samples import substitute
+import numpy as np
+import torch
+
 from wdstrain.decode.batch_bytes import BatchBytes
-from wdstrain.decode.field_decoder import decode_fields
-from wdstrain.decode.task import DecodedRows, DecoderSettings, Result, Task
+from wdstrain.decode.fields import Field, Image, read_field, torch_has
+from wdstrain.decode.label_fields import Label
+from wdstrain.decode.task import (
+    BadSample,
+    DecodedRows,
+    DecoderSettings,
+    Result,
+    Task,
+    is_incomplete,
+    reason_of,
+    substitute,
+)
 from wdstrain.decode.transform_runner import run_transform
+from wdstrain.decode.transforms import DRAWS
+from wdstrain.errors import SampleError
 from wdstrain.memory.shared import Memory
+from wdstrain.order.rng import uniform
 from wdstrain.runtime.machine import queued_seconds
 from wdstrain.runtime.watchdog import ProgressCell
+from wdstrain.shards.values import Array
 
 _MUCH_IDLE = 0.05  # of the computing time of a batch
 
@@ -80,3 +100,130 @@ class Decoder:
         rows_done = time.perf_counter()
         bad = substitute(bad, task.ids, list(columns.values()), self.settings.on_error)
         return DecodedRows(dict(columns), bad, rows_done)
+
+
+def decode_fields(
+    settings: DecoderSettings, task: Task, data: BatchBytes, slots: Memory, progress: ProgressCell
+) -> DecodedRows:
+    """Decode the fields of a batch. Values with a fixed size go to its slot, others are returned."""
+    fields = settings.fields or {}
+    slot_start = task.slot * settings.layout.size
+    columns = settings.layout.arrays(slots.view, slot_start, len(task.ids))
+    batch = _FieldBatch(task, data, columns, settings.seed, progress)
+    # field by field: a label that is decoded between two images takes five times as long
+    values = {name: batch.decode(name, field) for name, field in fields.items()}
+    rows_done = time.perf_counter()
+    lists = {name: rows for name, rows in values.items() if rows is not None}
+    bad = substitute(
+        sorted(batch.bad.values()),
+        task.ids,
+        [*columns.values(), *lists.values()],
+        settings.on_error,
+    )
+    if is_incomplete(bad):
+        return DecodedRows({}, bad, rows_done)
+    collated = {name: _collate(fields[name], rows) for name, rows in lists.items()}
+    return DecodedRows(collated, bad, rows_done)
+
+
+class _FieldBatch:
+    """Rows of one batch while its fields are decoded, one field after another."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: BatchBytes,
+        columns: Mapping[str, Array],
+        seed: int,
+        progress: ProgressCell,
+    ) -> None:
+        """columns: arrays of the batch slot, by field name."""
+        self.bad = data.find_damaged()  # by row
+        self._ids, self._data, self._columns, self._progress = task.ids, data, columns, progress
+        self._draws = uniform(task.draws, DRAWS, "sample", seed, task.epoch)
+        self._draws.flags.writeable = False  # all fields of a sample share its numbers
+
+    def decode(self, name: str, field: Field) -> list[Any] | None:
+        """Decode a field of all rows. Returns its values, or None if they went to the slot."""
+        column = self._columns.get(name)
+        done = self._decode_together(field, column)
+        values: list[Any] | None = [None] * len(self._ids) if column is None else None
+        if len(done) == len(self._ids):
+            return values
+        # joined sets may number their classes differently
+        readers: Iterable[Field] = repeat(field)
+        if isinstance(field, Label) and field.parts:
+            readers = field.readers(self._ids)
+        for row, ((member, data), reader) in enumerate(
+            zip(self._data.values(field.names), readers, strict=False)
+        ):
+            if row in done or row in self.bad:
+                continue
+            self._progress.set_row(row)
+            out = None if column is None else column[row, ...]
+            try:
+                if data is None:
+                    raise LookupError(f"it has none of {', '.join(field.names)}")
+                value = read_field(reader, member, data, out, self._draws[row])
+                if values is not None:
+                    values[row] = _checked(value)
+            except Exception as error:  # a user's field may raise anything
+                self.bad[row] = BadSample(row, member or name, reason_of(error))
+        return values
+
+    def _decode_together(self, field: Field, column: Array | None) -> set[int]:
+        """Decode plain JPEGs by one call of C. Returns the rows that are done.
+
+        Rows that fail here are decoded again one by one, which finds the reason.
+        """
+        # a subclass of a user may decode differently
+        images = self._data.images(field.names) if type(field) is Image else None
+        if not isinstance(field, Image) or column is None or images is None:
+            return set()
+        rows = [row for row in range(len(self._ids)) if row not in self.bad]
+        with suppress(Exception):
+            return field.read_rows(images, rows, column, self._draws, self._progress.row_address)
+        return set()
+
+
+def _checked(value: Any) -> Any:
+    """Return the value of a field for `_collate`, arrays of numbers in this machine's byte order.
+
+    Raises SampleError for an array of numbers that torch does not support.
+    """
+    if not _is_numeric(value):
+        return value
+    if not torch_has(value.dtype):
+        raise SampleError(
+            f"it is an array of {value.dtype}, which torch does not support; "
+            "store it as float64 or complex128"
+        )
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
+def _collate(field: Field, values: list[Any]) -> Any:
+    """Return the batch value of a field: a tensor if all values are arrays of one shape, else a list.
+
+    Images are always a list: the type of a batch value must not depend on the samples.
+    """
+    first = values[0]
+    is_uniform = isinstance(first, np.ndarray) and all(
+        isinstance(value, np.ndarray) and (value.shape, value.dtype) == (first.shape, first.dtype)
+        for value in values
+    )
+    if is_uniform and not isinstance(field, Image):
+        return _tensor(np.stack(values))
+    return [_tensor(value) for value in values]
+
+
+def _tensor(value: Any) -> Any:
+    """Return arrays of numbers as tensors, anything else as it is."""
+    if not _is_numeric(value):
+        return value
+    # torch takes no negative strides, and warns of read-only memory
+    return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+
+
+def _is_numeric(value: Any) -> bool:
+    """Return whether a value is an array of numbers; arrays of text or times are not."""
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"

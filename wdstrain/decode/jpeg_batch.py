@@ -17,9 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.codecs import has_few_scans
-from wdstrain.decode.image_formats import MAX_PIXELS
-from wdstrain.decode.pixels import Pixels, resize, stored_box, upright, upright_size
+from wdstrain.decode.codecs import (
+    MAX_PIXELS,
+    Pixels,
+    has_few_scans,
+    resize,
+    stored_box,
+    upright,
+    upright_size,
+)
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.native import kernels
 

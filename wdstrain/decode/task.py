@@ -1,4 +1,4 @@
-"""Settings and tasks of decoders, and their results. All are sent between processes."""
+"""Settings, tasks, bad samples and results of decoders. All are sent between processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,78 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.bad_samples import BadSample
 from wdstrain.decode.batch_slots import Layout
 from wdstrain.decode.fields import Field
 from wdstrain.shards.offsets import Ints
 
 Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
 Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
+MISMATCH = "its bytes are not those that were packed (crc32)"
+
+_MAX_REASON = 1000  # characters
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be decoded.
+
+    row: row in the batch. field: name of the field that failed; empty if unknown.
+    substitute: id of the sample whose values are in the row; the sample's own id if the row was
+    emptied; -1 if neither was done.
+    whole_batch: every sample was decoded, but they could not be collated.
+    """
+
+    row: int
+    field: str
+    reason: str
+    substitute: int = -1
+    whole_batch: bool = False
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error, shortened, for a log line or a message.
+
+    A text of any length may come from the data. A MemoryError has none, and gets advice.
+    """
+    if isinstance(error, MemoryError):
+        text = str(error) or "there was no memory for it"
+        return f"{text}; if the sample is sound, lower num_workers or batch_size"
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
+
+
+def is_incomplete(bad: list[BadSample]) -> bool:
+    """Return whether a bad sample of the batch was neither replaced nor emptied."""
+    return any(sample.substitute < 0 for sample in bad)
+
+
+def substitute(
+    bad: list[BadSample], ids: Ints, columns: list[Any], on_error: str
+) -> list[BadSample]:
+    """Replace or empty the rows of bad samples. Returns them with their substitutes.
+
+    ids: int64[b]. columns: sequences of b values, changed in place; of arrays, rows are numbers.
+    on_error: "raise" changes nothing; "replace" copies another row; "mark" empties the row.
+    """
+    if on_error == "mark":
+        for sample in bad:
+            for column in columns:
+                column[sample.row] = 0 if isinstance(column, np.ndarray) else None
+        return [sample._replace(substitute=int(ids[sample.row])) for sample in bad]
+    good = sorted(set(range(len(ids))) - {sample.row for sample in bad})
+    if on_error == "raise" or not good:
+        return bad
+    return [_copy_good_row(sample, good, ids, columns) for sample in bad]
+
+
+def _copy_good_row(sample: BadSample, good: list[int], ids: Ints, columns: list[Any]) -> BadSample:
+    """Copy the good row before a bad row, or the last good row if there is none before it.
+
+    The choice depends on the batch alone: not on the worker, nor on the step of a resume.
+    """
+    row = max((row for row in good if row < sample.row), default=good[-1])
+    for column in columns:
+        column[sample.row] = column[row]
+    return sample._replace(substitute=int(ids[row]))
 
 
 @dataclass(frozen=True)
@@ -27,7 +92,7 @@ class DecoderSettings:
     fields: fields to decode, by name in the batch; None: with `transform`, or for plain bytes.
     transform: function of the user, instead of `fields`. takes_rng: it takes (sample, rng).
     collate_fn: makes a batch of the examples of the transform; None: torch's default_collate.
-    on_error: "raise", "replace" or "mark" bad samples; see `wdstrain.decode.bad_samples.substitute`.
+    on_error: "raise", "replace" or "mark" bad samples; see `substitute`.
     seed: of the random numbers of each sample.
     """
 

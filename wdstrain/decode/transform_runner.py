@@ -11,9 +11,17 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from wdstrain.decode.bad_samples import BadSample, is_incomplete, reason_of, substitute
 from wdstrain.decode.batch_bytes import BatchBytes
-from wdstrain.decode.task import Collate, DecodedRows, DecoderSettings, Task
+from wdstrain.decode.task import (
+    BadSample,
+    Collate,
+    DecodedRows,
+    DecoderSettings,
+    Task,
+    is_incomplete,
+    reason_of,
+    substitute,
+)
 from wdstrain.order.rng import key
 from wdstrain.runtime.watchdog import ProgressCell
 

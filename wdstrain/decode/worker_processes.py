@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from wdstrain.decode.bad_samples import BadSample
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.flight import PREFETCH, Flight
-from wdstrain.decode.task import Result, Task
+from wdstrain.decode.task import BadSample, Result, Task
 from wdstrain.decode.worker_queues import interruptible_context
+from wdstrain.decode.workers import PREFETCH, Flight
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process

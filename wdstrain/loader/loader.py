@@ -26,6 +26,7 @@ from wdstrain.loader.session import LoaderSession, PassLink, Position, log_slow_
 from wdstrain.loader.stats import Report
 from wdstrain.order.order import Order, Tail
 from wdstrain.order.plan import integer
+from wdstrain.report import pages
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 
@@ -284,19 +285,7 @@ class Loader:
         )
 
     def _repr_html_(self) -> str:
-        from wdstrain.loader.notebook import loader_card
-
-        epoch, step, _ = self._session.position
-        return loader_card(
-            self._plans,
-            self.rank,
-            "the examples of the transform" if self.transform is not None else self.fields,
-            {
-                "workers": self.num_workers or "threads",
-                "position": f"epoch {epoch}, step {step} of {len(self)}",
-            },
-            self.report(),
-        )
+        return _card(self)
 
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
@@ -329,3 +318,44 @@ def _checked_steps(
             f"start={start}: must be below {steps}; an epoch has {steps} steps, which count from 0."
         )
     return number, start, until
+
+
+def _card(loader: Loader) -> str:
+    """Return what a loader reads, what its batches hold, and where it is, as an HTML table."""
+    index, plan, report = loader.index, loader.plan(0), loader.report()
+    size = sum(shard.bytes for shard in index.shards)
+    left_out = f", {plan.left_out} samples left out" if plan.left_out else ""
+    rows = {
+        "samples": f"{len(index)} in {len(index.shards)} shards, {size / 1e6:.1f} MB",
+        "batches": f"{plan.steps} of {plan.batch_size} in an epoch{left_out}",
+    }
+    if loader.transform is not None:
+        rows["batch"] = "the examples of the transform"
+    elif loader.fields is None:
+        rows["batch"] = f"bytes of {', '.join(index.fields)}"
+    for name, field in (loader.fields or {}).items():
+        rows[f"batch[{name!r}]"] = _describe(field, plan.batch_size)
+    rows["rank"] = f"{loader.rank} of {loader.world_size}"
+    rows["order"] = "as in the shards"
+    if plan.shuffle:
+        rows["order"] = (
+            f"shuffled by seed {plan.seed} within {plan.window} samples; the buffer holds about "
+            f"{loader._plans.buffered_megabytes(loader.rank):.1f} MB"
+        )
+    epoch, step, _ = loader._session.position
+    rows["workers"] = str(loader.num_workers or "threads")
+    rows["position"] = f"epoch {epoch}, step {step} of {len(loader)}"
+    if report["batches"]:
+        rows["verdict"] = report["verdict"]
+    if report["bad"]:
+        rows["bad samples"] = str(report["bad"])
+    return pages.fragment("Loader", pages.table(rows))
+
+
+def _describe(field: Field, batch_size: int) -> str:
+    """Return the type and shape of a field in a batch, and the names that it is read from."""
+    example = field.example
+    if example is None:
+        return f"a list, from {', '.join(field.names)}"
+    shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
+    return f"{example.dtype}{[batch_size, *shape]}, from {', '.join(field.names)}"

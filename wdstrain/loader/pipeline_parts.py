@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
-from wdstrain.decode.flight import Flight, flight_of
 from wdstrain.decode.label_columns import LabelColumn, label_columns
 from wdstrain.decode.label_fields import is_light
 from wdstrain.decode.task import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
-from wdstrain.decode.workers import DecoderThreads, InlineDecoder, Workers
+from wdstrain.decode.workers import DecoderThreads, Flight, InlineDecoder, Workers, flight_of
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields, find_direct_fields

@@ -1,4 +1,4 @@
-"""From shards and options to epoch plans: which samples an epoch has, and in which order."""
+"""From shards and options to epoch plans: which samples an epoch has, how often, in which order."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.label_fields import reader_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
-from wdstrain.loader.weighting import choose
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
+from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.conditions import column_values
 from wdstrain.shards.index import Index, join
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index, require_one_split
+from wdstrain.shards.selection import group_codes
 from wdstrain.storage.addresses import Urls
 
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
@@ -71,7 +80,7 @@ class EpochPlans:
             index = source
         else:
             index = open_shards(source, may_be_short=options.on_error != "raise")
-        self.index, self.weighting = choose(index, options.where, options.weights, options.balance)
+        self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
         lanes = options.lanes or options.ranks[1]
         _check_field_names(self.index, options.fields or {})
@@ -200,3 +209,90 @@ def warn_of_class_numbers(index: Index) -> None:
                 "; ".join(f"{numbering} ({shard})" for numbering, shard in examples.items()),
                 field,
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Weighting:
+    """Weights of the samples of an index, and their strata; see `WeightedPlan`."""
+
+    weights: npt.NDArray[np.float64]
+    strata: Ints
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Short hash of all values, which the order of an epoch depends on."""
+        digest = blake2b(np.ascontiguousarray(self.weights, "<f8").data, digest_size=8)
+        digest.update(np.ascontiguousarray(self.strata, "<i8").data)
+        return digest.hexdigest()
+
+
+def _choose(
+    index: Index, where: str | None, weights: Any, balance: str | None
+) -> tuple[Index, Weighting | None]:
+    """Return the samples that the options of a loader choose, and their weights if there are any.
+
+    The options are those of `Loader`; at most one of weights and balance is given. Raises
+    UsageError for options that do not fit the index.
+    """
+    ids = None if where is None else index.ids_where(where)
+    selection = index if ids is None else index.take(ids)
+    if balance is not None:
+        return selection, _balanced(selection, balance)
+    if weights is None or isinstance(weights, Weighting):  # a copy of a loader passes its own
+        return selection, weights
+    if isinstance(weights, str):
+        values = _column(selection, weights)
+    else:
+        values = _array(index, weights)
+        values = values if ids is None else values[ids]
+    invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(invalid):
+        raise UsageError(
+            f"weights: {values[invalid[0]]} for sample {selection.key(int(invalid[0]))!r} "
+            f"({len(invalid)} such weights). Must be >= 0; 0 leaves a sample out."
+        )
+    return selection, Weighting(values, np.unique(values, return_inverse=True)[1].reshape(-1))
+
+
+def _balanced(index: Index, column: str) -> Weighting:
+    """Return weights that give each value of a column the same total.
+
+    Together they add up to the number of samples.
+    """
+    missing = column_values(index, column).null_count
+    if missing:
+        raise UsageError(
+            f"balance={column!r}: {missing} of {len(index)} samples have no value. "
+            f"Leave them out: where={f'`{column}` is not None'!r}"
+        )
+    strata = group_codes(index, column)
+    counts = np.bincount(strata)
+    return Weighting((len(strata) / len(counts) / counts)[strata], strata)
+
+
+def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
+    """Return the weights in a column."""
+    values = column_values(index, name)
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise UsageError(
+            f"weights={name!r}: must be a column of numbers; this one holds other values."
+        )
+    if values.null_count:
+        raise UsageError(
+            f"weights={name!r}: {values.null_count} of {len(index)} samples have no value. "
+            f"Leave them out: where={f'`{name}` is not None'!r}"
+        )
+    return np.asarray(pc.cast(values, pa.float64()))
+
+
+def _array(index: Index, weights: Any) -> npt.NDArray[np.float64]:
+    """Return the weights in an array or list."""
+    rule = f"must be {len(index)} numbers, one for each sample of the index"
+    try:
+        values = np.array(weights, np.float64)
+    except (TypeError, ValueError):
+        raise UsageError(f"weights of type {type(weights).__name__}: {rule}.") from None
+    if values.shape != (len(index),):
+        raise UsageError(f"weights of shape {list(values.shape)}: {rule}.")
+    return values

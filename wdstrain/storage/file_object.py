@@ -13,8 +13,8 @@ import io
 from typing import Any
 
 from wdstrain.errors import UsageError
-from wdstrain.storage.cached_file import CachedFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote, redacted
+from wdstrain.storage.shard_cache import CachedFile
 
 _BUFFER = 1 << 20  # bytes per read; tar readers ask for 512 at a time
 

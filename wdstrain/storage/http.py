@@ -21,7 +21,7 @@ from urllib3.exceptions import HTTPError
 from wdstrain.errors import ShardError, StorageError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.machine import memory
-from wdstrain.storage.http_request import get
+from wdstrain.storage.http_request import describe_error, get, redacted
 from wdstrain.storage.http_response import (
     HttpResponse,
     TemporaryError,
@@ -32,7 +32,6 @@ from wdstrain.storage.http_response import (
     strong_etag,
     version_of,
 )
-from wdstrain.storage.redaction import describe_error, redacted
 from wdstrain.storage.retries import Retries, silence_limit
 
 _CHUNK = 256 << 10  # most bytes that are read at a time if they are not kept in place

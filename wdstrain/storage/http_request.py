@@ -1,4 +1,7 @@
-"""GET requests through urllib3: connections, proxies, redirects and headers.
+"""GET requests through urllib3: connections, proxies, redirects, headers; addresses without secrets.
+
+Secrets are the user and password, the query (signed addresses) and the fragment of an address. They
+are left out of errors, output and logs.
 
 The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, as lines
 "Name: value". HF_TOKEN is sent to the Hugging Face Hub, or to the server that HF_ENDPOINT names.
@@ -7,13 +10,15 @@ The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, a
 from __future__ import annotations
 
 import base64
+import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
 from http.client import HTTPResponse
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
@@ -21,7 +26,6 @@ from urllib3.exceptions import LocationParseError
 from urllib3.util.response import assert_header_parsing
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage.redaction import hide_in_logs, redacted, redacted_invalid, without_user
 from wdstrain.storage.retries import silence_limit
 
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"
@@ -29,6 +33,64 @@ _CONNECT_TIMEOUT = 10.0  # seconds
 _REDIRECTS = 5
 _PUBLIC_HEADERS = ("Range", "If-Match", "Accept-Encoding")
 _CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+_hidden: set[str] = set()  # secrets of all addresses that were requested
+
+
+def redacted(address: str) -> str:
+    """Return an address without user, password, query and fragment."""
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def redacted_invalid(address: str) -> str:
+    """Return the same for an address that cannot be parsed."""
+    return re.sub(r"//[^/]*@", "//", address.split("?")[0])
+
+
+def without_user(address: str) -> str:
+    """Return an address without user, password and fragment."""
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
+
+
+def describe_error(error: Exception, address: str) -> str:
+    """Return the type and text of an error without secrets.
+
+    They may be those of the address or of an address that it redirected to.
+    """
+    error = getattr(error, "reason", None) or error  # the connection's error, not the request's
+    text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
+    for secret in {address, without_user(address), *_secrets(address)}:
+        text = text.replace(secret, "...")
+    text = re.sub(r"//[^/\s]*@", "//", re.sub(r"\?[^\s'\")]+", "?...", text))
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def hide_in_logs(address: str) -> None:
+    """Replace the secrets of an address in urllib3's log records from now on."""
+    _hidden.update(_secrets(address))
+
+
+def _secrets(address: str) -> list[str]:
+    parts = urlsplit(address)
+    return [secret for secret in (parts.query, parts.netloc.rpartition("@")[0]) if secret]
+
+
+class _SecretFilter(logging.Filter):
+    """Log filter that replaces hidden secrets."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        secrets = [secret for secret in tuple(_hidden) if secret in text]  # other threads add some
+        for secret in secrets:
+            text = text.replace(secret, "...")
+        if secrets:
+            record.msg, record.args, record.exc_info = text, (), None
+        return True
+
+
+for _module in ("connection", "connectionpool", "util.retry", "poolmanager"):
+    logging.getLogger(f"urllib3.{_module}").addFilter(_SecretFilter())
 
 
 class RawResponse(HTTPResponse):

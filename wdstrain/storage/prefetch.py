@@ -22,10 +22,9 @@ from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.storage.block_map import range_size
-from wdstrain.storage.cached_file import CachedFile
 from wdstrain.storage.local import LocalFile, ShardFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
-from wdstrain.storage.shard_cache import Cache
+from wdstrain.storage.shard_cache import Cache, CachedFile
 
 THREADS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for the threads, in total

@@ -7,9 +7,8 @@ import threading
 from urllib.parse import unquote, urlsplit
 
 from wdstrain.storage.http import HttpFile, is_http, read_small
-from wdstrain.storage.http_request import check_address
+from wdstrain.storage.http_request import check_address, redacted
 from wdstrain.storage.object_store import ObjectFile, is_object, read_object
-from wdstrain.storage.redaction import redacted
 
 RemoteFile = HttpFile | ObjectFile
 

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.decode.codecs import decode_mask
+from wdstrain.decode.codecs import EXTENSIONS, decode_mask
 from wdstrain.decode.fields import Field
-from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Label, Labels, Number
 from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.conversion.sources.folder import list_folder
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.decode.fields import Field
-from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Label, with_classes
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors

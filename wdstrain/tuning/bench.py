@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
-from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader

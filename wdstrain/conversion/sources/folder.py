@@ -22,7 +22,7 @@ from wdstrain.conversion.listing import (
     image_field,
     is_litter,
 )
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.label import Label

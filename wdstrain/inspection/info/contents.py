@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from wdstrain.decode.image_formats import EXTENSIONS, open_picture
+from wdstrain.decode.codecs import EXTENSIONS, open_picture
 from wdstrain.report.printing import printable
 from wdstrain.shards.values import npy_head, parsed_json
 

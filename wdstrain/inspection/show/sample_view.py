@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.decode.bad_samples import MISMATCH
-from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.codecs import EXTENSIONS, decode_image
 from wdstrain.decode.fields import Field, array
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.task import MISMATCH
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.inspection.show.values import (
     MAX_TEXT,

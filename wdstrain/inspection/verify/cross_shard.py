@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from wdstrain.conversion.listing import split_of
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.inspection.verify.scan import EXAMPLES, Fields
 from wdstrain.inspection.verify.shard_check import ShardCheck
 from wdstrain.loader.stats import Finding

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.codecs import EXTENSIONS, decode_image
 from wdstrain.decode.fields import Field, array, json, text
-from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Number, label, number
 from wdstrain.errors import SampleError
 from wdstrain.shards.label import Label

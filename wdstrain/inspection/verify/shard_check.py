@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.inspection.verify.decode_check import NOT_FINITE, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
