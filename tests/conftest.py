@@ -20,7 +20,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from wdstrain.shards.tar import END, header, padding
+from wdstrain.shards.tar_headers import END, header, padding
 
 ROOT = Path(__file__).parent.parent
 

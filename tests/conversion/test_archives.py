@@ -19,7 +19,7 @@ import wdstrain as wt
 from tests.conftest import write_class_folder
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.tar import header
+from wdstrain.shards.tar_headers import header
 
 KINDS = ["tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4", "zip"]
 MEMBERS = {

@@ -515,7 +515,7 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"")
     """Write shards without an index: sample n has its number in its key, its class and its
     bytes.
     """
-    from wdstrain.shards.tar import END, header, padding
+    from wdstrain.shards.tar_headers import END, header, padding
 
     folder.mkdir(parents=True)
     number = 0

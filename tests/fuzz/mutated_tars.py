@@ -70,7 +70,8 @@ from tests.fuzz.tar_mutations import BLOCK, KINDS
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import save_index, scan
-from wdstrain.shards.tar import END, header, is_not_sample, padding, split_name
+from wdstrain.shards.tar import is_not_sample, split_name
+from wdstrain.shards.tar_headers import END, header, padding
 
 Sample = tuple[str, dict[str, bytes]]
 Read = Callable[[str], list[Sample]]

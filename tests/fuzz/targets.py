@@ -59,17 +59,14 @@ from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
 from wdstrain.shards.label import Label
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (
-    BLOCK,
-    END,
     NO_KEY,
     NOT_A_SAMPLE,
     SkippedMembers,
-    header,
     is_not_sample,
-    padding,
     samples,
     split_name,
 )
+from wdstrain.shards.tar_headers import BLOCK, END, header, padding
 from wdstrain.storage import http, http_request, retries
 
 SPLIT = b"\n-- 8< --\n"
@@ -1103,11 +1100,11 @@ def _folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
-_TAR_CODE = ("wdstrain.shards.tar",)
+_TAR_CODE = ("wdstrain.shards.tar", "wdstrain.shards.tar_headers")
 TARGETS = {
     target.name: target
     for target in (
-        Target("tar", run_tar, _tar_seeds, ("wdstrain.shards.tar",), (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
+        Target("tar", run_tar, _tar_seeds, _TAR_CODE, (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
         Target("written", run_written, lambda: [b"a.txt=1\na.cls=2\nb/c.txt=", b"x" * 99 + b"/" + b"y" * 99 + b".txt=z"], _TAR_CODE),
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.verify.damaged_tar", "wdstrain.inspection.verify.header_search"), (), _mutated_tar),
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair.recover", "wdstrain.inspection.verify.scan"), (), _mutated_tar),

@@ -28,7 +28,8 @@ from tests.fuzz.targets import TARGETS
 from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards import index_table, tar
-from wdstrain.shards.tar import header, padding, samples
+from wdstrain.shards.tar import samples
+from wdstrain.shards.tar_headers import header, padding
 from wdstrain.storage import http_response
 
 CASES = sorted(fuzzing.CASES.glob("*/*"))

@@ -27,7 +27,7 @@ from tests.support.servers import serving, stall
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.serve import Server
-from wdstrain.shards.tar import END
+from wdstrain.shards.tar_headers import END
 
 _SHARDS, _FIRST_BYTES, _READS = 8, 1 << 20, 16  # promised limits of an excerpt
 

@@ -28,8 +28,9 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.loader.stats import Finding
 from wdstrain.order.rng import bits
-from wdstrain.shards.tar import END, SkippedMembers, header, padding
+from wdstrain.shards.tar import SkippedMembers
 from wdstrain.shards.tar import samples as strict
+from wdstrain.shards.tar_headers import END, header, padding
 
 
 def member(name: str, data: bytes) -> bytes:

@@ -15,7 +15,7 @@ import wdstrain as wt
 from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import MODES, keys, read_wds, write_members, write_set
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
-from wdstrain.shards.tar import header
+from wdstrain.shards.tar_headers import header
 
 COMPRESSED = [ending for ending in MODES if ending != ".tar"]
 

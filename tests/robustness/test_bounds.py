@@ -38,7 +38,7 @@ from wdstrain.errors import (
     UsageError,
     WdstrainError,
 )
-from wdstrain.shards.tar import END, header
+from wdstrain.shards.tar_headers import END, header
 
 BESIDE = 16 << 20  # bytes for other work
 PER_HEADER_BYTE, PER_PIXEL, PER_VALUE_BYTE, PER_JSON_BYTE = 2, 12, 12, 48

@@ -13,7 +13,8 @@ import webdataset
 import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.tar import SkippedMembers, header, samples, split_name
+from wdstrain.shards.tar import SkippedMembers, samples, split_name
+from wdstrain.shards.tar_headers import header
 from wdstrain.storage.local import open_source
 
 LONG = (

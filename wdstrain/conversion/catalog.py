@@ -20,7 +20,7 @@ from wdstrain.conversion.listing import BadSample, BadSamples, FileSample, Listi
 from wdstrain.conversion.sample_meta import SampleMeta, sample_meta
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.tar import BLOCK, member_size
+from wdstrain.shards.tar_headers import BLOCK, member_size
 from wdstrain.storage.local import open_source
 
 _GAP = 64 << 10  # bytes between two samples that are read and dropped, not skipped

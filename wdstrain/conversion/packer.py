@@ -54,10 +54,11 @@ from wdstrain.conversion.shard_writer import IndexBuilder, Packed
 from wdstrain.conversion.stream_writer import StreamWriter, can_write_directly
 from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.index import Index, Shard, join, with_labels
+from wdstrain.shards.declare import with_labels
+from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import TABLE_NAME, json_bytes, save_index
 from wdstrain.shards.label import Label
-from wdstrain.shards.tar import END
+from wdstrain.shards.tar_headers import END
 from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import write_whole
 

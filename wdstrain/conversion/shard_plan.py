@@ -26,7 +26,7 @@ from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
 from wdstrain.runtime.byte_sizes import as_bytes
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.tar import END
+from wdstrain.shards.tar_headers import END
 
 
 @dataclass(frozen=True)

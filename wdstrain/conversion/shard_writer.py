@@ -31,7 +31,7 @@ from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
-from wdstrain.shards.tar import BLOCK, END, header
+from wdstrain.shards.tar_headers import BLOCK, END, header
 from wdstrain.storage.files import publish, sync_folder, write_whole
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block

@@ -132,7 +132,7 @@ class BatchAssembler:
     def _finding(self, batch: CollectedBatch, bad: BadSample) -> Finding:
         """Return where a bad sample of a batch is and what is wrong with it."""
         number = int(batch.ids[bad.row])
-        shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
+        shard = self._index.shard_with(number)
         offsets = {name: offset for name, offset, _ in self._index.members(number)}
         offset = offsets.get(bad.field, int(self._index.offsets.start[number]))
         if bad.field and bad.field not in offsets:
@@ -242,7 +242,7 @@ class BatchRepair:
 
     def _read(self, number: int, place: memoryview) -> None:
         """Read the bytes of a sample that belong to the arena into `place`."""
-        shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
+        shard = self._index.shard_with(number)
         with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
             pieces = self._direct.arena_pieces(number, place)
             source.read_into(pieces, int(self._index.offsets.start[number]))

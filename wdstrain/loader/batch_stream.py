@@ -148,8 +148,8 @@ class BatchStream:
         stack, index = "\n".join(calls), self._parts.index
         if batch_number not in self._pending:
             return f"{name}:\n{stack}"
-        ids = self._pending[batch_number].batch.ids[row : row + 1]
-        shard, sample = index.shards[int(index.shard_of(ids)[0])], int(ids[0])
+        sample = int(self._pending[batch_number].batch.ids[row])
+        shard = index.shard_with(sample)
         offset = int(index.offsets.start[sample])
         return (
             f"{name} is at {shard.shown}: '{index.key(sample)}' at offset {offset} "

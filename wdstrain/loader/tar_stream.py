@@ -22,16 +22,13 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Shard
-from wdstrain.shards.tar import (
+from wdstrain.shards.tar import SkippedMembers, check_plain, is_padding, other_kind
+from wdstrain.shards.tar_headers import (
     BLOCK,
     EXTENSION_LIMIT,
     EXTENSIONS,
     Extra,
-    SkippedMembers,
-    check_plain,
-    is_padding,
     name_in,
-    other_kind,
     padding,
     size_in,
     sparse_error,

@@ -38,7 +38,7 @@ from wdstrain.loader.tar_stream import is_compressed, shown
 from wdstrain.loader.webdataset_urls import addresses_of, has_compressed_name, names_of, paths_of
 from wdstrain.order.plan import integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.tar import BLOCK
+from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.addresses import is_json
 from wdstrain.storage.local import open_source
 

@@ -86,7 +86,7 @@ class DirectFields:
         if not self.fields:
             return None
         table = self._index.offsets
-        shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
+        shard = self._index.shard_with(number)
         start = int(table.start[number])
         memory = memoryview(bytearray(int(table.stop[number]) - start))
         try:

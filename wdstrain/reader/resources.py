@@ -153,7 +153,7 @@ def _reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
 def _check_sample_size(index: Index, number: int, size: int) -> None:
     """Raise ShardError for a sample that is too large for this machine's memory."""
     if size > (most := memory() // 2):
-        shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+        shard = index.shard_with(number)
         raise ShardError(
             f"{shard.shown}: '{index.key(number)}' at offset {int(index.offsets.start[number])} has "
             f"{size} bytes, and a sample is held as a whole; the limit is {most}, half of this "

@@ -52,6 +52,22 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     return replace(index, columns=(*kept, *fresh))
 
 
+def with_labels(index: Index, labels: Sequence[Label]) -> Index:
+    """Return `index` with these labels, and with its columns typed by them.
+
+    A column that no Arrow type can hold is left out. A label without a column stays without one.
+    """
+    by_place = {label.place: label for label in labels}
+    columns = []
+    for column in index.columns:
+        label = by_place.get(column.place)
+        if label is not None:
+            columns.append(as_label(column, label.name, label.kind, label.classes))
+        elif column.kind != NOT_A_COLUMN:
+            columns.append(column)
+    return replace(index, labels=tuple(labels), columns=tuple(columns))
+
+
 def with_label(index: Index, name: str, classes: Sequence[str] | None = None) -> Index:
     """Return the index with a label that is stored in a field or in an entry of a JSON field.
 
@@ -205,7 +221,7 @@ def _check_values(index: Index, raw: Column, typed: Column, label: Label) -> Non
     if not wrong.any():
         return
     number = int(np.flatnonzero(wrong)[0])
-    shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+    shard = index.shard_with(number)
     value = str(raw.values[number].as_py())[:80]
     rule = "a number" if label.kind == "number" else f"one of the {len(label.classes)} classes"
     if label.kind == "multi":

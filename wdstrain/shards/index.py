@@ -23,10 +23,10 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
+from wdstrain.shards.columns import Column, join_columns
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index_table import to_table
-from wdstrain.shards.label import Label, disagreement, joined_labels, place_named
+from wdstrain.shards.label import Label, disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.storage.local import ShardFile, open_source
@@ -150,10 +150,8 @@ class Index:
         """Return `label` with its classes numbered as in the shard of sample `number`."""
         if not self.shard_labels:
             return label
-        shard = int(np.searchsorted(self.first, number, side="right") - 1)
-        return next(
-            (other for other in self.shard_labels[shard] if other.place == label.place), label
-        )
+        labels = self.shard_labels[self._shard_number(number)]
+        return next((other for other in labels if other.place == label.place), label)
 
     def disagreement(self, field: str, column: str | None) -> str:
         """Return why the labels in this field and column cannot be joined; "" if they can.
@@ -164,14 +162,6 @@ class Index:
             return ""
         shown = (shard.shown for shard in self.shards)
         return disagreement(self.shard_labels, shown, (field, column))
-
-    def unjoined(self, name: str) -> str:
-        """Return why joined sets have no label column of this name; "" if there is another reason.
-
-        name: of a label, or where it is stored (`cls`, `json.kind`).
-        """
-        place = place_named(self.shard_labels, name)
-        return "" if place is None else self.disagreement(*place)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -197,6 +187,13 @@ class Index:
     def shard_of(self, ids: Ints) -> Ints:
         """Return the shard number of each sample, int64 in the shape of `ids`."""
         return np.asarray(np.searchsorted(self.first, ids, side="right") - 1)
+
+    def _shard_number(self, number: int) -> int:
+        return int(np.searchsorted(self.first, number, side="right")) - 1
+
+    def shard_with(self, number: int) -> Shard:
+        """Return the shard of sample `number`."""
+        return self.shards[self._shard_number(number)]
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
@@ -345,22 +342,6 @@ def join(parts: Sequence[Index]) -> Index:
     )
 
 
-def with_labels(index: Index, labels: Sequence[Label]) -> Index:
-    """Return `index` with these labels, and with its columns typed by them.
-
-    A column that no Arrow type can hold is left out. A label without a column stays without one.
-    """
-    by_place = {label.place: label for label in labels}
-    columns = []
-    for column in index.columns:
-        label = by_place.get(column.place)
-        if label is not None:
-            columns.append(as_label(column, label.name, label.kind, label.classes))
-        elif column.kind != NOT_A_COLUMN:
-            columns.append(column)
-    return replace(index, labels=tuple(labels), columns=tuple(columns))
-
-
 def _card(index: Index) -> str:
     """Return an index as an HTML table, for notebooks."""
     splits = {
@@ -382,7 +363,7 @@ def _card(index: Index) -> str:
 
 def _read_sample(index: Index, number: int) -> dict[str, Any]:
     """Return the bytes of one sample by field, with its key."""
-    shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+    shard = index.shard_with(number)
     crcs = index.offsets.member_crc[slice(*index.offsets.member_first[number : number + 2])]
     sample: dict[str, Any] = {"__key__": index.key(number)}
     with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:

@@ -17,9 +17,9 @@ import numpy as np
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import takes
-from wdstrain.shards.declare import with_columns, with_label
+from wdstrain.shards.declare import with_columns, with_label, with_labels
 from wdstrain.shards.header_scans import is_unchanged, same_samples
-from wdstrain.shards.index import Index, join, with_labels
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import (
     info_of,
     is_wdstrain_index,

@@ -17,8 +17,8 @@ from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer, is_number
 from wdstrain.order.rng import bits
 from wdstrain.shards.conditions import column_values
-from wdstrain.shards.evaluation import Samples
 from wdstrain.shards.index_table import key_array
+from wdstrain.shards.names import Samples
 
 Ints = npt.NDArray[np.int64]
 

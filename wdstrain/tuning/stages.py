@@ -20,7 +20,7 @@ from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import scan
-from wdstrain.shards.tar import END, header, padding
+from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.shards.values import Array
 from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote
@@ -64,7 +64,7 @@ def excerpt(
 
 def _read_run(index: Index, ids: Any) -> list[tuple[int, Members]]:
     """Return (id, members) of consecutive samples of one shard. Reads them with one request."""
-    shard = index.shards[int(index.shard_of(ids[:1])[0])]
+    shard = index.shard_with(int(ids[0]))
     start, stop = int(index.offsets.start[ids[0]]), int(index.offsets.stop[ids[-1]])
     data = memoryview(bytearray(stop - start))
     with open_source(shard.path, shard.bytes) as source:

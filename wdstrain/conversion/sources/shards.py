@@ -88,7 +88,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
 
     def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
         for number, parts in stored_samples(index, np.arange(len(index))):
-            key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
+            key, shard = index.key(number), index.shard_with(number)
             split = shard.split or split_of(shard.name)
             try:
                 if wanted is not None and key not in wanted:

@@ -18,7 +18,7 @@ from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import ColumnBuilder, as_label
 from wdstrain.shards.conditions import matching
-from wdstrain.shards.evaluation import TableRows
+from wdstrain.shards.names import TableRows
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 

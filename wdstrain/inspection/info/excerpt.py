@@ -22,7 +22,8 @@ from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.inspection.info.contents import Value
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.tar import END, Sample, SkippedMembers, samples
+from wdstrain.shards.tar import Sample, SkippedMembers, samples
+from wdstrain.shards.tar_headers import END
 from wdstrain.storage.local import LocalFile, Source
 from wdstrain.storage.remote import is_remote, open_remote, redacted, shown_path
 

@@ -27,7 +27,8 @@ from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.header_search import holds_header
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.options import takes
-from wdstrain.shards.index import Index, join, with_labels
+from wdstrain.shards.declare import with_labels
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import is_wdstrain_index
 from wdstrain.shards.index_io import TABLE_NAME, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of

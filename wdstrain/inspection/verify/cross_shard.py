@@ -208,7 +208,7 @@ def group_leaks(index: Index, column: str) -> tuple[list[Finding], int]:
             continue
         number = int(shared[0])
         match = int(np.flatnonzero(inside & (codes == codes[number]))[0])
-        shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+        shard = index.shard_with(number)
         count = len(np.unique(codes[shared]))
         groups = f"{count} groups of {column!r} are" if count > 1 else f"a group of {column!r} is"
         reason = (

@@ -16,25 +16,27 @@ import numpy as np
 from wdstrain.errors import ShardError
 from wdstrain.inspection.verify.header_search import Search
 from wdstrain.shards.tar import (
-    BLOCK,
-    END,
-    EXTENSIONS,
     NO_KEY,
     NOT_A_SAMPLE,
-    Extra,
     Read,
     SkippedMembers,
-    check_extension,
-    check_inside,
     check_plain,
     is_not_sample,
     is_padding,
-    name_in,
     other_kind,
+    split_name,
+)
+from wdstrain.shards.tar_headers import (
+    BLOCK,
+    END,
+    EXTENSIONS,
+    Extra,
+    check_extension,
+    check_inside,
+    name_in,
     padding,
     size_in,
     sparse_error,
-    split_name,
 )
 
 _ZEROS = 1 << 20  # bytes that are read at once to skip zeros

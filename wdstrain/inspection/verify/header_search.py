@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import ShardError
-from wdstrain.shards.tar import BLOCK, EXTENSIONS, Read, size_in
+from wdstrain.shards.tar import Read
+from wdstrain.shards.tar_headers import BLOCK, EXTENSIONS, size_in
 
 _SEARCHED = 1 << 20  # bytes that are searched at a time
 _KINDS = frozenset(
