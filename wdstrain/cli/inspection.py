@@ -30,7 +30,7 @@ from wdstrain.report.terminal import (
     print_result,
     print_table,
 )
-from wdstrain.runtime.byte_sizes import format_size
+from wdstrain.runtime.options import format_size
 from wdstrain.tuning.options import BenchOptions
 
 if TYPE_CHECKING:

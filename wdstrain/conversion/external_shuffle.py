@@ -29,7 +29,7 @@ from wdstrain.conversion.options import Options
 from wdstrain.conversion.sample_meta import MetaBuilder, SampleMeta
 from wdstrain.conversion.shard_writer import IndexBuilder
 from wdstrain.errors import StorageError
-from wdstrain.runtime.byte_sizes import as_bytes
+from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.files import sync_folder, write_whole

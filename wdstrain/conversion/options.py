@@ -16,9 +16,8 @@ import numpy as np
 
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer
-from wdstrain.runtime.byte_sizes import as_bytes, parse_size
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import option
+from wdstrain.runtime.options import as_bytes, option, parse_size
 
 Path = str | os.PathLike[str]
 OnError = Literal["raise", "skip"]

@@ -24,7 +24,7 @@ from wdstrain.conversion.options import Options, check_splits
 from wdstrain.conversion.sample_meta import Hashes, SampleMeta
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
-from wdstrain.runtime.byte_sizes import as_bytes
+from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar_headers import END
 

@@ -34,7 +34,7 @@ from wdstrain.conversion.shard_writer import Packed, identity, kept, write_shard
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
-from wdstrain.runtime.byte_sizes import as_bytes
+from wdstrain.runtime.options import as_bytes
 
 _RAY_RETRIES = 5  # of a task whose node or worker process was lost
 _POLL = 0.2  # seconds between reports of progress

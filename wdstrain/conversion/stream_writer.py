@@ -18,7 +18,7 @@ from wdstrain.conversion.shard_plan import check_prefixes
 from wdstrain.conversion.shard_writer import Packed, ShardFile
 from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SampleError, StorageError, UsageError
-from wdstrain.runtime.byte_sizes import as_bytes
+from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.tar_headers import END, member_size
 
 Progress = Callable[[int, int], None]  # receives samples and bytes so far

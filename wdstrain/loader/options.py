@@ -17,8 +17,8 @@ from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.order.plan import integer, is_number
-from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.launch import Launch
+from wdstrain.runtime.options import parse_size
 from wdstrain.storage.shard_cache import Cache
 
 StartMethod = Literal["fork", "forkserver", "spawn"]

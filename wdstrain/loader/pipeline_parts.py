@@ -18,7 +18,7 @@ from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.resources import ReadOptions, ReadResources, batches_begun
-from wdstrain.runtime import environment
+from wdstrain.runtime.options import size_setting
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
 
@@ -120,7 +120,7 @@ def build_parts(
     batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
     flight = flight_of(options.num_workers, plan.batch_size, layout.size, batch_bytes)
     busy = 1 if is_inline else flight.batches
-    ahead = environment.size(*_READ_AHEAD) * (2 if direct else 1)
+    ahead = size_setting(*_READ_AHEAD) * (2 if direct else 1)
     begun = batches_begun(index, plan, rank, ahead) if direct else 0
     slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE_SLOTS)
     direct_fields = DirectFields(index, direct, slots)

@@ -1,13 +1,17 @@
 """Options that are declared once, as fields of a dataclass.
 
 The same fields are the keyword arguments of a public function (`takes`), its documentation, and the
-flags of a verb (`wdstrain.cli.common`), so that these cannot differ.
+flags of a verb (`wdstrain.cli.common`), so that these cannot differ. Also here: the texts of values,
+such as 256MB, and settings in environment variables, which are read when they are used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
+import os
+import threading
 import typing
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -15,11 +19,31 @@ from functools import wraps
 from textwrap import fill
 from typing import Any, ParamSpec, TypeVar
 
+from wdstrain.errors import UsageError
+
 P = ParamSpec("P")
 O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
 
 REQUIRED: Any = dataclasses.MISSING
+
+# bytes of the units in which people write sizes: 256MB, 256M, 4GiB, 1000
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def option(
@@ -152,3 +176,52 @@ def parse_pairs(text: str) -> dict[str, str]:
 def as_list(value: str | Sequence[str]) -> list[str]:
     """Return names as a list; a single name may be given by itself."""
     return [value] if isinstance(value, str) else list(value)
+
+
+def parse_size(text: str) -> int:
+    """Return the number of bytes that a text states. Raises ValueError if it is not a size."""
+    number = text.strip().upper().rstrip("BIKMGT")
+    try:
+        return int(float(number) * _UNITS[text.strip().upper()[len(number) :].strip()])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is not a size; write for example 256MB") from None
+
+
+def as_bytes(size: int | str) -> int:
+    """Return a size that may be written as text, in bytes. Raises ValueError if it is not a size."""
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes as short text: 512 B, 7.3 KB, 94.1 MB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def seconds_setting(name: str, default: float) -> float:
+    """Return a number of seconds from the environment. Raises UsageError for another value."""
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text.strip() else default
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"{name}={text!r}: must be a number of seconds >= 0. Unset it for {default:g} s."
+        )
+    return value
+
+
+def size_setting(name: str, default: int) -> int:
+    """Return a number of bytes from the environment. Raises UsageError for another value."""
+    text = os.environ.get(name, "").strip()
+    try:
+        value = parse_size(text) if text else default
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise UsageError(f"{name}={text!r}: must be a size of at least 1 byte, such as 4MiB.")
+    return value

@@ -13,7 +13,7 @@ import os
 from functools import lru_cache
 from hashlib import blake2b
 
-from wdstrain.runtime import environment
+from wdstrain.runtime.options import size_setting
 
 PART = ".part"  # suffix of a partial shard
 
@@ -23,7 +23,7 @@ _RANGE_SIZE = "WDSTRAIN_RANGE_SIZE", 4 << 20
 
 def range_size() -> int:
     """Return the most bytes of a range request; a block is fetched, marked and locked as a whole."""
-    return environment.size(*_RANGE_SIZE)
+    return size_setting(*_RANGE_SIZE)
 
 
 class BlockMap:

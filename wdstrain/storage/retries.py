@@ -13,7 +13,7 @@ import time
 from urllib.parse import urlsplit
 
 from wdstrain.errors import StorageError
-from wdstrain.runtime import environment
+from wdstrain.runtime.options import seconds_setting
 
 TIMEOUT = "WDSTRAIN_NETWORK_TIMEOUT"
 PAUSE = "WDSTRAIN_RETRY_PAUSE"
@@ -36,7 +36,7 @@ def network_timeout() -> float:
 
     Raises UsageError if the environment variable is not a number of seconds.
     """
-    return environment.seconds(TIMEOUT, _DEFAULT_TIMEOUT)
+    return seconds_setting(TIMEOUT, _DEFAULT_TIMEOUT)
 
 
 def silence_limit() -> float:
@@ -90,7 +90,7 @@ class Retries:
 
     def _backoff(self, retry_after: float | None) -> float:
         """Return the seconds of a pause: they double with each attempt, with jitter."""
-        first = environment.seconds(PAUSE, _FIRST_PAUSE)
+        first = seconds_setting(PAUSE, _FIRST_PAUSE)
         pause = first * min(_GROWTH, 2.0 ** min(self.attempts - 1, 20))
         return max(pause * (0.5 + _jitter.random()), min(retry_after or 0.0, _LONGEST_RETRY_AFTER))
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
-from wdstrain.runtime.byte_sizes import parse_size
-from wdstrain.runtime.options import option
+from wdstrain.runtime.options import option, parse_size
 from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
 from wdstrain.storage.addresses import Urls

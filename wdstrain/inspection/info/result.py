@@ -10,7 +10,7 @@ from typing import Any
 from wdstrain.inspection.info.contents import Content, Range
 from wdstrain.inspection.info.statistics import ColumnSummary, plural
 from wdstrain.report import pages
-from wdstrain.runtime.byte_sizes import format_size
+from wdstrain.runtime.options import format_size
 from wdstrain.shards.label import Label
 
 FIELD_HEAD = ("field", "samples", "smallest", "median", "99 %", "largest", "total")

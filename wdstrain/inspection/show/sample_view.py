@@ -33,7 +33,7 @@ from wdstrain.inspection.show.values import (
 )
 from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
-from wdstrain.runtime.byte_sizes import format_size
+from wdstrain.runtime.options import format_size
 from wdstrain.shards.index import Index
 from wdstrain.shards.label import Label
 from wdstrain.shards.label_values import classes_in
