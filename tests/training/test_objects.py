@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 from pathlib import Path
@@ -221,3 +222,92 @@ def test_validation_does_not_augment_a_given_field(shards: Path, tmp_path: Path)
     run = wt.train(shards, tmp_path / "run", fields={"image": image}, **options)
     assert run.epochs[0]["val"]["loss"] == pytest.approx(run.epochs[1]["val"]["loss"], rel=1e-6)
     assert run.epochs[0]["loss"] != pytest.approx(run.epochs[1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("label", "criterion"),
+    [
+        ("cls", torch.nn.CrossEntropyLoss()),
+        ("pair", torch.nn.CrossEntropyLoss()),
+        ("tags", torch.nn.BCEWithLogitsLoss()),
+        ("size", torch.nn.MSELoss()),
+    ],
+)
+def test_losses_of_torch_equal_those_of_the_kinds_of_labels(
+    tmp_path: Path, label: str, criterion: Any
+) -> None:
+    labels = [
+        wt.Label("cls", "class", "cls", classes=("a", "b", "c")),
+        wt.Label("pair", "class", "json", "pair", ("no", "yes")),
+        wt.Label("tags", "multi", "json", "tags", ("x", "y", "z")),
+        wt.Label("size", "number", "json", "size"),
+    ]
+    samples = (
+        {
+            "png": picture(n),
+            "cls": n % 3,
+            "json": {"pair": ("no", "yes")[n % 2], "tags": tags(n), "size": n / 7},
+        }
+        for n in range(40)
+    )
+    wt.pack(samples, tmp_path / "set", labels=labels, split={"train": 0.7, "val": 0.3})
+    runs = [
+        wt.train(tmp_path / "set", tmp_path / name, label=label, criterion=loss, **QUICK)
+        for name, loss in (("own", criterion), ("default", None))
+    ]
+    assert runs[0].val["loss"] == pytest.approx(runs[1].val["loss"], rel=1e-4)
+    assert runs[0].epochs[-1]["loss"] == pytest.approx(runs[1].epochs[-1]["loss"], rel=1e-4)
+
+
+class Misspelled(wt.Callback):
+    def on_epoch_ended(self, trainer: Any) -> None:
+        """A name that no run calls."""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"criterion": "focal"}, "criterion='focal': must be a function"),
+        ({"criterion": {"x": torch.nn.MSELoss()}}, "criterion names 'x', and the labels are cls"),
+        (
+            {"criterion": torch.nn.BCEWithLogitsLoss()},
+            r"gets outputs float32\[8, 3\] and a target int64\[8\]",
+        ),
+        (
+            {"criterion": torch.nn.CrossEntropyLoss(), "label_smoothing": 0.1},
+            "label_smoothing has no effect with criterion=",
+        ),
+        ({"metrics": [torchmetrics.MeanMetric()]}, "metrics=.*must be a dict"),
+        ({"optimizer": 3}, "optimizer= must be a name, or a function of parameter groups"),
+        ({"callbacks": [Misspelled()]}, "on_epoch_ended is never called. Methods of callbacks are"),
+        ({"model": lambda n: torch.nn.Linear(10, n)}, "does not take a batch of uint8"),
+    ],
+)
+def test_objects_of_another_kind_are_refused(
+    shards: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", label="cls", **QUICK, **options)
+
+
+def test_weights_saved_beside_the_arguments_of_a_script_are_loaded(
+    shards: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {**QUICK, "epochs": 1, "label": "cls", "lr": 1e-9}
+    first = wt.train(shards, tmp_path / "first", **options)
+    saved = {"model": first.model.state_dict(), "args": argparse.Namespace(lr=0.1)}
+    torch.save(saved, tmp_path / "saved.pth")
+    again = wt.train(shards, tmp_path / "again", weights=tmp_path / "saved.pth", **options)
+    name = "stem.0.weight"
+    assert torch.allclose(again.model.state_dict()[name], first.model.state_dict()[name], atol=1e-6)
+
+
+def test_numbers_of_predictions_are_numbers_in_parquet(shards: Path, tmp_path: Path) -> None:
+    wt.train(shards, tmp_path / "run", label="cls", **QUICK)
+    checkpoint, table = tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "p.parquet"
+    wt.predict(checkpoint, f"{shards}/val-*.tar", table, probabilities=True)
+    read = pq.read_table(table)
+    kinds = {field.name: str(field.type) for field in read.schema}
+    assert kinds["cls"] == kinds["error"] == "string"
+    assert kinds["cls probability"] == kinds["cls=a"] == "double"
+    assert read["error"].null_count == VAL

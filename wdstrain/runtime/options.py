@@ -89,6 +89,9 @@ def option(
 def help_text(field: dataclasses.Field[Any]) -> str:
     """Return the help text of an option with its default."""
     text, default = str(field.metadata["help"]), field.default
+    choices = field.metadata.get("choices")
+    if choices and not all(str(choice) in text for choice in choices):
+        text = f"{text}: {', '.join(map(str, choices))}"
     if any(default is empty for empty in (REQUIRED, None, False, ())) or "(default" in text:
         return text
     return f"{text} (default: {default})"

@@ -103,6 +103,7 @@ class TrainArguments(RunOptions):
         options = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(RunOptions)
         }
+        options["classes"] = _class_names(self.classes)
         return Config(**options, model=_name(self.model), optimizer=_name(self.optimizer))
 
 
@@ -164,6 +165,18 @@ def check_cache(options: Mapping[str, Any], index: Index) -> None:
     if not any(is_remote(shard.path) for shard in index.shards):
         names = ("cache_dir", "cache_limit")
         refuse_without_effect(options, names, "it is for shards on servers, and all are files here")
+
+
+def _class_names(classes: Any) -> Any:
+    """Return the option `classes` as text, for a list of names or a number of classes."""
+    if isinstance(classes, int) and not isinstance(classes, bool):
+        return str(classes)
+    if not isinstance(classes, (list, tuple)):
+        return classes
+    names = [str(name) for name in classes]
+    if any("," in name for name in names):
+        raise UsageError("classes: a name holds a comma. Give a file with a name on each line.")
+    return ",".join(names)
 
 
 def _name(value: str | Callable[..., Any] | nn.Module) -> str:

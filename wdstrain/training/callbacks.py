@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
 from wdstrain.training.epoch_sums import TrainerState
 
@@ -57,3 +58,14 @@ class Callback:
 
     def on_train_end(self, trainer: RunningTrainer) -> None:
         """After the last epoch, or when the run ended early; not after an error."""
+
+
+def check_callback(callback: object) -> None:
+    """Raise UsageError for a method on_... that no run calls."""
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
+            raise UsageError(
+                f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
+                f"{', '.join(known)}."
+            )

@@ -18,8 +18,9 @@ from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.training import weights as model_weights
 from wdstrain.training.arguments import TrainArguments
+from wdstrain.training.callbacks import check_callback
 from wdstrain.training.checkpoint import read_last
-from wdstrain.training.config import Config
+from wdstrain.training.config import OPTIONS, Config
 from wdstrain.training.data import TrainData, train_loader, val_loader
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.inputs import InputSource, ModelInputs, Normalization
@@ -83,6 +84,7 @@ class CheckedRun:
             read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
         )
         task = data.task(checkpoint)
+        _check_objects(arguments, config, task)
         device = device_of(config.device, distributed)
         train_source, val_source = _sources(arguments, data, task, config)
         torch.manual_seed(config.seed)
@@ -128,6 +130,40 @@ def _absolute(config: Config) -> Config:
         paths["weights"] = config.weights
     absolute: dict[str, Any] = {n: os.path.abspath(p) for n, p in paths.items() if p is not None}
     return replace(config, **absolute)
+
+
+def _check_objects(arguments: TrainArguments, config: Config, task: Task) -> None:
+    """Raise UsageError for objects of the user's that are none, and for options without effect."""
+    criterion, metrics = arguments.criterion, arguments.metrics
+    own = criterion if isinstance(criterion, Mapping) else {"criterion": criterion}
+    for name, value in own.items():
+        if value is not None and not callable(value):
+            raise UsageError(
+                f"criterion={value!r}: must be a function (outputs, target) -> loss, such as "
+                f"torch.nn.CrossEntropyLoss()."
+            )
+        if isinstance(criterion, Mapping) and name not in [head.name for head in task.heads]:
+            raise UsageError(
+                f"criterion names {name!r}, and the labels are "
+                f"{', '.join(head.name for head in task.heads)}."
+            )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
+            f'{{"kappa": torchmetrics.CohenKappa(...)}}.'
+        )
+    if not isinstance(arguments.optimizer, str) and not callable(arguments.optimizer):
+        raise UsageError(
+            "optimizer= must be a name, or a function of parameter groups that returns an optimizer, "
+            "such as lambda groups: torch.optim.Adam(groups, lr=1e-3)."
+        )
+    replaces_all = criterion is not None and len(own) >= len(task.heads)
+    if replaces_all or (criterion is not None and not isinstance(criterion, Mapping)):
+        for option in ("label_smoothing", "class_weights"):
+            if getattr(config, option) != OPTIONS[option].default:
+                raise UsageError(f"{option} has no effect with criterion=. Give it to the loss.")
+    for callback in arguments.callbacks:
+        check_callback(callback)
 
 
 def _check_validation(arguments: TrainArguments, data: TrainData, config: Config) -> None:

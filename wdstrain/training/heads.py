@@ -102,9 +102,9 @@ class Head(ABC):
         smoothing: share of a label that is spread over all classes. weights: see `class_weights`.
         """
 
-    def standardized(self, target: Tensor) -> Tensor:
-        """Return the target as a criterion of the user's gets it."""
-        return target
+    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (outputs, target) as a criterion of the user's gets them."""
+        return outputs, target
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor | None:
         """Return weights with which rare classes count as much as frequent ones.
@@ -220,6 +220,10 @@ class BinaryHead(Head):
         share = target[:, 1:] if target.ndim == 2 else target[:, None].to(outputs.dtype)
         return _binary_losses(outputs, share, smoothing, weights)
 
+    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs [b, 2], whose softmax is the probability of each class, and the target."""
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), target
+
     def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs[:, 0] > 0).long() == (target.argmax(1) if target.ndim == 2 else target)
 
@@ -333,10 +337,13 @@ class NumberHead(Head):
         smoothing: float = 0.0,
         weights: Tensor | None = None,
     ) -> Tensor:
-        return (outputs[:, 0] - self.standardized(target).to(outputs.dtype)) ** 2
+        predicted, standardized = self.for_criterion(outputs, target)
+        return (predicted - standardized) ** 2
 
-    def standardized(self, target: Tensor) -> Tensor:
-        return (target - self.mean) / self.deviation
+    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and standardized target, float[b] each."""
+        standardized = (target - self.mean) / self.deviation
+        return outputs[:, 0], standardized.to(outputs.dtype)
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> None:
         return None

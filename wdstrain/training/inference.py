@@ -39,7 +39,7 @@ from wdstrain.training.arguments import (
     given_options,
     refuse_without_effect,
 )
-from wdstrain.training.data import open_set
+from wdstrain.training.data import open_set, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.field_source import check_fields
 from wdstrain.training.heads import Head, NumberHead, number_text
@@ -111,10 +111,13 @@ def predict(arguments: PredictArguments) -> PredictResult:
 
 def _comparable_heads(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> list[Head]:
     """Return the heads whose targets the shards have."""
-    if loaded.task.is_dense or not (index.labels or index.shard_labels):
+    undeclared = loaded.config.label is not None
+    if loaded.task.is_dense or not (undeclared or index.labels or index.shard_labels):
+        return []
+    if not any(head.target.field in index.fields for head in loaded.task.heads):
         return []
     try:
-        loaded.task.check(index)
+        loaded.task.check(with_task_labels(index, loaded.task, undeclared=undeclared))
     except UsageError as difference:
         reporter.line(f"The targets are left out: {difference}")
         return []
@@ -145,14 +148,16 @@ def _write(
     """Write all rows; the file appears when it is complete."""
     heads, count, bad = predictor.loaded.task.heads, 0, 0
     masks = _MaskFolder(os.path.splitext(path)[0]) if predictor.loaded.task.is_dense else None
-    names = ["key"]
+    names, numbers = ["key"], set[str]()
     for head in heads:
-        names += head.columns(probabilities=probabilities)
+        own = head.columns(probabilities=probabilities)
+        names += own
         names += [f"{head.name} true"] if head in known else []
+        numbers |= {*own, f"{head.name} true"} if isinstance(head, NumberHead) else {*own[1:]}
     names += ["embedding"] if predictor.embeds else []
     with (
         closing(rows),
-        TABLES[os.path.splitext(path)[1].lower()](path, [*names, "error"]) as table,
+        TABLES[os.path.splitext(path)[1].lower()](path, [*names, "error"], numbers) as table,
     ):
         for row in rows:
             cells: list[Any] = [row.key]
@@ -175,6 +180,11 @@ class _MaskFolder:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        if os.path.isdir(folder) and os.listdir(folder):
+            raise UsageError(
+                f"{folder} has files already, and predicted masks would be written there. "
+                f"Name another out, or empty the folder."
+            )
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
+from wdstrain.training.config import is_made
 from wdstrain.training.inputs import ModelInputs
 
 ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
@@ -186,12 +187,15 @@ def _refused_inputs(name: str, inputs: ModelInputs, cause: str) -> str:
             f"the model {name} does not take the keyword arguments {', '.join(inputs.specs)} "
             f"({cause}). Its forward needs arguments with these names."
         )
-    if inputs.image_size:
+    if inputs.image_size and not is_made(name):
         return (
             f"the model {name} does not take images of {inputs.image_size} pixels ({cause}). "
             f"Use image_size=224."
         )
-    return f"the model {name} does not take {kinds[0]} ({cause}). Use a model for this input."
+    return (
+        f"the model {name} does not take a batch of {kinds[0]}, or returns no tensor ({cause}). "
+        f"Use a model for this input, or give other fields."
+    )
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:

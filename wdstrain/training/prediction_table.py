@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class _CsvTable:
 
 
 @contextmanager
-def _csv_table(path: str, names: Sequence[str]) -> Iterator[TableWriter]:
+def _csv_table(path: str, names: Sequence[str], numbers: Collection[str]) -> Iterator[TableWriter]:
     with put_whole(path) as file:
         text = io.TextIOWrapper(
             file, "utf-8", errors="surrogateescape", newline="", write_through=True
@@ -49,21 +49,24 @@ def _csv_table(path: str, names: Sequence[str]) -> Iterator[TableWriter]:
 
 
 class _ParquetTable:
-    """Rows of texts, and of lists of float32 in the column "embedding"."""
+    """Rows of texts and numbers, and of lists of float32 in the column "embedding".
 
-    def __init__(self, file: Any, names: Sequence[str]) -> None:
-        kinds = [pa.list_(pa.float32()) if name == "embedding" else pa.string() for name in names]
+    A missing number, and the error of a row without one, are null.
+    """
+
+    def __init__(self, file: Any, names: Sequence[str], numbers: Collection[str]) -> None:
+        self._is_number = [name in numbers for name in names]
+        kinds = [pa.float64() if is_number else pa.string() for is_number in self._is_number]
+        if "embedding" in names:
+            kinds[names.index("embedding")] = pa.list_(pa.float32())
+        self._is_null = [n in numbers or n == "error" for n in names]  # where it is empty
         self._schema = pa.schema(list(zip(names, kinds, strict=True)))
         self._writer = pq.ParquetWriter(file, self._schema)
         self._rows: list[Sequence[Any]] = []
 
     def write(self, row: Sequence[Any]) -> None:
-        self._rows.append(
-            [
-                cell.encode("utf-8", "replace").decode() if isinstance(cell, str) else cell
-                for cell in row
-            ]
-        )
+        cells = zip(row, self._is_number, self._is_null, strict=True)
+        self._rows.append([_parquet_cell(*cell) for cell in cells])
         if len(self._rows) == _CHUNK_ROWS:
             self.flush()
 
@@ -80,16 +83,28 @@ class _ParquetTable:
         self._writer.close()
 
 
+def _parquet_cell(cell: Any, is_number: bool, is_null: bool) -> Any:
+    """Return a cell as Parquet takes it. is_null: an empty one is None."""
+    if not isinstance(cell, str):
+        return cell
+    if not cell and is_null:
+        return None
+    return float(cell) if is_number else cell.encode("utf-8", "replace").decode()
+
+
 @contextmanager
-def _parquet_table(path: str, names: Sequence[str]) -> Iterator[TableWriter]:
+def _parquet_table(
+    path: str, names: Sequence[str], numbers: Collection[str]
+) -> Iterator[TableWriter]:
     with put_whole(path) as file:
-        table = _ParquetTable(file, names)
+        table = _ParquetTable(file, names, numbers)
         yield table
         table.close()
 
 
-# by the ending of the file: (path, names of the columns) -> writer
-TABLES: dict[str, Callable[[str, Sequence[str]], AbstractContextManager[TableWriter]]] = {
+# by the ending of the file: (path, names of the columns, those with numbers) -> writer
+_Table = Callable[[str, Sequence[str], Collection[str]], AbstractContextManager[TableWriter]]
+TABLES: dict[str, _Table] = {
     ".csv": _csv_table,
     ".parquet": _parquet_table,
 }

@@ -6,6 +6,7 @@ or one of another trainer. A classifier of another shape is initialized at rando
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import os
 import pickle
@@ -110,7 +111,9 @@ def _load_file(model: nn.Module, path: str) -> LoadedWeights:
         if path.endswith(".safetensors"):
             value: Any = _load_safetensors(path)
         else:
-            value = torch.load(path, map_location="cpu", weights_only=True)
+            # timm and torchvision's references save their arguments beside the weights
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                value = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
             f"weights={path} cannot be read: {error.strerror or error}. Check the path."
