@@ -132,6 +132,8 @@ def test_the_metric_of_the_best_checkpoint_can_be_named(shards: Path, tmp_path: 
     assert run.monitor == "f1"
     assert run.best is not None
     assert run.best["f1"] == max(line["val"]["f1"] for line in run.epochs)
+    best = 1 + [line["val"]["f1"] for line in run.epochs].index(run.best["f1"])
+    assert f"best.pt is of epoch {best}: " in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(wt.UsageError, match="monitor='f2' is not among .*accuracy"):
         wt.train(shards, tmp_path / "other", monitor="f2", **options)
     with pytest.raises(wt.UsageError, match="need validation data"):

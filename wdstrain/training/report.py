@@ -130,8 +130,21 @@ def _header(title: str, task: Task, config: Config, history: History) -> str:
     return (
         f"<h1>{escape(title)}</h1>"
         f"<p class=soft>model {escape(config.model)}, task {escape(str(task))}</p>"
-        f'<div class="facts">{cells}</div>{text}<p>{escape(verdict)}.</p>'
+        f'<div class="facts">{cells}</div>{text}<p>{escape(_best(task, config, history))}</p>'
+        f"<p>{escape(verdict)}.</p>"
     )
+
+
+def _best(task: Task, config: Config, history: History) -> str:
+    """Return a sentence on the epoch of best.pt; empty for a single epoch."""
+    monitor, best, epoch = Monitor(config, task), None, 0
+    for number, line in enumerate(history, 1):
+        if monitor.is_best(line.get("val"), best):
+            best, epoch = line.get("val"), number
+    if len(history) < 2 or best is None or monitor.name not in best:
+        return ""
+    value = metric_text(monitor.name, best[monitor.name])
+    return f"These figures are of the last epoch. best.pt is of epoch {epoch}: {value}."
 
 
 def _duration(seconds: float) -> str:
