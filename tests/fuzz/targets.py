@@ -975,7 +975,7 @@ _ARRAY_WORDS = (
 
 
 def run_image(data: bytes) -> None:
-    """An image: pixels, or a bad sample. Its fields resize a region, alone and as a row of a
+    """An image: pixels, or a bad sample; as a mask, class numbers. Its fields resize a region, alone and as a row of a
     batch.
     """
     with _instead(codecs, MAX_PIXELS=MOST_PIXELS), warnings.catch_warnings():
@@ -991,6 +991,10 @@ def run_image(data: bytes) -> None:
                 "pixels",
                 pixels_.shape,
             )
+        with suppress(SampleError):
+            numbers = codecs.decode_mask(data)
+            is_whole = numbers.ndim == 2 and numbers.dtype.kind in "iu"
+            _must(is_whole and 0 < numbers.size <= MOST_PIXELS, "class numbers", numbers.shape)
         draws = uniform(np.array([zlib.crc32(data)]), 27, "fuzz")
         for field in (fields.image(size=(8, 6), augment="rrc+flip"), fields.image(size=16)):
             _compare_image_field(field, data, pixels_, draws)
