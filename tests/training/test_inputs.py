@@ -625,3 +625,15 @@ def test_masks_follow_the_transform(tmp_path: Path) -> None:
         wt.train(tmp_path / "set", tmp_path / "run", transform=without_mask, **options)
     done = wt.train(tmp_path / "set", tmp_path / "run", transform=turned, **options)
     assert len(done.epochs) == 2
+
+
+def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
+    shards: Sets, tmp_path: Path
+) -> None:
+    bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
+    for path, packed in zip(bare, shards, strict=True):
+        path.write_bytes((packed / "train-000000.tar").read_bytes())
+    train(bare, tmp_path / "run", label="cls", classes=CLASSES, image_size=8)
+    wt.predict(checkpoint(tmp_path / "run"), bare.val, tmp_path / "p.csv")
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]

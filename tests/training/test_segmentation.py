@@ -255,3 +255,12 @@ def test_masks_beside_class_folders_are_evaluated(folders: Path, tmp_path: Path)
     _, metrics = wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "out")
     assert metrics["samples"] == 16
     assert 0 <= metrics["mIoU"] <= 1
+
+
+def test_masks_are_not_written_over_other_files(run: Path, shards: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "masks" / "000000.png"
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine")
+    with pytest.raises(wt.UsageError, match="masks has files already"):
+        wt.predict(best(run), f"{shards}/val-*.tar", tmp_path / "masks.csv")
+    assert mine.read_bytes() == b"mine"
