@@ -97,7 +97,7 @@ def workers(shared: Path) -> Trial:
             else "no memory|nable to allocate|cannot allocate"
         )
         if not any(word in error_text for word in words.split("|")) or "\n" in error_text:
-            raise Lie(f"{how}: what was said is {error_text!r}")
+            raise Lie(f"{how}: the error text is {error_text!r}")
         rest = inside(lambda: _read(shared, "", count, context, b"", state)).need("done").value[0]
         if delivered + rest != expected:
             raise Lie("a new loader does not go on where the old one was")
@@ -376,7 +376,7 @@ def shards(shared: Path) -> Trial:
         if len(delivered) != 240 and not error_text:
             raise Lie(f"{kind}, {how}: {len(delivered)} of 240 samples came, and nothing was said")
         if error_text and ("\n" in error_text or victim.name not in error_text):
-            raise Lie(f"{kind}, {how}: what was said is {error_text!r}")
+            raise Lie(f"{kind}, {how}: the error text is {error_text!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
         again = inside(lambda: dict(_samples(str(place / "set"), kind, 0))).need("done").value

@@ -637,3 +637,27 @@ def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
     wt.predict(checkpoint(tmp_path / "run"), bare.val, tmp_path / "p.csv")
     rows = rows_of(tmp_path / "p.csv")
     assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
+
+
+def test_a_text_that_is_a_name_and_another_number_is_no_label(tmp_path: Path) -> None:
+    """Classes named 2, 0 and 1: the bytes "0" of a label mean the class named 2."""
+
+    def as_text(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"]), "label": sample["cls"].decode()}
+
+    def as_number(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": decoded(sample["png"]), "label": int(sample["cls"])}
+
+    samples = ({"png": png(n), "cls": n % 3} for n in range(24))
+    wt.pack(samples, tmp_path / "set", classes=["2", "0", "1"])
+    with pytest.raises(wt.SampleError, match="name of one class and the number of another"):
+        wt.train(tmp_path / "set", tmp_path / "run", model=One, transform=as_text, **QUICK)
+    runs = [
+        wt.train(tmp_path / "set", tmp_path / name, model=One, **given, **QUICK)
+        for name, given in (
+            ("transform", {"transform": as_number}),
+            ("fields", {"fields": {"image": wt.image(size=8)}}),
+        )
+    ]
+    for one, other in zip(*map(weights, runs), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

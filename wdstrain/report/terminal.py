@@ -159,7 +159,7 @@ class ProgressReporter:
 
 
 class Reporter(Protocol):
-    """Shows progress. `step` replaces what it showed before; a `line` stays.
+    """Shows progress. A `step` replaces the step before it; a `line` stays.
 
     unit: of the counts; empty where the text has a rate of its own.
     """

@@ -4,7 +4,7 @@ api, inference, export                       train and evaluate, predict, export
 arguments, options, config                   what these take, and the checks of it
 checked_run, data                            a run before it starts: its shards, model and loaders
 inputs, sources, field_source, transform_source   inputs of the model
-tasks, heads, mask_head                      what is learned: labels, outputs and losses
+tasks, heads, mask_head                      labels, outputs of the model, and losses
 models, weights, optim                       models by name, weights to start from, optimizers
 trainer, train_step, run_state, epoch_sums   the loop: epochs, one step, and what checkpoints hold
 evaluation, metrics, head_metrics, previews  one pass without learning

@@ -75,7 +75,7 @@ class CheckedRun:
         """Open the data and make the model of a run. Raises UsageError and ShardError."""
         config, folder = _absolute(arguments.config()), os.fspath(arguments.out)
         resume = arguments.resume
-        if distributed.leads:  # the others may see what it has begun to write
+        if distributed.leads:  # other ranks may see files that it has written already
             check_out(folder, overwrite=arguments.overwrite, resume=resume)
         data = TrainData.of(arguments.urls, arguments.val, config, arguments.fields)
         config = replace(config, label=config.label or data.undeclared)

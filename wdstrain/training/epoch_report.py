@@ -106,7 +106,7 @@ def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, f
 
 
 def epoch_lines(title: str, history: Sequence[Mapping[str, Any]], monitor: str) -> Iterator[str]:
-    """Yield what is shown of the last epoch: its figures, and the verdict if it is a new one."""
+    """Yield the lines on the last epoch: its figures, and a verdict that differs from the last."""
     metrics = history[-1]
     yield f"{title}: {_epoch_sentence(metrics, monitor)}"
     if metrics.get("skipped_steps"):

@@ -72,7 +72,13 @@ class Head(ABC):
         value: number or name of a class. Raises SampleError for a value that is none.
         """
         if isinstance(value, str):
-            return self._class_number(value)
+            position = self._class_number(value)
+            if value.isdecimal() and int(value) != position and int(value) < len(self.classes):
+                raise SampleError(
+                    f"{self.name} is the text {value!r}, the name of one class and the number of "
+                    f"another: return the number as an integer"
+                )
+            return position
         number = as_float(value, self.name)
         if number != int(number) or not 0 <= number < len(self.classes):
             raise SampleError(

@@ -2,7 +2,7 @@
 
 `tar.samples` raises at the first fault, since a reader must not guess. This walk reports the
 damage, finds the next header and continues. It reads forward, searches each byte once, and needs a
-few MB of memory whatever the headers claim.
+few MB of memory for any header.
 """
 
 from __future__ import annotations
