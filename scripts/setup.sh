@@ -5,6 +5,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
+LOCK="$ROOT/scripts/requirements.lock" # the versions with which the tests were run
 
 fail() { printf '%s\n' "$*" >&2; exit 1; }
 
@@ -30,7 +31,7 @@ free_kb() { df -Pk "$1" | awk 'NR == 2 { print $4 }'; }
 # Print a checksum of everything that an installation depends on. $1: the Python.
 checksum() {
     {
-        cat "$ROOT/pyproject.toml" "$ROOT/scripts/compile.py" "$ROOT/wdstrain/native/kernels.c"
+        cat "$ROOT/pyproject.toml" "$LOCK" "$ROOT/scripts/compile.py" "$ROOT/wdstrain/native/kernels.c"
         "$1" --version
         printf '%s\n' "$VENV"
     } | cksum
@@ -57,6 +58,19 @@ explain_failure() {
     fail "Installing failed: $(grep -i '^error' "$1" | tail -n 1) Details: $1"
 }
 
+# Create an empty .venv with Python $1. A .venv that this script did not create is never deleted.
+create_venv() {
+    if [ -e "$VENV" ] && [ ! -e "$VENV/created-by-setup" ]; then
+        fail "$VENV was not created by this script and does not run $("$1" --version). Move it away, or name its" \
+            "Python: PYTHON=python3.12 bash scripts/..."
+    fi
+    printf 'Creating %s with %s\n' "$VENV" "$("$1" --version)" >&2
+    rm -rf "$VENV"
+    mkdir "$VENV" && touch "$VENV/created-by-setup" # first, so that an interrupted run can be repeated
+    "$1" -m venv "$VENV" >/dev/null 2>&1 ||
+        fail "$1 cannot create a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
+}
+
 # Install the package with extra $1 into .venv; return at once if it is installed.
 setup() {
     local extra=$1 python sum log="$VENV/install.log" downloads
@@ -64,12 +78,7 @@ setup() {
     python=$(find_python) || exit 1
     sum=$(checksum "$python")
     if is_installed "$extra" "$sum"; then return 0; fi
-    if [ "$("$VENV/bin/python" --version 2>/dev/null)" != "$("$python" --version)" ]; then
-        printf 'Creating %s with %s\n' "$VENV" "$("$python" --version)" >&2
-        rm -rf "$VENV"
-        "$python" -m venv "$VENV" >/dev/null 2>&1 ||
-            fail "$python cannot create a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
-    fi
+    if [ "$("$VENV/bin/python" --version 2>/dev/null)" != "$("$python" --version)" ]; then create_venv "$python"; fi
     printf 'Installing torch and other packages into .venv (several GB, a minute or more) ...\n' >&2
     # pip needs GB for downloads, which a small /tmp does not have: use the file system with more room.
     downloads=${TMPDIR:-/tmp}
@@ -80,7 +89,7 @@ setup() {
     fi
     # Set by environment variables, so that the pip that pip starts for builds uses them, too.
     if ! TMPDIR="$downloads" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
-        "$VENV/bin/python" -m pip install -e "$ROOT[$extra]" >"$log" 2>&1; then
+        "$VENV/bin/python" -m pip install --constraint "$LOCK" -e "$ROOT[$extra]" >"$log" 2>&1; then
         rm -rf "$VENV/tmp"
         explain_failure "$log"
     fi

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+# More threads than cores wait for each other: one process per core, with one torch thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import webdataset
@@ -95,11 +98,13 @@ def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png")
 
 
 def pytest_configure() -> None:
-    """Take SIGINT as in a terminal.
+    """Keep temporary files in the clone, a folder for each run, and take SIGINT as in a terminal.
 
     A shell starts background jobs with SIGINT ignored, and child processes inherit that: tests that
     interrupt a program would wait for it forever.
     """
+    (ROOT / ".pytest-tmp").mkdir(exist_ok=True)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ROOT / ".pytest-tmp"))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

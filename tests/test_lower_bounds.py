@@ -1,4 +1,4 @@
-"""The oldest supported versions of dependencies are equal in pyproject.toml and in CI's file."""
+"""The oldest supported versions of dependencies, and the pinned ones, fit pyproject.toml."""
 
 from __future__ import annotations
 
@@ -29,6 +29,30 @@ def test_ci_tests_the_lower_bounds_of_the_project() -> None:
     lines = (ROOT / "scripts" / "lower-bounds.txt").read_text().splitlines()
     tested = dict(re.fullmatch(r"(\S+)==(\S+)", line).groups() for line in lines if line[0] != "#")  # type: ignore[union-attr]
     assert {canonicalize_name(name): Version(text) for name, text in tested.items()} == required
+
+
+def test_every_dependency_of_the_tests_is_pinned_to_a_version_that_fits() -> None:
+    """scripts/setup.sh installs the pinned versions, for the Python that runs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "scripts" / "requirements.lock").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pinned)
+    extras = project["optional-dependencies"]
+    chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "serve", "dev"}
+    texts = project["dependencies"] + [text for name in chosen for text in extras[name]]
+    for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+        python = {"python_version": version, "python_full_version": f"{version}.5"}
+        versions = {
+            canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+            for pin in pinned
+            if pin.marker is None or pin.marker.evaluate(python)
+        }
+        for requirement in map(Requirement, texts):
+            if requirement.name == "wdstrain":
+                assert requirement.extras <= chosen
+            elif requirement.marker is None or requirement.marker.evaluate(python):
+                name = canonicalize_name(requirement.name)
+                assert requirement.specifier.contains(versions[name]), f"{requirement} {version}"
 
 
 def test_the_ray_extra_satisfies_the_example() -> None:
