@@ -1,0 +1,99 @@
+"""Runs that take a fraction of a second: small sets, small models and quiet progress displays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import wdstrain as wt
+from tests.conftest import picture
+
+# A learning rate of the given value in every step, so that weights can be computed by hand.
+PLAIN: dict[str, Any] = {"epochs": 1, "batch_size": 8, "device": "cpu", "schedule": "constant"}
+SMALL: dict[str, Any] = {**PLAIN, "image_size": 8}
+
+T = TypeVar("T")
+
+
+class Lines:
+    """Progress display that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, *values: Any) -> None: ...
+
+    def line(self, text: str) -> None:
+        self.lines.append(" ".join(text.split()))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+class Linear(torch.nn.Sequential):
+    """A linear model of images of 8 x 8 pixels, or of other inputs with as many values."""
+
+    def __init__(self, outputs: int, inputs: int = 192) -> None:
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(inputs, outputs))
+
+
+class Constant(torch.nn.Module):
+    """A model that returns the same outputs for every input."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.bias.expand(len(image), -1) + 0 * image.sum()
+
+
+class Stop(wt.Callback):
+    """Callback that ends a run after a step of an epoch, both counted as in `trainer.state`."""
+
+    def __init__(self, epoch: int, step: int) -> None:
+        self._position = (epoch, step)
+
+    def on_step_end(self, trainer: Any) -> None:
+        if (trainer.state.epoch, trainer.state.step) == self._position:
+            trainer.stop("stopped by the test")
+
+
+def small_image(number: int) -> bytes:
+    """Return a PNG of 8 x 8 pixels."""
+    return picture(number, size=(8, 8))
+
+
+def two_classes(out: Path, count: int = 40, **options: Any) -> Path:
+    """Write a set of small images of the classes a and b, and return its folder."""
+    samples = ({"__key__": f"k{i:03d}", "png": small_image(i), "cls": i % 2} for i in range(count))
+    wt.pack(samples, out, classes=["a", "b"], **options)
+    return out
+
+
+def last(run: Path) -> Path:
+    """Return the path of the last checkpoint of a run."""
+    return run / "checkpoints" / "last.pt"
+
+
+def saved(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the last checkpoint of a run."""
+    weights: dict[str, torch.Tensor] = torch.load(last(run), weights_only=True)["model"]
+    return weights
+
+
+def unless_refused(call: Callable[[], T], *words: str) -> T | None:
+    """Return the result of a call; None if it was refused with an error that has these words.
+
+    For promises that may be kept in two ways: do what the options say, or refuse them.
+    """
+    try:
+        return call()
+    except wt.UsageError as error:
+        refusal = str(error)
+    assert all(word in refusal for word in words), refusal
+    return None

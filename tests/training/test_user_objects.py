@@ -1,0 +1,599 @@
+"""Objects of the user keep their values: optimizers, losses, models, callbacks, global settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wdstrain as wt
+from tests.support.known_faults import known_fault
+from tests.support.small_runs import (
+    SMALL,
+    Linear,
+    Lines,
+    Stop,
+    last,
+    saved,
+    small_image,
+    two_classes,
+    unless_refused,
+)
+from wdstrain.cli import main
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """28 images of two classes for training, and 12 for validation."""
+    out = tmp_path_factory.mktemp("small") / "set"
+    return two_classes(out, split={"train": 0.6, "val": 0.4}, seed=1)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+Groups = list[dict[str, Any]]
+
+
+class Seen(wt.Callback):
+    """Records the values of an optimizer's groups after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[dict[str, Any]]] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.steps.append(
+            [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in trainer.optimizer.param_groups
+            ]
+        )
+
+    def values(self, name: str) -> set[Any]:
+        return {group[name] for step in self.steps for group in step}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        pytest.param(
+            lambda groups: torch.optim.SGD(groups, lr=1e-5),
+            "lr",
+            1e-5,
+            marks=known_fault("training/own_optimizer_lr_ignored"),
+        ),
+        pytest.param(
+            lambda groups: torch.optim.AdamW(groups, weight_decay=0.3),
+            "weight_decay",
+            {0.3, 0.0},
+            marks=known_fault("training/own_optimizer_lr_ignored"),
+        ),
+        pytest.param(
+            lambda groups: torch.optim.AdamW(groups, weight_decay=0.0),
+            "weight_decay",
+            0.0,
+            marks=known_fault("training/own_optimizer_lr_ignored"),
+        ),
+        (lambda groups: torch.optim.SGD(groups, lr=1e-3, momentum=0.7), "momentum", 0.7),
+        (lambda groups: torch.optim.AdamW(groups, betas=(0.5, 0.6)), "betas", (0.5, 0.6)),
+        (lambda groups: torch.optim.SGD(groups, lr=1e-3, nesterov=False), "nesterov", False),
+    ],
+    ids=["lr", "weight decay", "no weight decay", "momentum", "betas", "nesterov"],
+)
+def test_an_optimizer_keeps_the_values_that_its_function_gave(
+    shards: Path, tmp_path: Path, make: Callable[[Groups], Any], name: str, value: Any
+) -> None:
+    seen = Seen()
+    options = {**SMALL, "model": Linear, "callbacks": [seen]}
+    wt.train(shards, tmp_path / "run", optimizer=make, **options)
+    expected = value if isinstance(value, set) else {value}
+    assert seen.values(name) <= expected
+    assert value == seen.values(name) or not isinstance(value, set)
+
+
+@known_fault("training/own_optimizer_lr_ignored")
+@pytest.mark.parametrize(
+    ("option", "factors"), [({"backbone_lr": 0.1}, {0.1, 1.0}), ({"layer_decay": 0.5}, {0.5, 1.0})]
+)
+def test_factors_of_layers_scale_the_rate_of_a_given_optimizer(
+    shards: Path, tmp_path: Path, option: dict[str, float], factors: set[float]
+) -> None:
+    seen = Seen()
+
+    def run() -> wt.TrainResult:
+        options = {**SMALL, "model": TwoLayers, "callbacks": [seen], **option}
+        make = lambda groups: torch.optim.SGD(groups, lr=1e-5)  # noqa: E731
+        return wt.train(shards, tmp_path / "run", optimizer=make, **options)
+
+    if unless_refused(run, next(iter(option))):
+        assert {round(rate / 1e-5, 6) for rate in seen.values("lr")} == factors
+
+
+class TwoLayers(nn.Module):
+    """Linear layers, first and last."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(192, 4), nn.Linear(4, outputs)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(image.flatten(1)))
+
+
+@known_fault("training/own_optimizer_lr_ignored")
+def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path) -> None:
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return torch.optim.SGD(
+            [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:], "lr": 1e-5}]
+        )
+
+    seen = Seen()
+    options = {**SMALL, "model": Linear, "callbacks": [seen]}
+    wt.train(shards, tmp_path / "run", optimizer=make, **options)
+    assert [[group["lr"] for group in step] for step in seen.steps] == [[1e-3, 1e-5]] * 3
+
+
+@known_fault("training/own_optimizer_lr_ignored")
+def test_a_resumed_run_keeps_the_rate_of_its_optimizer(shards: Path, tmp_path: Path) -> None:
+    seen = Seen()
+    options = {**SMALL, "model": Linear, "epochs": 2}
+    options["optimizer"] = lambda groups: torch.optim.SGD(groups, lr=1e-5)
+    wt.train(shards, tmp_path / "run", callbacks=[Stop(0, 2)], **options)
+    run = wt.train(shards, tmp_path / "run", resume=True, callbacks=[seen], **options)
+    assert seen.values("lr") == {1e-5}
+    assert [line["lr"] for line in run.epochs] == [1e-5, 1e-5]
+
+
+# --- frozen parameters ----------------------------------------------------------------------------
+
+
+class PartlyFrozen(nn.Module):
+    """Three linear layers, the second of which its author froze."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.fixed = nn.Linear(192, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, outputs)
+        self.fixed.requires_grad_(False)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.last(self.fixed(self.first(image.flatten(1))))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ema": 0.5},
+        {"layer_decay": 0.5, "backbone_lr": 0.1},
+        pytest.param({"freeze": "first"}, marks=known_fault("training/freeze_thaws_own_frozen")),
+        pytest.param(
+            {"freeze": "first", "unfreeze_epoch": 1},
+            marks=known_fault("training/freeze_thaws_own_frozen"),
+        ),
+    ],
+    ids=str,
+)
+def test_parameters_that_a_model_froze_stay_as_they_are(
+    shards: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    wt.train(shards, tmp_path / "run", model=PartlyFrozen, **{**SMALL, "epochs": 2, **options})
+    trained, initial = saved(tmp_path / "run"), PartlyFrozen(1).state_dict()
+    assert torch.equal(trained["fixed.weight"], initial["fixed.weight"])
+    assert torch.equal(trained["fixed.bias"], initial["fixed.bias"])
+    assert not torch.equal(trained["last.weight"], initial["last.weight"])
+
+
+class Watched(nn.Module):
+    """A layer that can be frozen, and a layer beside it without parameters of its own."""
+
+    def __init__(self, outputs: int, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.layer, self.last = layer(), nn.Linear(4, outputs)
+        self.modes: list[bool] = []
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.modes.append(self.layer.training)
+        return self.last(self.layer(self.second(self.first(image))).mean((2, 3)))
+
+
+class Lerp(nn.Module):
+    """A layer that follows the mean of its inputs in a buffer, as an own normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(values.detach().mean(), 0.1)
+        return values - self.mean
+
+
+FREEZE = known_fault("training/freeze_stops_batch_norm_without_parameters")
+
+
+@pytest.mark.parametrize("unfreeze", [None, 1])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: nn.BatchNorm2d(4, affine=False), marks=FREEZE, id="batch norm"),
+        pytest.param(
+            lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+            marks=FREEZE,
+            id="instance norm",
+        ),
+        pytest.param(Lerp, marks=FREEZE, id="own"),
+        pytest.param(lambda: nn.Dropout(0.5), id="dropout"),
+        pytest.param(lambda: nn.BatchNorm2d(4), id="batch norm with parameters"),
+    ],
+)
+def test_freezing_one_layer_leaves_others_in_training_mode(
+    shards: Path, tmp_path: Path, layer: Callable[[], nn.Module], unfreeze: int | None
+) -> None:
+    models = []
+
+    def make(outputs: int) -> nn.Module:
+        models.append(Watched(outputs, layer))
+        return models[-1]
+
+    options = {**SMALL, "epochs": 2, "model": make, "freeze": "first"}
+    run = wt.train(shards, tmp_path / "run", unfreeze_epoch=unfreeze, **options)
+    assert isinstance(run.model, Watched)
+    assert run.model.modes[-6:] == [True] * 6
+
+
+# --- gradient checkpointing -----------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two linear layers, of which the first is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(192, 192), nn.Linear(192, 192)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.one(values))
+
+
+class Blocks(nn.Module):
+    """Two blocks, the first of which may be changed, and an output layer."""
+
+    def __init__(self, outputs: int, change: Callable[[Block], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.last = nn.Sequential(Block(), Block()), nn.Linear(192, outputs)
+        change(self.blocks[0])
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(image.flatten(1)))
+
+
+def own_forward(block: Block) -> None:
+    block.forward = block.two.forward
+
+
+def wrapped_forward(block: Block) -> None:
+    inner = block.forward
+    block.forward = lambda values: 2 * inner(values)
+
+
+def own_forward_of_the_class(block: Block) -> None:
+    block.__class__ = type("Doubled", (Block,), {"forward": lambda self, x: 2 * self.two(x)})
+
+
+GRAD = known_fault("training/grad_checkpointing_drops_own_forward")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(own_forward, marks=GRAD),
+        pytest.param(wrapped_forward, marks=GRAD),
+        own_forward_of_the_class,
+        lambda block: block.register_forward_hook(lambda module, args, out: 2 * out),
+        lambda block: block.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda block: nn.utils.parametrizations.weight_norm(block.one),
+        lambda block: setattr(block.drop, "p", 0.5),
+    ],
+    ids=["own", "wrapped", "class", "hook", "pre hook", "weight norm", "dropout"],
+)
+def test_gradient_checkpointing_trains_the_same_weights(
+    shards: Path, tmp_path: Path, change: Callable[[Block], object]
+) -> None:
+    weights = []
+    for name, checkpointing in (("plain", False), ("less", True)):
+        options = {**SMALL, "model": lambda outputs: Blocks(outputs, change), "lr": 0.01}
+        wt.train(shards, tmp_path / name, grad_checkpointing=checkpointing, **options)
+        weights.append(saved(tmp_path / name))
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, msg=key)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+class Temperature(nn.Module):
+    """Cross entropy with a scale to learn, and the number of its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        scores = outputs * self.scale * (1 + self.calls / 10)
+        return nn.functional.binary_cross_entropy_with_logits(scores[:, 0], target.float())
+
+
+STATE = known_fault("training/criterion_parameters_never_train")
+
+
+@STATE
+def test_parameters_of_a_loss_are_trained(shards: Path, tmp_path: Path) -> None:
+    loss = Temperature()
+    options = {**SMALL, "model": Linear, "optimizer": "sgd", "lr": 0.1, "momentum": 0.0}
+    wt.train(shards, tmp_path / "run", criterion=loss, **options)
+    assert loss.scale.item() != 1.0
+
+
+@STATE
+@pytest.mark.parametrize("frozen", [False, True], ids=["parameters", "buffers"])
+def test_a_loss_resumes_with_its_state(shards: Path, tmp_path: Path, frozen: bool) -> None:
+    """The run that was stopped goes on with a loss that was made anew, as a new process does."""
+    losses = [Temperature() for _ in range(3)]
+    for loss in losses:
+        loss.requires_grad_(not frozen)
+    options = {**SMALL, "model": Linear, "epochs": 2, "lr": 0.1}
+    wt.train(shards, tmp_path / "whole", criterion=losses[0], **options)
+    wt.train(shards, tmp_path / "run", criterion=losses[1], callbacks=[Stop(1, 1)], **options)
+    wt.train(shards, tmp_path / "run", criterion=losses[2], resume=True, **options)
+    for name, value in losses[0].state_dict().items():
+        torch.testing.assert_close(losses[2].state_dict()[name], value, msg=name)
+    for name, value in saved(tmp_path / "whole").items():
+        torch.testing.assert_close(saved(tmp_path / "run")[name], value, msg=name)
+
+
+class Counter(wt.Callback):
+    """Callback with state: the number of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@STATE
+def test_a_callback_resumes_with_its_state(shards: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "model": Linear, "epochs": 2}
+    counters = [Counter(), Counter()]
+    wt.train(shards, tmp_path / "run", callbacks=[counters[0], Stop(1, 1)], **options)
+    wt.train(shards, tmp_path / "run", callbacks=[counters[1]], resume=True, **options)
+    assert counters[1].steps == 6
+
+
+def large_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a loss that no loss of the package is near to."""
+    return 1000 + nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], target.float())
+
+
+LOST = known_fault("training/criterion_lost_on_resume")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(large_loss, None, marks=LOST),
+        pytest.param({"label": large_loss}, None, marks=LOST),
+        pytest.param(None, large_loss, marks=LOST),
+        (large_loss, large_loss),
+    ],
+    ids=["lost", "lost of a label", "new", "the same"],
+)
+def test_a_run_goes_on_with_its_loss_or_not_at_all(
+    shards: Path, tmp_path: Path, first: Any, then: Any
+) -> None:
+    options = {**SMALL, "model": Linear, "epochs": 2}
+    wt.train(shards, tmp_path / "run", criterion=first, callbacks=[Stop(0, 2)], **options)
+
+    def resume() -> wt.TrainResult:
+        return wt.train(shards, tmp_path / "run", criterion=then, resume=True, **options)
+
+    run = unless_refused(resume, "criterion")
+    if run is not None:
+        assert [line["loss"] > 900 for line in run.epochs] == [bool(first)] * 2
+
+
+@LOST
+def test_the_command_line_does_not_resume_a_run_with_a_loss_of_its_own(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {**SMALL, "epochs": 2}
+    wt.train(shards, tmp_path / "run", criterion=large_loss, callbacks=[Stop(0, 2)], **options)
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert "criterion" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_a_function_is_not_replaced_on_resume(shards: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "model": Linear, "epochs": 2}
+    make = torch.optim.SGD
+    wt.train(shards, tmp_path / "run", optimizer=make, callbacks=[Stop(0, 2)], **options)
+    with pytest.raises(wt.UsageError, match="optimizer"):
+        wt.train(shards, tmp_path / "run", resume=True, **options)
+
+
+# --- weights of an earlier run --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def earlier(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run of the model `small`, with a normalization of its own."""
+    out = tmp_path_factory.mktemp("runs") / "earlier"
+    wt.train(shards, out, **SMALL)
+    state = torch.load(last(out), weights_only=True)
+    state["inputs"].update(mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])
+    torch.save(state, out / "weights.pt")
+    return out / "weights.pt"
+
+
+@known_fault("training/weights_drop_normalization")
+def test_weights_of_a_run_bring_their_normalization(
+    shards: Path, earlier: Path, tmp_path: Path
+) -> None:
+    wt.train(shards, tmp_path / "run", weights=str(earlier), **SMALL)
+    inputs = torch.load(last(tmp_path / "run"), weights_only=True)["inputs"]
+    assert list(inputs["mean"]) == [0.5, 0.5, 0.5]
+    assert list(inputs["std"]) == [0.25, 0.25, 0.25]
+
+
+@known_fault("training/weights_drop_normalization")
+def test_weights_of_a_run_keep_the_meaning_of_their_classes(shards: Path, tmp_path: Path) -> None:
+    """The new set numbers the same classes in another order."""
+    wt.train(shards, tmp_path / "first", model=Linear, **SMALL)
+    state = torch.load(last(tmp_path / "first"), weights_only=True)
+    state["model"]["1.weight"].zero_()
+    state["model"]["1.bias"].fill_(5)  # each image is of the class b
+    torch.save(state, tmp_path / "b.pt")
+    other = tmp_path / "other"
+    samples = ({"png": small_image(i), "cls": int(i % 4 != 0)} for i in range(24))
+    wt.pack(samples, other, classes=["b", "a"])
+    lines = Lines()
+    options = {**SMALL, "model": Linear, "lr": 1e-30, "weight_decay": 0.0, "progress": lines}
+
+    def again() -> wt.TrainResult:
+        weights = str(tmp_path / "b.pt")
+        return wt.train(other, tmp_path / "run", val=other, weights=weights, **options)
+
+    run = unless_refused(again, "class")
+    if run is not None and "1.weight" not in lines.text:  # where it is named as new
+        assert run.val["accuracy"] == pytest.approx(1 / 4)
+
+
+TUTORIAL = known_fault("training/weights_of_tutorial_checkpoint", raises=wt.UsageError)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "epoch": 3},
+        lambda state: {"state_dict": state, "epoch": 3},
+        lambda state: {"state_dict": {f"model.{name}": value for name, value in state.items()}},
+        pytest.param(lambda state: {"model_state_dict": state, "epoch": 3}, marks=TUTORIAL),
+        pytest.param(
+            lambda state: {"state_dict": {f"net.{n}": value for n, value in state.items()}},
+            marks=TUTORIAL,
+        ),
+        pytest.param(lambda state: {"net": state, "optimizer": {}}, marks=TUTORIAL),
+    ],
+    ids=["plain", "model", "state_dict", "Lightning", "tutorial", "net.", "net"],
+)
+def test_weights_are_found_in_checkpoints_of_other_trainers(
+    shards: Path, tmp_path: Path, form: Callable[[dict[str, Any]], Any]
+) -> None:
+    torch.manual_seed(5)
+    state = Linear(1).state_dict()
+    torch.save(form(state), tmp_path / "w.pt")
+    options = {**SMALL, "lr": 1e-30, "weight_decay": 0.0, "model": Linear}
+    wt.train(shards, tmp_path / "run", weights=str(tmp_path / "w.pt"), **options)
+    torch.testing.assert_close(saved(tmp_path / "run"), state)
+
+
+# --- global settings and progress -----------------------------------------------------------------
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return the settings of torch that a program may have changed."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "only warned of": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "filled memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "precision": torch.get_float32_matmul_precision(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "anomalies": torch.is_anomaly_enabled(),
+    }
+
+
+MODE = known_fault("training/evaluate_changes_deterministic_mode")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param("train", marks=MODE),
+        pytest.param("train deterministic", marks=MODE),
+        pytest.param("evaluate", marks=MODE),
+        "predict",
+        "export",
+    ],
+)
+def test_settings_of_torch_are_the_same_after_a_call(
+    shards: Path, earlier: Path, tmp_path: Path, verb: str
+) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "train": lambda: wt.train(shards, tmp_path / "run", tf32=True, **SMALL),
+        "train deterministic": lambda: wt.train(
+            shards, tmp_path / "run", deterministic=True, **SMALL
+        ),
+        "evaluate": lambda: wt.evaluate(earlier, f"{shards}/val-*.tar"),
+        "predict": lambda: wt.predict(earlier, f"{shards}/val-*.tar", tmp_path / "p.csv"),
+        "export": lambda: wt.export(earlier, tmp_path / "m.pt2"),
+    }
+    before = torch_settings()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("medium")
+    try:
+        chosen = torch_settings()
+        calls[verb]()
+        assert torch_settings() == chosen
+    finally:
+        torch.use_deterministic_algorithms(before["deterministic"])
+        torch.backends.cudnn.benchmark = before["benchmark"]
+        torch.set_float32_matmul_precision(before["precision"])
+
+
+@known_fault("training/progress_false", raises=(AttributeError, TypeError))
+@pytest.mark.parametrize(
+    ("verb", "value"),
+    [
+        *((verb, value) for verb in ("train", "evaluate", "predict") for value in (False, True)),
+        ("train", "no"),
+        *((verb, True) for verb in ("pack", "convert_tars", "verify", "repair")),
+    ],
+)
+def test_a_progress_that_is_no_display_is_obeyed_or_refused_by_name(
+    shards: Path, earlier: Path, tmp_path: Path, verb: str, value: Any
+) -> None:
+    val, given = f"{shards}/val-*.tar", {"progress": value}
+    calls: dict[str, Callable[[], Any]] = {
+        "train": lambda: wt.train(shards, tmp_path / "run", **SMALL, **given),
+        "evaluate": lambda: wt.evaluate(earlier, val, **given),
+        "predict": lambda: wt.predict(earlier, val, tmp_path / "p.csv", **given),
+        "pack": lambda: two_classes(tmp_path / "set", count=4, **given),
+        "convert_tars": lambda: wt.convert_tars(val, tmp_path / "set", **given),
+        "verify": lambda: wt.verify(val, **given),
+        "repair": lambda: wt.repair(val, tmp_path / "set", **given),
+    }
+    unless_refused(calls[verb], "progress")
