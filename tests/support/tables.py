@@ -1,0 +1,70 @@
+"""Tables in every form that `convert_table` reads, and what conversions write."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pyarrow
+import pyarrow.parquet
+
+import wdstrain as wt
+from tests.conftest import picture
+
+FORMS = ("csv", "jsonl", "parquet", "frame")
+
+
+def attempt(convert: Callable[[], wt.Index]) -> wt.Index | str:
+    """Return the index of a conversion, or the message of its refusal."""
+    try:
+        return convert()
+    except wt.WdstrainError as error:
+        return str(error)
+
+
+def write_images(folder: Path, count: int) -> Path:
+    """Write <folder>/0.png, 1.png, ..., which all differ."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number}.png").write_bytes(picture(number, size=(4, 4)))
+    return folder
+
+
+def write_table(path: Path, form: str, **columns: list[Any]) -> Any:
+    """Write a table, and return what `convert_table` takes. path: without an extension."""
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    if form == "frame":
+        return pandas.DataFrame(columns)
+    path = path.with_name(f"{path.name}.{form}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([list(columns), *(row.values() for row in rows)])
+    return path
+
+
+def read_members(out: Path) -> dict[str, bytes]:
+    """Return {member name: bytes} of every shard of a folder, by tarfile."""
+    members: dict[str, bytes] = {}
+    for path in sorted(out.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                assert member.name not in members
+                members[member.name] = file.read()
+    return members
+
+
+def read_json(out: Path) -> list[dict[str, Any]]:
+    """Return the json field of every sample of a folder."""
+    return [json.loads(data) for name, data in read_members(out).items() if name.endswith(".json")]
