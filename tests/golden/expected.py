@@ -1,0 +1,108 @@
+"""The files of expected values, and the message of a test that finds another value.
+
+A file is a JSON object with an entry per name, in `expected/`. A test run only reads it.
+`tests.golden.rewrite` sets `rewriting`, and the same tests then write their values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "expected"
+
+# The trailer of a commit that changes each file.
+TRAILERS = {
+    "orders": "Order: breaking",
+    "conversions": "Format: breaking",
+    "json_keys": "Format: breaking",
+    "checkpoint_keys": "Checkpoint: breaking",
+    "images": "Format: breaking",
+}
+
+rewriting = False
+
+
+def check(file: str, name: str, value: Any) -> None:
+    """Check that a JSON-able value equals the entry `name` of a file, or write it there."""
+    entries = read(file)
+    if rewriting:
+        write(file, {**entries, name: value})
+        return
+    assert name in entries, f"{name!r} is missing in {file}.json. Add it: {command(file)}"
+    expected = entries[name]
+    assert value == expected, f"{name!r} changed: {difference(expected, value)}\n{advice(file)}"
+
+
+def check_names(file: str, names: Iterable[str]) -> None:
+    """Check that a file has these entries and no other, or delete the others."""
+    names, entries = list(names), read(file)
+    if rewriting:
+        write(file, {name: entries[name] for name in names if name in entries})
+        return
+    assert sorted(entries) == sorted(names), f"{file}.json has other entries. Run: {command(file)}"
+
+
+def advice(file: str) -> str:
+    """Return what the author of a change must do."""
+    return (
+        f"Users rely on this value. Mend the code, or make the change on purpose: a commit with the "
+        f"trailer `{TRAILERS[file]}` and its reason, in which {file}.json is written by: "
+        f"{command(file)}"
+    )
+
+
+def command(file: str) -> str:
+    return f"python -m tests.golden.rewrite {file}"
+
+
+def difference(expected: Any, value: Any) -> str:
+    """Return what differs, briefly: entries of an object or a list by themselves."""
+    if isinstance(expected, dict) and isinstance(value, dict):
+        names = [name for name in [*expected, *value] if expected.get(name) != value.get(name)]
+        return "; ".join(
+            f"{name} was {expected.get(name, 'absent')!r}, is {value.get(name, 'absent')!r}"
+            for name in dict.fromkeys(names)
+        )
+    if isinstance(expected, list) and isinstance(value, list):
+        gone = [item for item in expected if item not in value]
+        new = [item for item in value if item not in expected]
+        return f"removed {gone}, added {new}" if gone or new else f"was {expected}, is {value}"
+    return f"was {expected!r}, is {value!r}"
+
+
+def digest(data: bytes | str) -> str:
+    """Return the sha256 of bytes or text, cut to 128 bits."""
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:32]
+
+
+def key_paths(value: Any) -> list[str]:
+    """Return the paths of the keys of nested values, with the types of the leaves, sorted.
+
+    {"a": {"b": 1}, "c": [{"d": "x"}]} gives ["a.b: int", "c[].d: str"]. Items of a list share a
+    path. An empty list or object has its own type.
+    """
+    return sorted(set(_paths(value, "")))
+
+
+def _paths(value: Any, path: str) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        prefix = f"{path}." if path else ""
+        return [line for name, item in value.items() for line in _paths(item, f"{prefix}{name}")]
+    if isinstance(value, (list, tuple)) and len(value):
+        return [line for item in value for line in _paths(item, f"{path}[]")]
+    return [f"{path}: {type(value).__name__}"]
+
+
+def read(file: str) -> dict[str, Any]:
+    path = FOLDER / f"{file}.json"
+    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return entries
+
+
+def write(file: str, entries: Mapping[str, Any]) -> None:
+    text = json.dumps(entries, indent=1, ensure_ascii=False)
+    (FOLDER / f"{file}.json").write_text(text + "\n")
