@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_tar
+from tests.conftest import ROOT, write_tar
+from tests.support.known_faults import known_fault
 from wdstrain.errors import ShardError
 
 KINDS = ["Other", "Pants", "Shirts"]
@@ -122,6 +123,36 @@ def test_duckdb_opens_the_index(packed: Path) -> None:
     rows = duckdb.sql("select count(*) from opened where price >= 5 and kind = 'Pants'").fetchall()
     assert len(opened) == 40
     assert rows == [(6,)]
+
+
+@known_fault("core/duckdb_index")
+def test_programs_that_the_guides_name_open_the_index_file_as_written(packed: Path) -> None:
+    """A guide that names DuckDB shows the lines that work, or `from 'index.arrow'` does."""
+    pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
+    assert len(pandas.read_feather(packed / "index.arrow")) == 40
+    pages = [page.read_text() for page in (ROOT / "wdstrain" / "guides").glob("*.md")]
+    claims = [text for text in pages if "DuckDB" in text and "import duckdb" not in text]
+    try:
+        opens = bool(duckdb.sql(f"select * from '{packed / 'index.arrow'}'"))
+    except duckdb.Error:
+        opens = False
+    assert opens or not claims
+
+
+@known_fault("core/joined_pandas", raises=ValueError)
+@pytest.mark.parametrize("choice", ["key >= 'a'", "cls == 1"])
+def test_joined_sets_with_equal_shard_names_become_a_data_frame(
+    choice: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pandas")
+    for name in "ab":
+        samples = ({"__key__": f"{name}{n}", "cls": n % 2} for n in range(4))
+        wt.pack(samples, tmp_path / name, shuffle=False)
+    index = wt.open([tmp_path / "a", tmp_path / "b"]).where(choice)
+    numbers = range(4) if "key" in choice else (1, 3)
+    for frame in (index.to_pandas(), index.table.to_pandas()):
+        assert frame.key.tolist() == [f"{name}{n}" for name in "ab" for n in numbers]
+        assert all("train-000000.tar" in shard for shard in frame.shard)
 
 
 def test_a_label_named_like_another_column_keeps_its_values(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_tar
+from tests.conftest import picture, write_tar
+from tests.support.known_faults import known_fault
 
 KINDS = ["Other", "Pants", "Shirts"]
 ROWS: list[dict[str, Any]] = [
@@ -53,6 +57,12 @@ def index(packed: Path) -> wt.Index:
 
 def keys(index: wt.Index) -> list[str]:
     return index.keys(np.arange(len(index)))
+
+
+def entries(folder: Path, rows: Sequence[dict[str, Any]]) -> wt.Index:
+    """Return an index of samples k000, k001, ... whose json field has these entries."""
+    samples = [{"__key__": f"k{n:03d}", "json": row} for n, row in enumerate(rows)]
+    return wt.pack(samples, str(folder / "entries"), shuffle=False)
 
 
 Row = dict[str, Any]
@@ -317,3 +327,128 @@ def test_reading_a_damaged_sample_by_key_raises(packed: Path, tmp_path: Path) ->
     shard.write_bytes(data)
     with pytest.raises(wt.ShardError, match=r"bin of sample k030"):
         index["k030"]
+
+
+# --- columns of numbers ---------------------------------------------------------------------------
+
+LONG = [5, 2**62 + 1, 7, -(2**60)]  # float64 holds neither the second nor its neighbors
+_AS_FLOATS = known_fault("core/int64_with_float", raises=wt.UsageError)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("-id < 0", "id % 2 == 1", "id % 2.0 == 1", f"id == {2**62 + 1}", f"id < {2**62 + 1}"),
+        *(
+            pytest.param(condition, marks=_AS_FLOATS)
+            for condition in (
+                *("id > 6.5", "id == 7.0", "id != 7.0", "2.5 < id < 7.5", "id <= 1e30"),
+                *("id in [7.0, 5]", "id not in [7.0]", "id + 0.5 > 6", "id * 1.0 > 6"),
+                *("id / 2 > 3", "third < id", f"id > -{2**63}"),
+            )
+        ),
+    ],
+)
+def test_long_integers_are_compared_with_any_number(condition: str, tmp_path: Path) -> None:
+    index = entries(tmp_path, [{"id": number, "third": number / 3} for number in LONG])
+    expected = [
+        f"k{n:03d}"
+        for n, number in enumerate(LONG)
+        if eval(condition, {"id": number, "third": number / 3})
+    ]
+    assert keys(index.where(condition)) == expected
+
+
+ZEROS = [0.0, -0.0, 1.5, 2.5] * 4
+
+
+def _split_by(index: wt.Index) -> list[wt.Index]:
+    return [p for s in range(6) for p in index.split({"a": 0.5, "b": 0.5}, by="g", seed=s).values()]
+
+
+def _folds_by(index: wt.Index) -> list[wt.Index]:
+    return [
+        part for seed in range(6) for pair in index.folds(2, by="g", seed=seed) for part in pair
+    ]
+
+
+@known_fault("core/zero_groups")
+@pytest.mark.parametrize("divide", [_split_by, _folds_by])
+def test_zeros_of_either_sign_are_one_group(
+    divide: Callable[[wt.Index], list[wt.Index]], tmp_path: Path
+) -> None:
+    parts = divide(entries(tmp_path, [{"g": value} for value in ZEROS]))
+    values = [part.table["g"].to_pylist() for part in parts]
+    assert [set(a) & set(b) for a, b in zip(values[::2], values[1::2], strict=True)] == [set()] * (
+        len(values) // 2
+    )
+
+
+@known_fault("core/zero_groups")
+def test_zeros_of_either_sign_are_one_stratum(tmp_path: Path) -> None:
+    index = entries(tmp_path, [{"g": value} for value in (0.0, 1.5, -0.0, 2.5)])
+    parts = index.split({"a": 0.5, "b": 0.5}, stratify="g").values()
+    assert [part.table["g"].to_pylist().count(0.0) for part in parts] == [1, 1]
+
+
+@known_fault("core/zero_groups")
+def test_zeros_of_either_sign_are_balanced_as_one_class(tmp_path: Path) -> None:
+    index = entries(tmp_path, [{"g": value} for value in (0.0, -0.0, 1.5) * 10])
+    fields = {"g": wt.number("json", column="g")}
+    with closing(wt.Loader(index, fields, balance="g", batch_size=10)) as loader:
+        counts = Counter(v for batch in loader.epoch(0, until=1) for v in batch["g"].tolist())
+    assert counts == {0.0: 15, 1.5: 15}
+
+
+@known_fault("core/zero_groups")
+def test_zeros_of_either_sign_are_one_group_of_a_conversion(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(1))
+    table = pa.table({"image": ["a.png"] * 16, "g": ZEROS})
+    pq.write_table(table, tmp_path / "t.parquet")
+    options = {"image": "image", "group_by": "g", "split": {"a": 0.5, "b": 0.5}}
+    values = []
+    for seed in range(3):
+        out = tmp_path / f"out{seed}"
+        wt.convert_table(tmp_path / "t.parquet", out, label="g", seed=seed, **options)
+        values.append([set(wt.open(str(out / f"{s}-*.tar")).table["g"].to_pylist()) for s in "ab"])
+    assert [a & b for a, b in values] == [set()] * 3
+
+
+# --- names of columns -----------------------------------------------------------------------------
+
+MICRO, ANGSTROM, ACCENT, SQUARE = "width_\u00b5m", "\u212b", "e\u0301t", "x\u00b2y"
+_NORMALIZED = known_fault("core/micro_sign_column", raises=(AssertionError, wt.UsageError))
+
+
+@pytest.mark.parametrize("form", ["{} == 1", "json.{} == 1", "`{}` == 1", "json['{}'] == 1"])
+@pytest.mark.parametrize("names", [[MICRO], [ACCENT], ["\u00e9t", ACCENT], ["\u00c5", ANGSTROM]])
+def test_a_column_is_found_by_its_own_name(
+    names: list[str], form: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Python's grammar takes equivalent characters for one: names are compared as they are."""
+    if form in ("{} == 1", "json.{} == 1"):
+        request.applymarker(_NORMALIZED)
+    index = entries(tmp_path, [{name: n - i for i, name in enumerate(names)} for n in range(4)])
+    for i, name in enumerate(names):
+        assert keys(index.where(form.format(name))) == [f"k{1 + i:03d}"]
+
+
+@known_fault("core/micro_sign_column", raises=wt.UsageError)
+@pytest.mark.parametrize("name", [MICRO, ACCENT])
+def test_the_presence_of_a_value_is_found_by_the_own_name_of_a_column(
+    name: str, tmp_path: Path
+) -> None:
+    index = entries(tmp_path, [{name: 1}, {"other": 2}])
+    assert keys(index.where(f"has.{name}")) == ["k000"]
+
+
+@known_fault("core/micro_sign_column")
+@pytest.mark.parametrize("form", ["{} == 1", "json.{} == 1"])
+def test_a_name_that_the_grammar_does_not_allow_is_found_or_hinted_at(
+    form: str, tmp_path: Path
+) -> None:
+    index = entries(tmp_path, [{SQUARE: n} for n in range(4)])
+    try:
+        assert keys(index.where(form.format(SQUARE))) == ["k001"]
+    except wt.UsageError as error:
+        assert "backtick" in str(error) or f"`{SQUARE}`" in str(error)
