@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture, write_tar
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
 from wdstrain.errors import SampleError, UsageError
@@ -390,3 +393,99 @@ def test_a_region_of_the_size_of_the_whole_image_is_resized_from_intact_pixels(
         resize(full[top : top + height, left : left + width], expected)
         is_mirrored = draws[FLIP_DRAW] < 0.5
         assert np.array_equal(out, expected[:, ::-1] if is_mirrored else expected), number
+
+
+# Bytes behind a JPEG: the video of a motion photo with the marker of a scan among its bytes, a
+# second picture that was cut, zeros.
+_VIDEO = b"\0\0\0\x18ftypmp42" + bytes(20) + b"\xff\xda" + bytes(9)
+_TAILS = {"video": _VIDEO, "cut picture": picture(3, kind="JPEG")[:-20], "zeros": bytes(100)}
+_NO_END = {("CMYK", "video"), ("CMYK", "cut picture")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "tail"),
+    [
+        pytest.param(
+            mode,
+            tail,
+            marks=[known_fault("core/tars_and_fields_of_other_writers", raises=SampleError)]
+            if (mode, tail) in _NO_END
+            else [],
+        )
+        for mode in ("RGB", "L", "CMYK")
+        for tail in _TAILS
+    ],
+)
+def test_bytes_behind_the_end_of_a_jpeg_are_ignored(mode: str, tail: str) -> None:
+    data = encoded(Image.open(io.BytesIO(picture(7))).convert(mode), "JPEG")
+    assert np.array_equal(decode_image(data + _TAILS[tail]), decode_image(data))
+
+
+def _saved_array(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@known_fault("core/tars_and_fields_of_other_writers")
+@pytest.mark.parametrize(
+    ("field", "data"),
+    [
+        (wt.json("json.gz"), b'{"n": 3}'),
+        (wt.number("json.gz", column="n"), b'{"n": 3}'),
+        (wt.text("txt.gz"), b"three"),
+        (wt.label("cls.gz"), b"3"),
+        (wt.number("cls.gz"), b"3.5"),
+        (wt.array("npy.gz"), _saved_array(np.arange(3))),
+        (wt.image("png.gz", size=8), picture(3)),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, bytes) else "",
+)
+def test_a_gzipped_field_is_read_or_named_gzip(field: Any, data: bytes, tmp_path: Path) -> None:
+    """webdataset writes and decodes fields such as json.gz."""
+    name, plain = field.names[0], field.names[0].removesuffix(".gz")
+    pack = [(f"k{n}", {name: gzip.compress(data), plain: data}) for n in range(2)]
+    write_tar(tmp_path / "a.tar", pack)
+
+    def values() -> Any:
+        with closing(wt.Loader(tmp_path / "a.tar", {"x": field}, batch_size=2)) as loader:
+            return next(iter(loader))["x"]
+
+    outcome = result_or_refusal(values)
+    assert not isinstance(outcome, str) or "gzip" in outcome
+
+
+def _gray(kind: str) -> bytes:
+    levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+    arrays = {"16 bits": levels * 16, "12 of 16 bits": levels, "32 bits": levels.astype(np.int32)}
+    arrays["floats up to 1"] = (levels / 4095).astype(np.float32)
+    return encoded(Image.fromarray(arrays[kind]), "TIFF" if kind[0] in "3f" else "PNG")
+
+
+_FEW_LEVELS = known_fault("core/tars_and_fields_of_other_writers")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "16 bits",
+        pytest.param("12 of 16 bits", marks=_FEW_LEVELS),
+        pytest.param("32 bits", marks=_FEW_LEVELS),
+        pytest.param("floats up to 1", marks=_FEW_LEVELS),
+    ],
+)
+def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An image of 4096 levels becomes more than 16 of 256, or the loader says what is lost."""
+    ending = "tif" if kind[0] in "3f" else "png"
+    write_tar(tmp_path / "a.tar", [("k", {ending: _gray(kind)})])
+
+    def levels() -> int:
+        with closing(wt.Loader(tmp_path / "a.tar", {"x": wt.image(size=64)}, batch_size=1)) as it:
+            return len(np.unique(next(iter(it))["x"]))
+
+    outcome = result_or_refusal(levels)
+    said = [record.getMessage() for record in caplog.records if "scanned" not in record.msg]
+    told = [outcome] if isinstance(outcome, str) else said
+    assert (isinstance(outcome, int) and outcome > 200) or any("bit" in text for text in told)

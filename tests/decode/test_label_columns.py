@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow
+from tests.support.known_faults import known_fault
 
 NAMES = ["cat", "dog", "emu"]
 
@@ -240,3 +242,23 @@ def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path)
         assert sorted(filter(None, index.table["kind"].to_pylist())) == ["cat", "dog"]
         assert index.table["kind"].null_count == 3
         assert len(index.where("kind == 'dog'")) == 1
+
+
+@known_fault("core/tars_and_fields_of_other_writers", raises=wt.WdstrainError)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"where": "label == 1"}, {"balance": "label"}])
+def test_a_loader_of_columns_reads_no_shard(
+    options: dict[str, Any], num_workers: int, tmp_path: Path
+) -> None:
+    """A class and a number of the index are delivered though the shards are gone."""
+    rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
+    index = wt.pack(rows, tmp_path / "out", shuffle=False)
+    fields = {"label": wt.label("cls"), "angle": wt.number("json", column="angle")}
+    more = {"shuffle": False, "num_workers": num_workers, **options}
+    with closing(wt.Loader(index, fields, batch_size=4, **more)) as loader:
+        for shard in index.shards:
+            Path(shard.path).unlink()
+        for batch in loader.epoch(0, until=1):
+            numbers = [int(key[1:]) for key in batch["__key__"]]
+            assert batch["label"].tolist() == [n % 2 for n in numbers]
+            assert batch["angle"].tolist() == [n / 2 for n in numbers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 
 # Classes 0 to 3, in colors of which no mixture is another class color.
 COLORS = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 255]], np.uint8)
@@ -133,3 +136,119 @@ def test_data_that_is_not_a_mask_is_a_bad_sample() -> None:
 def test_policies_that_masks_cannot_follow_are_refused(augment: str) -> None:
     with pytest.raises(wt.UsageError, match="masks would not follow"):
         wt.mask(size=8, augment=augment)
+
+
+def _netpbm(kind: str, largest: int, numbers: npt.NDArray[Any]) -> bytes:
+    """Return a gray image of the kinds P1, P2 (text), P4, P5 (binary)."""
+    height, width = numbers.shape
+    head = f"{kind}\n{width} {height}\n" + (f"{largest}\n" if kind in ("P2", "P5") else "")
+    if kind in ("P1", "P2"):
+        return f"{head}{' '.join(map(str, numbers.flat))}\n".encode()
+    if kind == "P4":
+        return head.encode() + np.packbits(numbers.astype(np.uint8), axis=1).tobytes()
+    return head.encode() + numbers.astype(np.uint8 if largest < 256 else ">u2").tobytes()
+
+
+def _tiff(bits: int, photometric: int, numbers: npt.NDArray[Any]) -> bytes:
+    """Return a gray TIFF of 2, 4 or 8 bits. photometric: 0 shows 0 as white, 1 as black."""
+    height, width = numbers.shape
+    flags = (numbers[..., None].astype(int) >> np.arange(bits - 1, -1, -1)) & 1
+    data = np.packbits(flags.reshape(height, -1).astype(np.uint8), axis=1).tobytes()
+    values = {256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8}
+    values |= {277: 1, 278: height, 279: len(data)}
+    padded = data + bytes(len(data) % 2)
+    file = struct.pack("<2sHI", b"II", 42, 8 + len(padded)) + padded
+    file += struct.pack("<H", len(values))
+    return (
+        file + b"".join(struct.pack("<HHII", *(t, 4, 1, v)) for t, v in values.items()) + bytes(4)
+    )
+
+
+def _numbers(classes: int) -> npt.NDArray[np.int64]:
+    """Class numbers 0 to classes - 1, int64[3, 8]."""
+    return np.arange(24).reshape(3, 8)[:, ::-1] * (classes - 1) // 23
+
+
+_STRETCHED = known_fault("core/mask_values")
+
+
+@pytest.mark.parametrize(
+    ("classes", "encode"),
+    [
+        pytest.param(256, lambda numbers: _netpbm("P5", 255, numbers), id="PGM of 255"),
+        pytest.param(256, lambda numbers: _netpbm("P2", 255, numbers), id="text PGM of 255"),
+        pytest.param(300, lambda numbers: _netpbm("P5", 65535, numbers), id="PGM of 65535"),
+        pytest.param(2, lambda numbers: _tiff(1, 1, numbers), id="TIFF of 1 bit"),
+        pytest.param(256, lambda numbers: _tiff(8, 1, numbers), id="TIFF of 8 bits"),
+        *(
+            pytest.param(classes, encode, id=name, marks=_STRETCHED)
+            for name, classes, encode in (
+                ("PGM of 1", 2, lambda numbers: _netpbm("P5", 1, numbers)),
+                ("PGM of 20", 21, lambda numbers: _netpbm("P5", 20, numbers)),
+                ("text PGM of 20", 21, lambda numbers: _netpbm("P2", 20, numbers)),
+                ("PGM of 254", 255, lambda numbers: _netpbm("P5", 254, numbers)),
+                ("PGM of 300", 301, lambda numbers: _netpbm("P5", 300, numbers)),
+                ("PBM", 2, lambda numbers: _netpbm("P4", 1, numbers)),
+                ("text PBM", 2, lambda numbers: _netpbm("P1", 1, numbers)),
+                ("TIFF of 2 bits", 4, lambda numbers: _tiff(2, 1, numbers)),
+                ("TIFF of 4 bits", 16, lambda numbers: _tiff(4, 1, numbers)),
+                ("TIFF whose 0 is white", 256, lambda numbers: _tiff(8, 0, numbers)),
+                ("TIFF of 1 bit whose 0 is white", 2, lambda numbers: _tiff(1, 0, numbers)),
+            )
+        ),
+    ],
+)
+def test_stored_class_numbers_are_delivered_or_refused(classes: int, encode: Any) -> None:
+    """Viewers stretch gray values of few levels to 0 to 255, and show 0 as white; masks do not."""
+    numbers = _numbers(classes)
+    outcome = result_or_refusal(lambda: _read(encode(numbers)))
+    assert isinstance(outcome, str) or np.array_equal(outcome, numbers)
+
+
+@known_fault("core/mask_values")
+def test_a_mask_of_a_lossy_format_is_refused_or_exact() -> None:
+    numbers = np.random.default_rng(0).integers(0, 20, (16, 16)).astype(np.uint8)
+    outcome = result_or_refusal(lambda: _read(png(numbers, kind="AVIF")))
+    assert isinstance(outcome, str) or np.array_equal(outcome, numbers)
+
+
+def _places(side: int, most: float) -> npt.NDArray[np.uint8]:
+    """A square whose pixels hold their column. uint8[side, side], 0 to most."""
+    return np.tile(((np.arange(side) + 0.5) * most / side).astype(np.uint8), (side, 1))
+
+
+@pytest.mark.parametrize(
+    ("second", "side"),
+    [
+        pytest.param(wt.mask, 64, id="mask of the same size"),
+        pytest.param(wt.image, 64, id="image of the same size"),
+        pytest.param(wt.mask, 32, id="smaller mask", marks=known_fault("core/mask_other_size")),
+        pytest.param(wt.mask, 100, id="larger mask", marks=known_fault("core/mask_other_size")),
+        pytest.param(wt.image, 32, id="smaller image", marks=known_fault("core/mask_other_size")),
+    ],
+)
+def test_fields_of_other_sizes_get_the_same_crop(second: Any, side: int, tmp_path: Path) -> None:
+    """A mask of half the size of its image shows the same share of it, or is refused."""
+    files = {"png": png(_places(64, 256)), "mask.png": png(_places(side, side))}
+    if second is wt.image:
+        files["mask.png"] = png(_places(side, 256))
+    wt.pack(({"__key__": f"k{n:03d}", **files} for n in range(400)), tmp_path / "out")
+    crop: dict[str, Any] = {"size": 16, "augment": "rrc", "scale": (0.5, 1.0)}
+    fields = {"image": wt.image("png", **crop), "second": second("mask.png", **crop)}
+
+    def distances() -> npt.NDArray[np.float64]:
+        """Largest distance of the columns that the two fields of a sample show, as a share."""
+        rows = []
+        with closing(wt.Loader(tmp_path / "out", fields, batch_size=100)) as loader:
+            for batch in loader.epoch(0, until=1):
+                shown = batch["second"] if second is wt.mask else batch["second"][:, 0]
+                places = (shown[:, 8].numpy() + 0.5) / (side if second is wt.mask else 256)
+                distance = np.abs(batch["image"][:, 0, 8].numpy() / 256 - places)
+                rows.append(distance[:, 1:-1].max(1))
+        return np.concatenate(rows)
+
+    outcome = result_or_refusal(distances)
+    if isinstance(outcome, str):
+        assert "size" in outcome
+    else:
+        assert (outcome > 0.06).sum() == 0

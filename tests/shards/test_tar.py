@@ -12,6 +12,8 @@ import webdataset
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.tar import SkippedMembers, samples, split_name
 from wdstrain.shards.tar_headers import header
@@ -235,6 +237,16 @@ def test_a_shard_with_zeroed_blocks_or_joined_tars_is_refused(odd: Path, tmp_pat
         ],
         ["-b 64 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 64 -Af t.tar x.tar"],
         ["-cf t.tar a.bin", "-rf t.tar b.bin c.bin"],
+        *(
+            pytest.param(commands, marks=known_fault("core/tar_blocking_factor", raises=ShardError))
+            for commands in (
+                ["-b 41 -cf t.tar a.bin b.bin c.bin"],
+                ["-b 63 -cf t.tar a.bin b.bin c.bin"],
+                ["-b 100 -cf t.tar a.bin b.bin c.bin"],
+                ["-b 63 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 63 -Af t.tar x.tar"],
+                ["-b 63 -cf t.tar a.bin", "-b 100 -rf t.tar b.bin c.bin"],
+            )
+        ),
     ],
     ids=lambda commands: "; ".join(commands),
 )
@@ -280,3 +292,62 @@ def test_concatenated_tars_with_zeros_between_them_are_refused(tmp_path: Path) -
         wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples
         for name in ("joined.tar", "a.tar")
     ] == [2, 3]
+
+
+_MEMBERS = [header(f"{n}.cls", 1) + b"1" + bytes(511) for n in range(4)]
+_WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(_WHOLE + bytes(1 << 20), id="a megabyte of zeros at the end"),
+        pytest.param(_WHOLE + _ZEROS * 2 + b"x" * 512, id="bytes after the end"),
+        pytest.param(_MEMBERS[0] + _ZEROS * 2 + _WHOLE[1024:] + _ZEROS * 2, id="joined"),
+        *(
+            pytest.param(data, id=name, marks=known_fault("core/hint_of_tar_without_end"))
+            for name, data in {
+                "no end": _WHOLE,
+                "padding of the last member cut": _WHOLE[:-300],
+                "one zero block": _WHOLE + _ZEROS,
+                "end marker cut": _WHOLE + _ZEROS + bytes(188),
+                "bytes instead of an end": _WHOLE + b"x" * 512,
+                "zero block between members": _MEMBERS[0] + _ZEROS + _WHOLE[1024:] + _ZEROS * 2,
+            }.items()
+        ),
+    ],
+)
+def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
+    data: bytes, tmp_path: Path
+) -> None:
+    """To copy such a file again gives the same file; `wdstrain repair` saves every sample."""
+    path = tmp_path / "shard.tar"
+    path.write_bytes(data)
+    assert wt.repair(path, tmp_path / "repaired").samples == 4
+    outcome = result_or_refusal(lambda: len(wt.open(path)))
+    assert outcome == 4 or "wdstrain repair" in str(outcome)
+
+
+@known_fault("core/tars_and_fields_of_other_writers")
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE], ids=["hard", "symbolic"])
+@pytest.mark.parametrize("has_label", [True, False])
+def test_a_file_stored_as_a_link_is_read_or_named(
+    has_label: bool, kind: bytes, tmp_path: Path
+) -> None:
+    """Tar stores the second name of a hard-linked file as a link: its sample must keep the file."""
+    path, red = tmp_path / "a.tar", picture(1)
+    with tarfile.open(path, "w") as tar:
+        for key in "ab":
+            info = tarfile.TarInfo(f"{key}.png")
+            info.size = len(red)
+            if key == "b":
+                info.size, info.type, info.linkname = 0, kind, "a.png"
+            tar.addfile(info, io.BytesIO(red))
+            if has_label:
+                info = tarfile.TarInfo(f"{key}.cls")
+                info.size = 1
+                tar.addfile(info, io.BytesIO(b"1"))
+    index = wt.open(path)
+    images = [index[number].get("png") for number in range(len(index))]
+    findings = [finding.reason for finding in wt.verify(path).findings]
+    assert images == [red, red] or any("link" in reason for reason in findings)
