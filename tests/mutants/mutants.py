@@ -1,0 +1,730 @@
+"""The mutants: one-token faults in code that decides about data, and the tests that should see them.
+
+A mutant is (name, old text, new text) below its module. The old text occurs exactly once in the
+module. No mutant is equivalent to the package as it is: each changes a value, an order or a refusal
+that somebody can see. A module that is rebuilt gets new mutants of the same kinds: comparisons,
+limits, signs, dropped checks, dropped words of a key, wrong axes and wrong variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+KILLED_LIST = Path(__file__).parent / "killed.txt"
+
+PACKAGES = (
+    *("order", "shards", "storage", "reader", "decode", "loader", "conversion", "training"),
+)
+
+# Arguments of pytest for the mutants of a package, the sharpest and quickest first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "order": (
+        "tests/golden/test_orders.py",
+        "tests/order",
+        "tests/oracle/test_loading.py",
+        "tests/loader/test_positions.py",
+        "tests/loader/test_loader.py",
+    ),
+    "shards": (
+        "tests/shards",
+        "tests/oracle/test_loading.py",
+        "tests/oracle/test_converting.py",
+        "tests/loader/test_selection.py",
+        "tests/inspection",
+        "tests/fuzz",
+        "tests/robustness/test_hostile.py",
+    ),
+    "storage": (
+        "tests/storage/test_shard_cache.py",
+        "tests/storage/test_replaced_shards.py",
+        "tests/storage/test_http.py",
+        "tests/storage/test_io_pool.py",
+        "tests/oracle/test_loading.py",
+        "tests/storage/test_object_store.py",
+        "tests/fuzz",
+    ),
+    "reader": (
+        "tests/reader",
+        "tests/memory",
+        "tests/oracle/test_loading.py",
+        "tests/loader/test_loader.py",
+        "tests/loader/test_positions.py",
+    ),
+    "decode": (
+        "tests/decode",
+        "tests/oracle/test_loading.py",
+        "tests/fuzz",
+    ),
+    "loader": (
+        "tests/oracle/test_loading.py",
+        "tests/loader/test_positions.py",
+        "tests/loader/test_selection.py",
+        "tests/loader/test_device.py",
+        "tests/loader/test_gpu_augment.py",
+        "tests/loader/test_loader.py",
+        "tests/order/test_mixture.py",
+        "tests/loader/test_webdataset.py",
+        "tests/loader/test_distributed.py",
+    ),
+    "conversion": (
+        "tests/golden/test_conversions.py",
+        "tests/oracle/test_converting.py",
+        "tests/conversion/test_packing.py",
+        "tests/conversion/test_sources.py",
+        "tests/conversion/test_tables.py",
+        "tests/conversion/test_converting.py",
+        "tests/conversion/test_table_options.py",
+        "tests/conversion/test_drawn_tables.py",
+        "tests/conversion/test_changing_sets.py",
+        "tests/conversion/test_archives.py",
+    ),
+    "training": (
+        "tests/training/test_arithmetic.py",
+        "tests/training/test_scores.py",
+        "tests/training/test_plain_loop.py",
+        "tests/training/test_training.py",
+        "tests/training/test_outcomes.py",
+        "tests/training/test_data.py",
+        "tests/training/test_inputs.py",
+        "tests/training/test_objects.py",
+        "tests/training/test_segmentation.py",
+        "tests/training/test_trained.py",
+        "tests/training/test_resuming.py",
+    ),
+}
+
+# Tests of one module that run before those of its package.
+FIRST: dict[str, str] = {
+    "order/mixture.py": "tests/order/test_mixture.py",
+    "order/weighted_plan.py": "tests/order/test_weighted_plan.py",
+    "shards/selection.py": "tests/shards/test_selection.py",
+    "shards/index_table.py": "tests/shards/test_index_table.py",
+    "storage/http.py": "tests/storage/test_http.py",
+    "storage/http_response.py": "tests/storage/test_http.py",
+    "decode/masks.py": "tests/decode/test_masks.py",
+    "decode/label_columns.py": "tests/decode/test_label_columns.py",
+    "loader/gpu_augment.py": "tests/loader/test_gpu_augment.py",
+    "loader/gpu_mixing.py": "tests/loader/test_gpu_augment.py",
+    "loader/planning.py": "tests/loader/test_selection.py",
+    "loader/mixture.py": "tests/order/test_mixture.py",
+}
+
+# Why a mutant is not killed, by its full name.
+REASONS: dict[str, str] = {}
+
+_CHANGES: dict[str, list[tuple[str, str, str]]] = {
+    # --- order ---
+    "order/plan.py": [
+        ("lent-step", "step == self.steps - 2", "step == self.steps - 3"),
+        ("due-of-padding", "step[position == count - 1]", "step[position == count]"),
+        (
+            "resume-place",
+            "min(self.span(lane, step)[0], last)",
+            "min(self.span(lane, step)[1], last)",
+        ),
+        ("hole-edge", "(line >= self._hole)", "(line > self._hole)"),
+        ("shards-each-epoch", '"shards", self.seed, self.epoch', '"shards", self.seed'),
+        ("hole-anywhere", "% (kept + 1)", "% kept"),
+        (
+            "first-step-edge",
+            "places < plan.samples_per_step_per_lane",
+            "places <= plan.samples_per_step_per_lane",
+        ),
+        ("jitter-of-lane", "plan.seed, plan.epoch, lane)", "plan.seed, plan.epoch, 0)"),
+        ("repeats-all-lanes", "return int(all(_ends_early", "return int(any(_ends_early"),
+    ],
+    "order/mixture.py": [
+        ("window-rounds", "round(window * share)", "int(window * share)"),
+        ("seed-of-source", 'key("source", seed, name)', 'key("source", name)'),
+        ("due-edge", 'position, side="right") - 1', 'position, side="left") - 1'),
+        ("last-step-fits", "* self.lane_count <= total", "* self.lane_count < total"),
+        (
+            "deadline-rounds-up",
+            "(-(-(taken[source] + 1) * turns // quotas[source]), source)",
+            "((taken[source] + 1) * turns // quotas[source], source)",
+        ),
+    ],
+    "order/weighted_plan.py": [
+        ("draw-each-epoch", '"occurrences", self.seed, self.epoch', '"occurrences", self.seed'),
+        (
+            "draws-of-occurrence",
+            "return ids + numbers * len(self.weights)",
+            "return ids + numbers * 0",
+        ),
+        (
+            "strata-first",
+            "np.lexsort((random, self.strata[fractional]))",
+            "np.lexsort((self.strata[fractional], random))",
+        ),
+    ],
+    "order/rng.py": [
+        ("words-separated", '"\\x1f".join(', '"".join('),
+    ],
+    # --- shards ---
+    "shards/columns.py": [
+        ("whole-or-number", "if match[1] or match[2]", "if match[1] and match[2]"),
+        (
+            "classes-alike",
+            "if len(same) > 1 and len(named) > 1:",
+            "if len(same) > 1 and len(named) > 2:",
+        ),
+        (
+            "class-number-below",
+            "is_number = text.isdecimal() and int(text) < len(classes)",
+            "is_number = text.isdecimal() and int(text) <= len(classes)",
+        ),
+    ],
+    "shards/expressions.py": [
+        ("chain-of-comparisons", "left = right\n", "left = left\n"),
+        (
+            "zero-is-false",
+            "bool(len(self)) and self.number != 0",
+            "bool(len(self)) or self.number != 0",
+        ),
+    ],
+    "shards/offsets.py": [
+        (
+            "join-checksums",
+            "if any(len(part.member_crc) for part in parts):",
+            "if all(len(part.member_crc) for part in parts):",
+        ),
+        ("keys-not-ascii", "letters.max() < 128", "letters.max() < 256"),
+    ],
+    "shards/index_table.py": [
+        ("field-inside-end", "(size > high - offset)", "(size > high - low)"),
+        (
+            "order-of-members",
+            "(offset[:, 1:] < offset[:, :-1]).any()",
+            "(offset[:, 1:] < offset[:, :-1]).all()",
+        ),
+        (
+            "overlap-refused",
+            "(start[1:] < stop[:-1])[same_shard].any()",
+            "(start[1:] < stop[:-1])[same_shard].all()",
+        ),
+    ],
+    "shards/resolve.py": [
+        (
+            "newer-by-any-time",
+            "max(shard.st_mtime_ns, shard.st_ctime_ns)",
+            "min(shard.st_mtime_ns, shard.st_ctime_ns)",
+        ),
+    ],
+    "shards/selection.py": [
+        ("sample-seed", '"sample", seed), kind', '"sample"), kind'),
+        ("share-left", "share / left", "share * left"),
+        ("largest-lack", "lacking.index(max(lacking))", "lacking.index(min(lacking))"),
+    ],
+    "shards/header_scans.py": [
+        (
+            "state-of-shard",
+            "status.st_size == shard.bytes and is_state",
+            "status.st_size == shard.bytes or is_state",
+        ),
+    ],
+    "shards/index_io.py": [
+        ("identity-of-table", "if identity != wanted.encode():", "if identity is None:"),
+    ],
+    "shards/tar.py": [
+        ("adjacent-fields", "if key in seen_keys:", "if key == seen_keys:"),
+        (
+            "second-end-block",
+            "or bytes(read(offset, 2 * BLOCK)) != END",
+            "and bytes(read(offset, 2 * BLOCK)) != END",
+        ),
+    ],
+    # --- storage ---
+    "storage/http.py": [
+        ("if-match", 'headers["If-Match"] = tag', 'headers["If-None-Match"] = tag'),
+        ("size-of-object", "total not in (None, self._size)", "total not in (None, total)"),
+        (
+            "response-of-process",
+            "response.process == os.getpid()\n",
+            "response.process <= os.getpid()\n",
+        ),
+        ("missing-page", "is_page and urlsplit(address)", "is_page or urlsplit(address)"),
+    ],
+    "storage/http_response.py": [
+        (
+            "range-begins",
+            "match is None or int(match[1]) != requested",
+            "match is None or int(match[1]) > requested",
+        ),
+        (
+            "weak-etag",
+            'version.startswith(("W/", _MODIFIED))',
+            'version.startswith(("w/", _MODIFIED))',
+        ),
+        (
+            "fresh-time",
+            "if age.total_seconds() > 1 else None",
+            "if age.total_seconds() >= 0 else None",
+        ),
+    ],
+    "storage/block_map.py": [
+        (
+            "blocks-round-up",
+            "self.count = -(-size // self.block_size)",
+            "self.count = size // self.block_size",
+        ),
+        (
+            "map-of-boot",
+            "os.pread(self._fd, len(_header()), self._size) == _header()",
+            "os.pread(self._fd, len(_header()), self._size) != b''",
+        ),
+    ],
+    "storage/shard_cache.py": [
+        (
+            "checksum-of-shard",
+            "if self._shard.sha256 and self._digest() != self._shard.sha256:",
+            "if not self._shard.sha256 and self._digest() != self._shard.sha256:",
+        ),
+        ("needs-identity", "not (shard.sha256 or shard.tag)", "not (shard.sha256 or shard.path)"),
+        ("valid-part", "file.whole or (file.partial and", "file.whole or (file.partial or"),
+    ],
+    "storage/cache_folder.py": [
+        ("least-recent-first", "sorted(cached):", "sorted(cached, reverse=True):"),
+        (
+            "path-of-version",
+            "[shard.path, shard.tag, str(shard.bytes)]",
+            "[shard.path, str(shard.bytes)]",
+        ),
+        ("limit-holds", "return total + size <= self.limit", "return total <= self.limit"),
+    ],
+    "storage/local.py": [
+        ("state-of-file", "now[0] == then[0] and (", "now[0] == then[0] or ("),
+    ],
+    "storage/prefetch.py": [
+        (
+            "changed-object",
+            "versions.setdefault(file.path, file.tag) != file.tag",
+            "versions.setdefault(file.path, file.tag) is None",
+        ),
+    ],
+    # --- reader ---
+    "reader/blocks.py": [
+        (
+            "valid-rows",
+            "np.arange(begin, end) < plan.lane_samples(lane)",
+            "np.arange(begin, end) <= plan.lane_samples(lane)",
+        ),
+        (
+            "break-between-shards",
+            "(np.diff(index.shard_of(ids)) != 0) | (gaps < 0)",
+            "(np.diff(index.shard_of(ids)) < 0) | (gaps < 0)",
+        ),
+        ("break-backwards", "!= 0) | (gaps < 0) | (gaps > GAP)", "!= 0) | (gaps > GAP)"),
+        ("row-of-lane", "lanes.index(lane) * share\n", "lanes.index(lane)\n"),
+        (
+            "short-steps",
+            "max(0, plan.steps - 2), plan.steps)",
+            "max(0, plan.steps - 1), plan.steps)",
+        ),
+    ],
+    "reader/lane.py": [
+        (
+            "most-needed",
+            "self.needed = max(self.needed, steps.needed[number])",
+            "self.needed = min(self.needed, steps.needed[number])",
+        ),
+        (
+            "cache-filled",
+            "not (read.is_last and self.stream.filling)",
+            "not (read.is_last or self.stream.filling)",
+        ),
+    ],
+    "reader/run_state.py": [
+        ("first-failed", "failed[0] <= batch_number", "failed[0] == batch_number"),
+        (
+            "room",
+            "lane.begun < lane.needed or self._held",
+            "lane.begun < lane.needed and self._held",
+        ),
+    ],
+    "reader/arena_sink.py": [
+        (
+            "checksums-differ",
+            "(self.job.checksums != self._expected) & (self._expected != 0)",
+            "(self.job.checksums > self._expected) & (self._expected != 0)",
+        ),
+        (
+            "replaced-remote",
+            "if not self._index.needs_headers(samples.shard):",
+            "if self._index.needs_headers(samples.shard):",
+        ),
+    ],
+    "reader/slot_sink.py": [
+        (
+            "suspect-numbers",
+            "(checksums[:, k, 1] != scatter.crc[:, k])",
+            "(checksums[:, k, 0] != scatter.crc[:, k])",
+        ),
+    ],
+    "reader/direct_fields.py": [
+        ("same-fields", "if (kinds != kinds[0]).any():", "if (kinds != kinds[0]).all():"),
+        (
+            "bytes-before",
+            "(positions > direct.member) * direct.row",
+            "(positions >= direct.member) * direct.row",
+        ),
+    ],
+    # --- decode ---
+    "decode/codecs.py": [
+        ("box-of-stored", "left = width - left - w if", "left = height - left - w if"),
+        (
+            "end-marker",
+            'raw.rfind(b"\\xff\\xd9") < raw.rfind(b"\\xff\\xda")',
+            'raw.find(b"\\xff\\xd9") < raw.find(b"\\xff\\xda")',
+        ),
+        ("mask-depth", "if depth in (2, 4) else numbers", "if depth in (1, 4) else numbers"),
+        ("scans-counted", 'scans += marker[1] == b"\\xda"', 'scans = marker[1] == b"\\xda"'),
+    ],
+    "decode/transforms.py": [
+        (
+            "crop-edge",
+            "if 0 < w <= width and 0 < h <= height:",
+            "if 0 < w < width and 0 < h < height:",
+        ),
+        (
+            "crop-top",
+            "top = int(draws[_TOP_DRAW] * (height - h + 1))",
+            "top = int(draws[_TOP_DRAW] * (height - h))",
+        ),
+        (
+            "narrow-crop",
+            "min(max(width / height, ratio[0]), ratio[1])",
+            "max(max(width / height, ratio[0]), ratio[1])",
+        ),
+    ],
+    "decode/masks.py": [
+        ("mask-flip", "draws[FLIP_DRAW] < 0.5", "draws[FLIP_DRAW] > 0.5"),
+        ("nearest-center", "+ 1) * stored) // (2 * wanted)", ") * stored) // (2 * wanted)"),
+    ],
+    "decode/decoder.py": [
+        ("draws-each-epoch", '"sample", seed, task.epoch)', '"sample", seed, 0)'),
+    ],
+    "decode/label_fields.py": [
+        (
+            "class-below-count",
+            "if number < 0 or (classes and number >= len(classes)):",
+            "if number < 0 or (classes and number > len(classes)):",
+        ),
+        (
+            "whole-number",
+            "isinstance(value, float) and number != value",
+            "isinstance(value, float) and number > value",
+        ),
+        ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
+        (
+            "name-before-number",
+            "if self.column is not None or not is_number:",
+            "if self.column is not None and not is_number:",
+        ),
+    ],
+    "decode/label_columns.py": [
+        (
+            "nulls-need-bytes",
+            "or not len(column) or column.values.null_count:",
+            "or not len(column):",
+        ),
+    ],
+    # --- loader ---
+    "loader/batch_assembly.py": [
+        ("bad-of-padding", "if batch.valid[bad.row]:", "if not batch.valid[bad.row]:"),
+        ("source-edge", 'ids, side="right") - 1', 'ids, side="left") - 1'),
+        ("marked-label", "rows[torch.from_numpy(~own)] = 0", "rows[torch.from_numpy(own)] = 0"),
+        (
+            "keys-of-substitutes",
+            "if result.bad else pending.keys[:rows]",
+            "if not result.bad else pending.keys[:rows]",
+        ),
+    ],
+    "loader/epoch.py": [
+        (
+            "bad-of-epoch",
+            "self._bad if taken.position[1] else 0",
+            "self._bad if taken.position else 0",
+        ),
+        (
+            "errors-of-epoch",
+            "self._bad > self._max_errors * self._epoch_samples",
+            "self._bad > self._max_errors * self._expected",
+        ),
+    ],
+    "loader/loader.py": [
+        ("state-of-rank", "!= (self.rank, self.world_size):", "!= (self.world_size, self.rank):"),
+    ],
+    "loader/session.py": [
+        (
+            "epoch-kept",
+            "if self._requested is None or self._requested.epoch != epoch:",
+            "if self._requested is None or self._requested.epoch == epoch:",
+        ),
+    ],
+    "loader/planning.py": [
+        ("data-in-identity", '"data": self.index.fingerprint,', '"data": len(self.index),'),
+        (
+            "balance-by-class",
+            "(len(strata) / len(counts) / counts)[strata]",
+            "(len(strata) / len(counts) / counts)[strata - 1]",
+        ),
+        (
+            "weights-of-chosen",
+            "values if ids is None else values[ids]",
+            "values if ids is None else values[: len(ids)]",
+        ),
+        (
+            "weights-valid",
+            "(np.isfinite(values) & (values >= 0))",
+            "(np.isfinite(values) | (values >= 0))",
+        ),
+    ],
+    "loader/mixture.py": [
+        (
+            "weights-in-order",
+            "_exact(weights[name]) for name in indexes",
+            "_exact(weights[name]) for name in weights",
+        ),
+    ],
+    "loader/gpu_augment.py": [
+        ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
+        ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
+    ],
+    "loader/gpu_mixing.py": [
+        ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),
+        ("mixed-with", "others = pixels.roll(1, 0)", "others = pixels.roll(-1, 0)"),
+    ],
+    "loader/shard_samples.py": [
+        (
+            "shuffle-each-epoch",
+            'random.Random(f"{self._seed}/{epoch}")',
+            'random.Random(f"{self._seed}/0")',
+        ),
+    ],
+    "loader/task_blocks.py": [
+        (
+            "checksum-known",
+            "unverified[row] & (expected != 0)",
+            "unverified[row] & (expected == 0)",
+        ),
+    ],
+    # --- conversion ---
+    "conversion/shard_plan.py": [
+        (
+            "shuffled-by-rank",
+            'np.argsort(meta.rank, kind="stable") if options.shuffle',
+            'np.argsort(meta.side, kind="stable") if options.shuffle',
+        ),
+        ("shard-is-full", 'filled + most, side="right"', 'filled + most, side="left"'),
+        (
+            "largest-shards-divided",
+            "max((total[i] / shards[i], -i)",
+            "min((total[i] / shards[i], -i)",
+        ),
+        (
+            "largest-remainder",
+            "most = np.argsort(-remainder, axis=1",
+            "most = np.argsort(remainder, axis=1",
+        ),
+        ("group-by-error", "int(np.argmin(change))", "int(np.argmax(change))"),
+        (
+            "side-of-class",
+            "np.lexsort((meta.side[order], strata))",
+            "np.lexsort((meta.rank[order], strata))",
+        ),
+    ],
+    "conversion/external_shuffle.py": [
+        (
+            "case-of-keys",
+            "self._folds.append(self._hashes.of(key.casefold()))",
+            "self._folds.append(self._hashes.of(key))",
+        ),
+        (
+            "identity-of-seed",
+            "        options.seed,\n        options.shuffle,",
+            "        0,\n        options.shuffle,",
+        ),
+    ],
+    "conversion/label_values.py": [
+        (
+            "numbers-of-classes",
+            "distinct[0] >= 0 and distinct[-1]",
+            "distinct[0] > 0 and distinct[-1]",
+        ),
+    ],
+    "conversion/label_kinds.py": [
+        ("negative-numbers", "if negative - {-1}:", "if negative == {-1}:"),
+    ],
+    "conversion/images.py": [
+        (
+            "shorter-side",
+            "factor = side / min(width, height)",
+            "factor = side / max(width, height)",
+        ),
+        (
+            "small-enough",
+            "small = self.resize is None or min(size) <= self.resize",
+            "small = self.resize is None or max(size) <= self.resize",
+        ),
+        ("turned-jpeg", 'fast=kind == "JPEG" and upright', 'fast=kind == "JPEG" or upright'),
+    ],
+    "conversion/append.py": [
+        (
+            "class-order",
+            "old.classes[: len(new.classes)] == new.classes",
+            "old.classes[: len(new.classes)] <= new.classes",
+        ),
+        ("keys-unique", "if key.casefold() in known]", "if key in known]"),
+        ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),
+    ],
+    "conversion/remove.py": [
+        (
+            "only-named-shards",
+            "matching(index, where) & allowed",
+            "matching(index, where) | allowed",
+        ),
+    ],
+    "conversion/sources/table.py": [
+        (
+            "group-is-column",
+            'return f"{column}={text}" if text else ""',
+            'return f"{column}={text}"',
+        ),
+    ],
+    "conversion/sources/table_columns.py": [
+        (
+            "same-spelling",
+            "first.setdefault(value, text) != text",
+            "first.setdefault(value, text) is None",
+        ),
+    ],
+    # --- training ---
+    "training/optim.py": [
+        ("plateau-patience", "if waited == patience:", "if waited == patience + 1:"),
+        ("no-decay-of-vectors", "if parameter.ndim > 1\n", "if parameter.ndim >= 1\n"),
+        (
+            "decay-of-layers",
+            "(len(depths) - depths[blocks[name]])",
+            "(len(depths) - 1 - depths[blocks[name]])",
+        ),
+        (
+            "ema-warms-up",
+            "decay = min(self._decay, (1 + step) / (10 + step))",
+            "decay = max(self._decay, (1 + step) / (10 + step))",
+        ),
+    ],
+    "training/train_step.py": [
+        ("mean-of-group", "losses.mean() / group)", "losses.mean())"),
+        ("seed-of-rank", "state.step, self._distributed.rank))", "state.step, 0))"),
+        (
+            "update-of-epoch",
+            "update = state.epoch * self._updates",
+            "update = state.epoch * run.steps",
+        ),
+        ("unfreeze-epoch", "run.position.epoch >= first", "run.position.epoch > first"),
+    ],
+    "training/metrics.py": [
+        (
+            "error-is-minimized",
+            '_MINIMIZED = ("loss", "mse", "mae", "ece")',
+            '_MINIMIZED = ("loss", "mae", "ece")',
+        ),
+        (
+            "least-improvement",
+            "value > best + min_delta if maximize",
+            "value >= best + min_delta if maximize",
+        ),
+        (
+            "patience-ends",
+            "if not 0 < self._config.patience <= since_best:",
+            "if not 0 < self._config.patience < since_best:",
+        ),
+    ],
+    "training/head_metrics.py": [
+        (
+            "ranks-half",
+            "below = without.cumsum(1) - without / 2",
+            "below = without.cumsum(1) - without",
+        ),
+        ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
+        ("variance-of-labels", "/ count - mean_offset**2)", "/ count - mean_offset)"),
+    ],
+    "training/epoch_sums.py": [
+        (
+            "best-resets",
+            'self.best, self.since_best = metrics.get("val"), 0',
+            'self.best, self.since_best = metrics.get("val"), 1',
+        ),
+    ],
+    "training/run_state.py": [
+        (
+            "raw-weights",
+            'checkpoint.get("raw", checkpoint["model"])',
+            'checkpoint.get("model", checkpoint["model"])',
+        ),
+        (
+            "validation-same",
+            'if checkpoint["val"] != val:',
+            'if checkpoint["val"] != checkpoint["val"]:',
+        ),
+        (
+            "finite-loss",
+            "if not math.isfinite(loss) or not is_sound:",
+            "if not math.isfinite(loss) and not is_sound:",
+        ),
+    ],
+    "training/trainer.py": [
+        (
+            "validated-weights",
+            '"val": (self.run.scored_model, "validating")',
+            '"val": (self.run.model, "validating")',
+        ),
+    ],
+    "training/weights.py": [
+        ("frozen-norms", "if has_state and not any(", "if has_state or not any("),
+    ],
+    "training/data.py": [
+        ("fold-number", "seed=config.seed))[part - 1]", "seed=config.seed))[part - 2]"),
+        ("batch-of-processes", "config.batch_size // distributed.size,", "config.batch_size,"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `old` becomes `new` in a module, a path below `wdstrain`.
+
+    tests: arguments of pytest that run before those of the package. reason: why it survives.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition("/")[0]
+
+
+def _mutant(module: str, name: str, old: str, new: str) -> Mutant:
+    full = f"{module.partition('/')[0]}/{name}"
+    tests = (FIRST[module],) if module in FIRST else ()
+    return Mutant(full, module, old, new, tests, REASONS.get(full, ""))
+
+
+MUTANTS = [_mutant(module, *change) for module, changes in _CHANGES.items() for change in changes]
+
+
+def recorded() -> set[str]:
+    """Return the names of the mutants that the last recorded runs killed."""
+    return set(KILLED_LIST.read_text().split()) if KILLED_LIST.exists() else set()
+
+
+def write_recorded(names: set[str]) -> None:
+    """Write the names of killed mutants; names of mutants that no longer exist are dropped."""
+    known = [mutant.name for mutant in MUTANTS]
+    KILLED_LIST.write_text("".join(f"{name}\n" for name in sorted(names & set(known))))
