@@ -1,0 +1,619 @@
+"""What a run says of itself is true: best epoch, learning rate, small numbers, NaN, checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import wdstrain as wt
+from tests.support.known_faults import known_fault
+from tests.support.small_runs import (
+    SMALL,
+    Constant,
+    Linear,
+    Lines,
+    Stop,
+    last,
+    saved,
+    small_image,
+    two_classes,
+    unless_refused,
+)
+from wdstrain.cli import main
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """28 images of two classes for training, and 12 for validation."""
+    out = tmp_path_factory.mktemp("small") / "set"
+    return two_classes(out, split={"train": 0.6, "val": 0.4}, seed=1)
+
+
+def numbers(out: Path, values: Sequence[float], name: str = "y") -> Path:
+    """Write a set of small images with the label `name`, and return its folder."""
+    samples = (
+        {"__key__": f"k{i:03d}", "png": small_image(i), "json": {name: value}}
+        for i, value in enumerate(values)
+    )
+    wt.pack(samples, out, labels=[wt.Label(name, "number", "json", name)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 images with the number 0 or 1 as label y."""
+    return numbers(tmp_path_factory.mktemp("numbers") / "set", [i % 2 for i in range(16)])
+
+
+class Bias(wt.Callback):
+    """Callback that gives the model `Constant` these outputs, by epoch."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.model.bias.data[:] = self._values[trainer.state.epoch]
+
+
+STILL: dict[str, Any] = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay": 0.0}
+
+# --- the best epoch -------------------------------------------------------------------------------
+
+DIRECTION = known_fault("training/own_error_metric_best_is_worst")
+FALLING = (6.0, 3.0, 1.0, 0.0)  # outputs whose error falls in each epoch
+
+
+def rmse() -> dict[str, Any]:
+    return {"rmse": torchmetrics.MeanSquaredError(squared=False)}
+
+
+@DIRECTION
+def test_the_best_epoch_by_an_error_metric_has_the_least_error(
+    halves: Path, tmp_path: Path
+) -> None:
+    lines = Lines()
+    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], "progress": lines}
+    options |= {"metrics": rmse(), "monitor": "rmse"}
+    run = wt.train(halves, tmp_path / "run", val=halves, **options)
+    seen = [line["val"]["rmse"] for line in run.epochs]
+    assert seen[0] > 2 * seen[-1]
+    assert run.best is not None
+    assert run.best["rmse"] == min(seen)
+    assert "best.pt is of epoch 4" in lines.text
+    assert "lowest" in lines.text
+
+
+@DIRECTION
+@pytest.mark.parametrize(
+    "option", [{"patience": 1}, {"schedule": "plateau", "plateau_epochs": 1}], ids=str
+)
+def test_a_falling_error_metric_is_an_improvement(
+    halves: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], **option}
+    run = wt.train(halves, tmp_path / "run", val=halves, metrics=rmse(), monitor="rmse", **options)
+    assert [line["lr"] for line in run.epochs] == [1e-12] * 4
+
+
+@DIRECTION
+def test_the_direction_of_a_metric_holds_for_one_of_several_labels(tmp_path: Path) -> None:
+    labels = [wt.Label(name, "number", "json", name) for name in "xy"]
+    samples = ({"png": small_image(i), "json": {"x": i % 2, "y": i % 2}} for i in range(16))
+    wt.pack(samples, tmp_path / "set", labels=labels)
+    options = {**STILL, "epochs": 4, "label": "x,y", "callbacks": [Bias(FALLING)]}
+    options |= {"metrics": {"y/rmse": rmse()["rmse"]}, "monitor": "y/rmse"}
+    run = wt.train(tmp_path / "set", tmp_path / "run", val=tmp_path / "set", **options)
+    assert run.best is not None
+    assert run.best["y/rmse"] == min(line["val"]["y/rmse"] for line in run.epochs)
+
+
+class Undirected(torchmetrics.MeanSquaredError):
+    """A metric that does not say whether more of it is better."""
+
+    higher_is_better = None
+
+
+@known_fault("training/own_error_metric_best_is_worst", raises=pytest.fail.Exception)
+def test_a_metric_without_a_direction_is_refused_as_the_monitor(
+    halves: Path, tmp_path: Path
+) -> None:
+    options = {**STILL, "metrics": {"odd": Undirected()}, "monitor": "odd"}
+    with pytest.raises(wt.UsageError, match="odd.*(min|max)"):
+        wt.train(halves, tmp_path / "run", val=halves, **options)
+
+
+def test_a_metric_of_which_more_is_better_keeps_its_direction(halves: Path, tmp_path: Path) -> None:
+    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], "monitor": "r2"}
+    run = wt.train(
+        halves, tmp_path / "run", val=halves, metrics={"r2": torchmetrics.R2Score()}, **options
+    )
+    assert run.best is not None
+    assert run.best["r2"] == max(line["val"]["r2"] for line in run.epochs)
+
+
+class Threshold(torch.nn.Module):
+    """A model that predicts the second class for images darker than a limit."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return (self.bias - image.mean((1, 2, 3)))[:, None]
+
+
+@pytest.fixture(scope="module")
+def grays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 gray images, from black to white; 38 are of the class b."""
+    out = tmp_path_factory.mktemp("grays") / "set"
+    samples = []
+    for i in range(40):
+        buffer = io.BytesIO()
+        Image.fromarray(np.full((8, 8, 3), 6 * i, np.uint8)).save(buffer, "PNG")
+        samples.append({"__key__": f"k{i:02d}", "png": buffer.getvalue(), "cls": int(i < 38)})
+    wt.pack(samples, out, classes=["a", "b"])
+    return out
+
+
+@pytest.mark.parametrize(
+    "min_delta", [0.0, pytest.param(0.2, marks=known_fault("training/min_delta_best"))]
+)
+def test_the_best_checkpoint_has_the_best_metric_of_all_epochs(
+    grays: Path, tmp_path: Path, min_delta: float
+) -> None:
+    """The least improvement that counts for patience does not choose the checkpoint."""
+    lines = Lines()
+    options = {**SMALL, "model": Threshold, "lr": 1e-12, "epochs": 3, "progress": lines}
+    options |= {"min_delta": min_delta, "patience": 3, "callbacks": [Bias((0.5, 0.8, 1.0))]}
+    run = wt.train(grays, tmp_path / "run", val=grays, **options)
+    seen = [line["val"]["accuracy"] for line in run.epochs]
+    assert seen[0] < seen[1] < seen[2] < seen[0] + 0.2
+    assert run.best is not None
+    assert run.best["accuracy"] == seen[2]
+    best = wt.evaluate(last(tmp_path / "run").with_name("best.pt"), grays, model=Threshold)[1]
+    assert best["accuracy"] == seen[2]
+    assert "best.pt is of epoch 3" in lines.text
+    assert "best.pt is of epoch 3" in (tmp_path / "run" / "report.html").read_text()
+
+
+@known_fault("training/min_delta_best")
+def test_the_least_error_is_kept_with_min_delta(halves: Path, tmp_path: Path) -> None:
+    options = {**STILL, "epochs": 4, "min_delta": 100.0, "patience": 9}
+    run = wt.train(halves, tmp_path / "run", val=halves, callbacks=[Bias(FALLING)], **options)
+    assert run.best is not None
+    assert run.best["mse"] == min(line["val"]["mse"] for line in run.epochs)
+
+
+@pytest.mark.parametrize(("min_delta", "epochs"), [(0.0, 4), (100.0, 3)])
+def test_improvements_below_min_delta_do_not_count_for_patience(
+    halves: Path, tmp_path: Path, min_delta: float, epochs: int
+) -> None:
+    options = {**STILL, "epochs": 4, "min_delta": min_delta, "patience": 2}
+    run = wt.train(halves, tmp_path / "run", val=halves, callbacks=[Bias(FALLING)], **options)
+    assert len(run.epochs) == epochs
+
+
+# --- the learning rate ----------------------------------------------------------------------------
+
+RATE = known_fault("training/lr_log_shows_backbone")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        pytest.param({"backbone_lr": 0.1}, marks=RATE),
+        pytest.param({"layer_decay": 0.5}, marks=RATE),
+        {"freeze": "backbone", "backbone_lr": 0.1},
+    ],
+    ids=str,
+)
+def test_the_learning_rate_in_all_logs_is_the_one_of_the_run(
+    shards: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    out = tmp_path / "run"
+    run = wt.train(shards, out, lr=0.01, **{**SMALL, **option})
+    assert run.epochs[0]["lr"] == pytest.approx(0.01)
+    for name in ("metrics.jsonl", "steps.jsonl"):
+        for line in (out / name).read_text().splitlines():
+            assert json.loads(line)["lr"] == pytest.approx(0.01), name
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert {round(event.value, 6) for event in events.Scalars("step/lr")} == {0.01}
+
+
+# --- numbers in words -----------------------------------------------------------------------------
+
+FIGURE = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        1.0,
+        pytest.param(1e-4, marks=known_fault("training/small_numbers_are_zero")),
+        pytest.param(1e-12, marks=known_fault("training/small_numbers_are_zero")),
+        pytest.param(1e9, marks=known_fault("training/small_numbers_are_zero")),
+    ],
+)
+def test_errors_are_printed_with_a_few_significant_digits(
+    tmp_path: Path, scale: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = numbers(tmp_path / "set", [scale * (1 + i % 3) for i in range(16)])
+    lines, out = Lines(), tmp_path / "run"
+    run = wt.train(shards, out, val=shards, **{**STILL, "progress": lines, "epochs": 2})
+    mse = run.val["mse"]
+    words = ["evaluate", str(last(out)), str(shards), "--device", "cpu"]
+    assert main([*words, "--model", "tests.support.small_runs:Constant"]) == 0
+    page = re.sub("(?s)<(style|svg).*?</\\1>|<[^>]*>", " ", (out / "report.html").read_text())
+    for text in (lines.text, capsys.readouterr().out, page):
+        values = re.findall(rf"mse {FIGURE}", " ".join(text.split()))
+        assert values
+        for value in values:
+            assert float(value) == pytest.approx(mse, rel=0.02, abs=0)
+            assert len(value) <= 12
+
+
+# --- NaN ------------------------------------------------------------------------------------------
+
+
+class Broken(torch.nn.Module):
+    """A linear model whose first output of a batch is NaN outside of training."""
+
+    def __init__(self, outputs: int, value: float = torch.nan) -> None:
+        super().__init__()
+        self.layer, self.value = torch.nn.Linear(192, outputs), value
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(image.flatten(1))
+        if self.training:
+            return outputs
+        is_first = torch.arange(len(outputs), device=outputs.device)[:, None] == 0
+        return torch.where(is_first, self.value, outputs)
+
+
+NAN = known_fault("training/nan_validation_crash", raises=RuntimeError)
+KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
+    "binary": (wt.Label("y", "class", "json", "y", ("a", "b")), lambda i: "ab"[i % 2]),
+    "class": (wt.Label("y", "class", "json", "y", ("a", "b", "c")), lambda i: "abc"[i % 3]),
+    "multi": (wt.Label("y", "multi", "json", "y", ("a", "b")), lambda i: ["a", "b"][i % 3 :]),
+    "number": (wt.Label("y", "number", "json", "y"), lambda i: i % 5),
+}
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns a set of 16 images with a label y of a kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+
+    def find(kind: str) -> Path:
+        if not (folder / kind).exists():
+            label, value = KINDS[kind]
+            samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
+            wt.pack(samples, folder / kind, labels=[label])
+        return folder / kind
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("binary", marks=NAN),
+        pytest.param("class", marks=NAN),
+        "multi",
+        "number",
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_nan_in_validation_is_an_error_of_the_package_or_a_metric(
+    labeled: Callable[[str], Path], tmp_path: Path, kind: str, verb: str
+) -> None:
+    shards, out = labeled(kind), tmp_path / "run"
+    try:
+        if verb == "train":
+            metrics = wt.train(shards, out, val=shards, model=Broken, **SMALL).val
+        else:
+            wt.train(shards, out, model=Broken, **SMALL)
+            metrics = wt.evaluate(last(out), shards, model=Broken)[1]
+    except wt.WdstrainError as error:
+        reason = str(error)
+    else:
+        reason = f"loss {metrics['loss']}"
+    assert re.search("NaN|nan|not finite", reason)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("binary", marks=known_fault("training/nan_validation_crash")),
+        pytest.param("class", marks=known_fault("training/nan_validation_crash")),
+        "multi",
+        "number",
+    ],
+)
+def test_nan_in_a_prediction_is_not_written_as_a_class(
+    labeled: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    shards, out = labeled(kind), tmp_path / "run"
+    wt.train(shards, out, model=Broken, **SMALL)
+    wt.predict(last(out), shards, tmp_path / "p.csv", model=Broken)
+    names, *rows = [line.split(",") for line in (tmp_path / "p.csv").read_text().splitlines()]
+    bad = [row for i, row in enumerate(rows) if i % 8 == 0]
+    for row in bad:
+        cells = dict(zip(names, row, strict=True))
+        assert cells["error"] or cells["y"] in ("", "nan")
+
+
+# --- two remedies for rare classes ----------------------------------------------------------------
+
+
+@known_fault("training/balance_and_class_weights_twice")
+@pytest.mark.parametrize("kind", ["binary", "class"])
+def test_balance_and_class_weights_do_not_correct_the_same_twice(tmp_path: Path, kind: str) -> None:
+    """A model without input learns the share of each class in the loss."""
+    classes = ["usual", "rare", "other"][: 2 if kind == "binary" else 3]
+    numbers_ = [0] * 60 + [1] * 12 + ([2] * 60 if kind == "class" else [])
+    samples = ({"png": small_image(i), "cls": number} for i, number in enumerate(numbers_))
+    wt.pack(samples, tmp_path / "set", classes=classes)
+    options = {**SMALL, "model": Constant, "epochs": 12, "lr": 0.1, "weight_decay": 0.0}
+
+    def both() -> wt.TrainResult:
+        options["balance"] = "label"
+        return wt.train(tmp_path / "set", tmp_path / "r", class_weights="balanced", **options)
+
+    if unless_refused(both, "balance", "class_weights"):
+        bias = saved(tmp_path / "r")["bias"]
+        share = bias.sigmoid()[0] if kind == "binary" else bias.softmax(0)[1]
+        assert float(share) == pytest.approx(1 / len(classes), abs=0.12)
+
+
+# --- selections -----------------------------------------------------------------------------------
+
+WHERE = known_fault("training/classes_without_samples_by_where")
+
+
+@pytest.fixture(scope="module")
+def tens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 images for training and 20 for validation, of ten classes."""
+    out = tmp_path_factory.mktemp("ten") / "set"
+    samples = (
+        {"__key__": f"k{i:02d}", "png": small_image(i), "cls": i % 10, "json": {"n": i}}
+        for i in range(60)
+    )
+    wt.pack(samples, out, classes=list("abcdefghij"), split={"train": 0.65, "val": 0.35})
+    return out
+
+
+@WHERE
+def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
+    tens: Path, tmp_path: Path
+) -> None:
+    outputs = []
+    for number, classes in enumerate(({}, {"classes": "a,b,c"})):
+        options = {**SMALL, "where": "label in ['a', 'b', 'c']", "model": Linear, **classes}
+        out = tmp_path / f"run{number}"
+        if unless_refused(lambda: wt.train(tens, out, **options), "classes"):  # noqa: B023
+            outputs.append(len(saved(out)["1.bias"]))
+    assert 3 in outputs
+
+
+def test_weights_of_classes_come_from_the_selected_samples(tens: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "where": "label in ['a', 'b', 'c']", "class_weights": "balanced"}
+    run = wt.train(tens, tmp_path / "run", **options)
+    assert np.isfinite(run.val["loss"])
+    assert run.epochs[0]["samples"] + run.epochs[0]["left_out"] <= 3 * 6
+
+
+def test_folds_divide_the_selected_samples(tens: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "batch_size": 1, "where": "n < 30"}
+    sizes = []
+    for part in (1, 2, 3):
+        out = tmp_path / str(part)
+        run = wt.train([f"{tens}/train-*.tar"], out, fold=f"{part}/3", model=Linear, **options)
+        sizes.append((run.epochs[0]["samples"], int(run.val["samples"])))
+    whole = len(wt.open([f"{tens}/train-*.tar"]).where("n < 30"))
+    assert [sum(pair) for pair in sizes] == [whole] * 3
+    assert sum(val for _, val in sizes) == whole
+
+
+# --- bad samples and a resume ---------------------------------------------------------------------
+
+RESUMED = known_fault("training/resume_forgets_bad_samples")
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of two classes; every tenth cannot be read."""
+    out = tmp_path_factory.mktemp("spoiled") / "set"
+    samples = [
+        {"__key__": f"k{i:02d}", "png": small_image(i), "cls": i % 2, "json": {"n": i}}
+        for i in range(60)
+    ]
+    for i in range(0, 60, 10):
+        samples[i]["png"] = b"\x89PNG\r\n\x1a\n no image"
+    wt.pack(samples, out, classes=["a", "b"])
+    return out
+
+
+def outcome(shards: Path, out: Path, stops: Sequence[int], **options: Any) -> str | int:
+    """Return the bad samples of a run that is stopped after these steps and resumed; or its error."""
+    options = {**SMALL, "batch_size": 6, "model": Linear, "on_error": "replace", **options}
+    try:
+        for number, step in enumerate([*stops, 999]):
+            resume = {"resume": number > 0, "callbacks": [Stop(0, step)]}
+            run = wt.train(shards, out, **resume, **options)
+    except wt.WdstrainError as error:
+        return type(error).__name__
+    return int(run.epochs[0]["bad"])
+
+
+@pytest.mark.parametrize(
+    ("stops", "options"),
+    [
+        ((3,), {"max_errors": 0.2}),
+        ((3, 6), {"max_errors": 0.2}),
+        pytest.param((3, 6), {"max_errors": 0.06}, marks=RESUMED),
+        pytest.param((5,), {"max_errors": 0.06}, marks=RESUMED),
+        ((3, 6), {"max_errors": 0.2, "limit_train_batches": 8}),
+        ((2, 4), {"max_errors": 0.2, "accumulate": 2}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_counts_bad_samples_as_an_undisturbed_one(
+    spoiled: Path, tmp_path: Path, stops: Sequence[int], options: dict[str, Any]
+) -> None:
+    whole = outcome(spoiled, tmp_path / "whole", (), **options)
+    assert outcome(spoiled, tmp_path / "run", stops, **options) == whole
+
+
+def test_patience_goes_on_after_a_resume(halves: Path, tmp_path: Path) -> None:
+    options = {**STILL, "epochs": 6, "patience": 3}
+    ends = []
+    for name, stop in (("whole", []), ("run", [Stop(2, 1)])):
+        wt.train(halves, tmp_path / name, val=halves, callbacks=stop, **options)
+        run = wt.train(halves, tmp_path / name, val=halves, resume=True, **options)
+        ends.append(len(run.epochs))
+    assert ends == [4, 4]
+
+
+# --- files of a run -------------------------------------------------------------------------------
+
+
+def flip_bits(path: Path, member: str) -> None:
+    """Change ten bytes of the largest member of a checkpoint whose name has this part."""
+    with zipfile.ZipFile(path) as file:
+        members = [entry for entry in file.infolist() if member in entry.filename]
+        entry = max(members, key=lambda one: one.file_size)
+    data = bytearray(path.read_bytes())
+    lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
+    begin = entry.header_offset + 30 + sum(np.frombuffer(lengths, "<u2").tolist())
+    for place in range(begin + 3, begin + 43, 4):  # the highest bytes of float32
+        data[place] ^= 2
+    path.write_bytes(data)
+
+
+def changed(*reasons: type[BaseException]) -> pytest.MarkDecorator:
+    return known_fault("training/changed_checkpoint", raises=reasons)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict", "export", "resume", "weights"])
+@pytest.mark.parametrize(
+    "member",
+    [
+        pytest.param("/data/", marks=changed(AssertionError)),
+        pytest.param("data.pkl", marks=changed(IndexError)),
+    ],
+    ids=["weights", "names"],
+)
+def test_a_checkpoint_with_changed_bytes_is_refused_by_name(
+    shards: Path, tmp_path: Path, member: str, verb: str
+) -> None:
+    out, lines = tmp_path / "run", Lines()
+    wt.train(shards, out, model=Linear, **SMALL)
+    path = last(out).resolve()
+    flip_bits(path, member)
+    val = f"{shards}/val-*.tar"
+    again: dict[str, Any] = {**SMALL, "model": Linear, "epochs": 2, "progress": lines}
+    calls: dict[str, Callable[[], Any]] = {
+        "evaluate": lambda: wt.evaluate(path, val, model=Linear),
+        "predict": lambda: wt.predict(path, val, tmp_path / "p.csv", model=Linear),
+        "export": lambda: wt.export(path, tmp_path / "m.pt", model=Linear),
+        "resume": lambda: wt.train(shards, out, resume=True, **again),
+        "weights": lambda: wt.train(shards, tmp_path / "new", weights=str(path), **again),
+    }
+    refusal = ""
+    try:
+        calls[verb]()
+    except wt.WdstrainError as error:
+        refusal = str(error)
+    if verb == "resume":  # which may also start anew, and says so
+        refusal += lines.text
+    assert re.search(r"(step-\d+|last)\.pt", refusal)
+
+
+class Switch(wt.Callback):
+    """Callback that makes a fault begin at the end of an epoch, and end an epoch later."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self._acts = {0: begin, 1: end}
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self._acts.get(metrics["epoch"], lambda: None)()
+
+
+def test_a_report_is_written_again_when_it_can_be(shards: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run" / "report.html"
+
+    def block() -> None:
+        report.unlink()
+        report.mkdir()
+
+    callbacks = [Switch(block, report.rmdir)]
+    wt.train(shards, tmp_path / "run", callbacks=callbacks, **{**SMALL, "epochs": 3})
+    assert report.is_file()
+
+
+@known_fault("training/full_disk_ends_report")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_events_and_the_report_go_on_after_a_full_disk(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of events cannot be opened in the second epoch."""
+    out, is_full, original = tmp_path / "run", list[bool](), io.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
+        if is_full and "tfevents" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *arguments, **options)
+
+    def end() -> None:
+        is_full.clear()
+        (out / "report.html").unlink()
+
+    lines = Lines()
+    options = {**SMALL, "model": Linear, "epochs": 5, "progress": lines}
+    callbacks = [Switch(lambda: is_full.append(True), end)]
+    monkeypatch.setattr(io, "open", opened)
+    wt.train(shards, out, callbacks=callbacks, **options)
+    assert "No space left" in lines.text
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("val/accuracy")[-1].step == 5 * 3
+    assert (out / "report.html").exists()
+
+
+def test_a_run_goes_on_after_a_full_disk(shards: Path, small_disk: Path) -> None:
+    """The disk is full in the second epoch, for checkpoints too."""
+    out, filler = small_disk / "run", small_disk / "filler"
+
+    def fill() -> None:
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def end() -> None:
+        filler.unlink()
+        (out / "report.html").unlink()
+
+    lines = Lines()
+    options = {**SMALL, "model": Linear, "epochs": 4, "keep": 1, "progress": lines}
+    run = wt.train(shards, out, callbacks=[Switch(fill, end)], **options)
+    assert "No space left" in lines.text
+    assert [line["epoch"] for line in run.epochs] == [0, 1, 2, 3]
+    assert (out / "report.html").exists()
+    assert wt.evaluate(last(out), f"{shards}/val-*.tar", model=Linear)[1]["loss"] == run.val["loss"]
