@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
+from tests.support.known_faults import known_fault
 from wdstrain.cli import main
 
 COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
@@ -264,3 +267,190 @@ def test_masks_are_not_written_over_other_files(run: Path, shards: Path, tmp_pat
     with pytest.raises(wt.UsageError, match="masks has files already"):
         wt.predict(best(run), f"{shards}/val-*.tar", tmp_path / "masks.csv")
     assert mine.read_bytes() == b"mine"
+
+
+# --- masks that do not fit ------------------------------------------------------------------------
+
+
+def picture_and_mask_folders(
+    folder: Path, values: tuple[int, int], mode: str = "L", count: int = 8
+) -> tuple[Path, Path]:
+    """Write images/N.png with a bright square, and masks/N.png with these two values."""
+    images, masks = folder / "images", folder / "masks"
+    images.mkdir()
+    masks.mkdir()
+    for number in range(count):
+        inside = np.zeros((16, 16), bool)
+        inside[4:12, 4 : 5 + number] = True
+        gray = np.where(inside, 250, 40).astype(np.uint8)
+        mask = np.where(inside, values[1], values[0]).astype(np.uint8)
+        Image.fromarray(gray).convert("RGB").save(images / f"street{number}.png")
+        Image.fromarray(mask).convert(mode).save(masks / f"street{number}.png")
+    return images, masks
+
+
+BLACK_AND_WHITE = known_fault("training/masks_of_black_and_white")
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "classes", "named"),
+    [
+        pytest.param((0, 255), "L", "background,lesion", "255|lesion", marks=BLACK_AND_WHITE),
+        pytest.param((0, 255), "1", "background,lesion", "255|lesion", marks=BLACK_AND_WHITE),
+        pytest.param((0, 1), "L", "background,lesion,vessel", "vessel", marks=BLACK_AND_WHITE),
+        pytest.param((1, 2), "L", "background,lesion,vessel", "background", marks=BLACK_AND_WHITE),
+        ((1, 2), "L", "background,lesion", "class number 2"),
+        ((0, 128), "L", "background,lesion", "128"),
+        ((0, 1), "RGB", "background,lesion", "RGB|channels"),
+        ((0, 1), "LA", "background,lesion", "LA|alpha|channels"),
+    ],
+    ids=["0, 255", "1 bit", "unused", "from 1", "beyond", "128", "RGB", "alpha"],
+)
+def test_values_of_masks_that_are_no_class_numbers_are_named(
+    tmp_path: Path,
+    values: tuple[int, int],
+    mode: str,
+    classes: str,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The conversion or the training names a value that is no class, or a class without pixels."""
+    images, masks = picture_and_mask_folders(tmp_path, values, mode)
+    shards = str(tmp_path / "set")
+    status = main(["convert", "folder", str(images), shards, "--flat", "--masks", str(masks)])
+    if status == 0:
+        words = ["--label", "mask.png", "--classes", classes, "--image-size", "16", "--epochs", "1"]
+        words += ["--batch-size", "4", "--device", "cpu", "--out", str(tmp_path / "run")]
+        main(["train", shards, *words])
+    captured = capsys.readouterr()
+    lines = (captured.out + captured.err).replace(str(tmp_path), "").splitlines()
+    said = "\n".join(line for line in lines if "samples/s" not in line)
+    assert re.search(rf"\b({named})\b", said), said
+
+
+@known_fault("training/void_hint")
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
+    run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, masks = picture_and_mask_folders(tmp_path, (3, 3))
+    shards = str(tmp_path / "set")
+    wt.convert_folder(images, shards, flat=True, masks=masks)
+    words = ["train", shards, "--label", "mask.png", "--classes", "3", "--epochs", "1"]
+    words += ["--image-size", "16", "--batch-size", "4", "--out", str(tmp_path / "new")]
+    assert main(words if verb == "train" else ["evaluate", best(run), shards]) != 0
+    error = capsys.readouterr().err
+    assert "class number 3" in error
+    assert "--on-error replace goes on" not in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("mask", "mask.png"),
+        pytest.param(
+            "mask.png",
+            "mask.png",
+            marks=known_fault("training/mask_field_name"),
+        ),
+    ],
+)
+def test_a_field_of_masks_may_be_named_as_its_label(
+    shards: Path, tmp_path: Path, name: str, label: str
+) -> None:
+    fields = {"image": wt.image(size=(16, 16)), name: wt.mask("mask.png", size=(16, 16))}
+    options = {**QUICK, "label": label, "fields": fields, "epochs": 1, "limit_train_batches": 1}
+    options.pop("image_size")
+    refusal = ""
+    try:
+        wt.train(shards, tmp_path / "run", **options)
+    except wt.UsageError as error:
+        refusal = str(error)
+    assert not refusal or re.search("['\"]mask['\"]", refusal), refusal
+
+
+EXIF = known_fault("training/mask_without_exif_rotation")
+
+
+@pytest.mark.parametrize(
+    ("orientation", "mask_size"),
+    [
+        (1, (40, 20)),
+        (3, (40, 20)),
+        pytest.param(6, (40, 20), marks=EXIF),
+        pytest.param(8, (40, 20), marks=EXIF),
+        (6, (20, 40)),
+        pytest.param(1, (20, 20), marks=EXIF),
+        (1, (80, 40)),
+    ],
+    ids=["plain", "upside down", "right", "left", "turned", "cropped", "twice"],
+)
+@pytest.mark.parametrize("augment", [None, "flip"])
+def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
+    tmp_path: Path, orientation: int, mask_size: tuple[int, int], augment: str | None
+) -> None:
+    """The left third of the upright image is white, and the mask has it as class 1."""
+    upright = np.zeros((20, 40) if orientation in (1, 3) else (40, 20), np.uint8)
+    upright[:, : upright.shape[1] // 3] = 255
+    stored = {1: upright, 3: upright[::-1, ::-1], 6: np.rot90(upright), 8: np.rot90(upright, -1)}
+    exif, photo = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    pixels = np.stack([stored[orientation]] * 3, 2)
+    Image.fromarray(pixels).save(photo, "JPEG", quality=100, exif=exif)
+    mask = Image.fromarray(upright // 255)
+    if orientation in (6, 8) and mask_size == (40, 20):  # drawn on the stored image
+        mask = Image.fromarray(np.ascontiguousarray(stored[orientation]) // 255)
+    if mask_size == (20, 20):
+        mask = mask.crop((10, 0, 30, 20))
+    mask = mask.resize(mask_size, Image.Resampling.NEAREST)
+    shape = upright.shape
+    fields = {
+        "image": wt.image("jpg", size=shape, augment=augment),
+        "mask": wt.mask("mask.png", size=shape, augment=augment),
+    }
+    try:
+        samples = ({"jpg": photo.getvalue(), "mask.png": png(np.asarray(mask))} for _ in range(4))
+        wt.pack(samples, tmp_path / "set")
+        with closing(wt.Loader(tmp_path / "set", fields, batch_size=4)) as loader:
+            batch = next(iter(loader))
+    except wt.WdstrainError:
+        return
+    white = batch["image"][:, 0] > 127
+    assert float((white == (batch["mask"] == 1)).float().mean()) > 0.95
+
+
+@known_fault("training/masks_predicted_in_another_size")
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_predicted_masks_have_the_size_and_the_name_of_their_image(
+    run: Path, folders: Path, tmp_path: Path, source: str
+) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(3):
+        photo = Image.open(folders / "images" / f"{number:03d}.jpg")
+        photo.resize((24 + 4 * number, 18)).save(images / f"street {number}.png")
+    urls = images
+    if source == "shards":
+        urls = tmp_path / "set"
+        samples = (
+            {"__key__": path.stem, "png": path.read_bytes()} for path in sorted(images.iterdir())
+        )
+        wt.pack(samples, urls)
+    wt.predict(best(run), urls, tmp_path / "p.csv")
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert len(rows) == 3
+    for row in rows:
+        key = Path(row["key"]).stem
+        assert key in row["mask"]
+        assert Image.open(tmp_path / row["mask"]).size == (24 + 4 * int(key[-1]), 18)
+
+
+@known_fault("training/evaluate_tells_nothing_per_class")
+def test_the_json_of_evaluate_has_the_iou_of_each_class(
+    run: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["evaluate", best(run), f"{shards}/val-*.tar", "--json"]) == 0
+    text = capsys.readouterr().out
+    for name in CLASSES.split(","):
+        assert f'"{name}"' in text
