@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 FOLDER = Path(__file__).parent / "expected"
 
@@ -79,21 +81,28 @@ def digest(data: bytes | str) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:32]
 
 
-def key_paths(value: Any) -> list[str]:
+def key_paths(value: Any, data: Collection[str] = ()) -> list[str]:
     """Return the paths of the keys of nested values, with the types of the leaves, sorted.
 
     {"a": {"b": 1}, "c": [{"d": "x"}]} gives ["a.b: int", "c[].d: str"]. Items of a list share a
-    path. An empty list or object has its own type.
+    path. Tensors have their dtype and shape. data: names of objects whose keys are shown as "*".
     """
-    return sorted(set(_paths(value, "")))
+    return sorted(set(_paths(value, "", data)))
 
 
-def _paths(value: Any, path: str) -> list[str]:
+def _paths(value: Any, path: str, data: Collection[str]) -> list[str]:
     if isinstance(value, Mapping) and value:
+        is_data = path.rpartition(".")[2] in data
         prefix = f"{path}." if path else ""
-        return [line for name, item in value.items() for line in _paths(item, f"{prefix}{name}")]
-    if isinstance(value, (list, tuple)) and len(value):
-        return [line for item in value for line in _paths(item, f"{path}[]")]
+        return [
+            line
+            for name, item in value.items()
+            for line in _paths(item, f"{prefix}{'*' if is_data else name}", data)
+        ]
+    if isinstance(value, (list, tuple)) and value:
+        return [line for item in value for line in _paths(item, f"{path}[]", data)]
+    if isinstance(value, torch.Tensor):
+        return [f"{path}: {value.dtype}{list(value.shape)}"]
     return [f"{path}: {type(value).__name__}"]
 
 

@@ -189,11 +189,15 @@ def test_a_plan_delivers_the_same_order_and_random_numbers(
     for rank, loader in enumerate(loaders(sets, PLANS[name], {"numbers": Numbers()})):
         with closing(loader):
             for epoch in EPOCHS:
-                for step, batch in enumerate(loader.epoch(epoch, until=epoch + 1)):
+                batches = list(loader.epoch(epoch, until=epoch + 1))
+                for step, batch in enumerate(batches):
                     rows = rows_of(batch)
                     order.append(f"{epoch} {rank} {step}: {' '.join(rows)}")
                     numbers += b"".join(batch["numbers"])
                     delivered += len(rows)
+                for start in {len(batches) // 2, len(batches) - 1}:  # also what a resume delivers
+                    rest = list(loader.epoch(epoch, start=start, until=epoch + 1))
+                    assert list(map(rows_of, rest)) == list(map(rows_of, batches[start:]))
     value = {"rows": delivered, "order": digest("\n".join(order)), "numbers": digest(numbers)}
     check("orders", name, value)
 
