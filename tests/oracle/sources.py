@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 import wdstrain as wt
-from tests.oracle.data_set import DataSet, draw_data_set, write
+from tests.oracle.data_set import CLASSES, DataSet, draw_data_set, write
 
 WORDS = ("ant", "bee", "Cat", "dog fish", "été", "10")
 NOISE = (".DS_Store", "notes.txt", "._0.png", "Thumbs.db")
@@ -26,26 +26,33 @@ NOISE = (".DS_Store", "notes.txt", "._0.png", "Thumbs.db")
 
 @dataclass
 class Item:
-    """One sample of the source: its fields as bytes, and its labels by name."""
+    """One sample of the source: its fields as bytes, its labels by name, and its group."""
 
     identity: bytes
     fields: dict[str, bytes] = field(default_factory=dict)
     labels: dict[str, str | float] = field(default_factory=dict)
+    group: str = ""  # "": a group by itself
 
 
 @dataclass
 class Source:
     """A source to convert, and the samples that the shards must contain.
 
-    field: the tar field that identifies an item. bad: samples that must be skipped and counted.
+    kind: the function that draws it. field: the tar field that identifies an item.
+    bad: samples that must be skipped and counted.
     change: alters the source, so that a resume must be refused; None if a change is undetectable.
+    classes: name of the label of classes; None if there is none.
+    grouping: the options that keep the groups of the items together; none if items have no groups.
     """
 
+    kind: str
     field: str
     items: list[Item]
     convert: Callable[..., wt.Index]
     bad: int = 0
     change: Callable[[], None] | None = None
+    classes: str | None = "label"
+    grouping: dict[str, Any] = field(default_factory=dict)
 
 
 def draw_source(rng: random.Random, folder: Path) -> Source:
@@ -60,6 +67,25 @@ def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
     pixels = np.frombuffer(rng.randbytes(7 * 5 * 3), np.uint8).reshape(7, 5, 3)
     Image.fromarray(pixels).save(file, form, quality=95)
     return file.getvalue()
+
+
+def draw_groups(rng: random.Random, count: int) -> list[str]:
+    """Return the group of each of `count` items; "" for an item that is a group by itself.
+
+    All groups have different sizes: the documented order of groups, by size, leaves no choice.
+    """
+    sizes = list[int]()
+    while sum(sizes) + len(sizes) + 1 <= count:
+        sizes.append(len(sizes) + 1)
+    if not sizes:
+        return []
+    sizes[-1] += count - sum(sizes)
+    names = [f"{rng.choice(WORDS)} {size}" for size in sizes]
+    if sizes[0] == 1 and rng.random() < 0.5:
+        names[0] = ""
+    groups = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
+    rng.shuffle(groups)
+    return groups
 
 
 def draw_folder(rng: random.Random, folder: Path) -> Source:
@@ -85,6 +111,7 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
         path.write_bytes(draw_image(rng, "PNG" if path.suffix == ".png" else "JPEG"))
 
     return Source(
+        "folder",
         "png;jpg;jpeg",
         items,
         lambda out, **options: wt.convert_folder(str(folder), out, **options),
@@ -109,9 +136,6 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
         fault = rng.choice((None,) * 12 + ("missing", "empty label", "no number"))
         if fault != "missing":
             path.write_bytes(data)
-        if fault is None:
-            labels: dict[str, str | float] = {"kind": kind, "angle": angle}
-            items.append(Item(data, {}, labels))
         bad += fault is not None
         shown = str(path) if absolute else f"images/{number:03d}.png"
         rows.append(
@@ -120,12 +144,20 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
                 "" if fault == "empty label" else kind,
                 "oops" if fault == "no number" else str(angle),
                 text,
+                rng.choice(WORDS),  # replaced in good rows
             ]
         )
         if fault is None:
             good.append(rows[-1])
-    with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
+            items.append(Item(data, {}, {"kind": kind, "angle": angle}))
+    for row, item, group in zip(good, items, draw_groups(rng, len(good)), strict=True):
+        row[4] = item.group = group
+
+    def write_rows() -> None:
+        with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["file", "kind", "angle", "text", "owner"], *rows])
+
+    write_rows()
 
     def convert(out: str, **options: Any) -> wt.Index:
         convert_options = {"on_error": "skip", **options}
@@ -136,10 +168,10 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
 
     def change() -> None:
         good[0][3] += "another text"
-        with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
+        write_rows()
 
-    return Source("png", items, convert, bad, change)
+    grouping = {"group_by": "owner"}
+    return Source("table", "png", items, convert, bad, change, "kind", grouping)
 
 
 def draw_arrays(rng: random.Random, folder: Path) -> Source:
@@ -167,6 +199,7 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
             np.save(folder / "x.npy", x)
 
     return Source(
+        "arrays",
         "x.npy",
         items,
         lambda out, **options: wt.convert_arrays(arrays, out, classes=names, **options),
@@ -192,14 +225,18 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
             sample["__key__"] = rng.choice((f"key-{number}", f"a.b/{number}", f"{number // 2}"))
         samples.append(sample)
         items.append(Item(data, {"txt": f"text {number}".encode()}, {"label": WORDS[label]}))
+    for item, group in zip(items, draw_groups(rng, len(items)), strict=True):
+        item.group = group
 
     def stream() -> Iterator[dict[str, Any]]:
         yield from samples
 
     return Source(
+        "iterable",
         "png",
         items,
         lambda out, **options: wt.pack(stream(), out, classes=list(WORDS[:3]), **options),
+        grouping={"group": lambda sample: items[sample["json"]["n"]].group},
     )
 
 
@@ -216,22 +253,25 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
     }[select]
     drop = rng.choice(((), ("npy",), ("bin", "json")))
     rename = rng.choice(({}, {"png": "image.png"}))
+    labeled = rng.random() < 0.5
+    declared: dict[str, Any] = {"label": "cls", "classes": list(CLASSES)} if labeled else {}
     items = []
     for sample in filter(chosen, data.samples):
         fields = {rename.get(n, n): v for n, v in sample.fields.items() if n not in drop}
-        items.append(Item(sample.fields["number"], fields, {}))
+        labels: dict[str, str | float] = {"label": CLASSES[sample.label]} if labeled else {}
+        items.append(Item(sample.fields["number"], fields, labels))
 
     def convert(out: str, **options: Any) -> wt.Index:
-        return wt.convert_tars(
-            str(folder / "tars"), out, select=select, drop=drop, rename=rename, **options
-        )
+        fields = {"select": select, "drop": drop, "rename": rename}
+        return wt.convert_tars(str(folder / "tars"), out, **fields, **declared, **options)
 
     def change() -> None:
         sample = rng.choice([sample for sample in data.samples if chosen(sample)])
         sample.fields["number"] += b"000000"
         write(data, folder / "tars", rng)
 
-    return Source("number", items, convert, change=change)
+    classes = "label" if labeled else None
+    return Source("tars", "number", items, convert, change=change, classes=classes)
 
 
 def _npy(array: Any) -> bytes:
