@@ -10,8 +10,8 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from PIL import Image
 
 CLASSES = ("ant", "bee", "cat", "dog")
 SHAPE = (3, 2)  # of the array of each sample
+LARGE = (16, 40)  # of float64, in sets for raw arrays: large enough to be read into the batch
 SIDES = (5, 7)  # height and width of each image
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
@@ -35,17 +36,28 @@ class Sample:
     key: str
     label: int
     angle: float
+    owner: int
+    weight: float
     array: Array
     pixels: Array
     fields: dict[str, bytes]
 
+    @property
+    def kind(self) -> str:
+        """Name of the class."""
+        return CLASSES[self.label]
+
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples by shard, in file order. `classes`: names of the class numbers, or ()."""
+    """Samples by shard, in file order. `classes`: names of the class numbers, or ().
+
+    raw: each sample has a large array, and the same fields in the same order.
+    """
 
     shards: tuple[tuple[Sample, ...], ...]
     classes: tuple[str, ...] = ()
+    raw: bool = False
 
     @property
     def samples(self) -> list[Sample]:
@@ -54,26 +66,37 @@ class DataSet:
     def by_number(self) -> dict[int, Sample]:
         return {sample.number: sample for sample in self.samples}
 
+    def only(self, numbers: Iterable[int]) -> DataSet:
+        """Return the set of these samples, in the order of this set; no shard is empty."""
+        wanted = set(numbers)
+        shards = (tuple(s for s in shard if s.number in wanted) for shard in self.shards)
+        return replace(self, shards=tuple(shard for shard in shards if shard))
 
-def draw_sample(rng: random.Random, number: int, key: str) -> Sample:
+
+def draw_sample(rng: random.Random, number: int, key: str, *, raw: bool = False) -> Sample:
     """Return a sample with random fields; `number` identifies it in the model and in the fields."""
     values = np.random.default_rng(rng.getrandbits(64))
-    array = values.integers(0, 256, SHAPE).astype(np.uint8)
+    array = values.normal(size=LARGE) if raw else values.integers(0, 256, SHAPE).astype(np.uint8)
     pixels = values.integers(0, 256, (*SIDES, 3)).astype(np.uint8)
     label, angle = rng.randrange(len(CLASSES)), round(rng.uniform(-9, 9), 3)
+    owner, weight = number // 3, rng.choice((0, 0.5, 1, 1, 2.25))
+    document = {"number": number, "angle": angle, "kind": CLASSES[label]}
+    document |= {"owner": owner, "weight": weight}
     fields = {
         "number": str(number).encode(),
         "cls": str(label).encode(),
-        "json": json.dumps({"number": number, "angle": angle, "kind": CLASSES[label]}).encode(),
+        "json": json.dumps(document).encode(),
         "npy": _bytes_of(lambda file: np.save(file, array)),
         "png": _bytes_of(lambda file: Image.fromarray(pixels).save(file, "PNG")),
     }
-    if rng.random() < 0.7:  # some samples lack this field
+    if raw or rng.random() < 0.7:  # some samples lack this field, but not in a set of raw arrays
         fields["bin"] = values.bytes(rng.choice((0, 1, 511, 512, 513, rng.randrange(20_000))))
-    return Sample(number, key, label, angle, array, pixels, fields)
+    return Sample(number, key, label, angle, owner, weight, array, pixels, fields)
 
 
-def draw_data_set(rng: random.Random, *, first: int = 0, most: int = 60) -> DataSet:
+def draw_data_set(
+    rng: random.Random, *, first: int = 0, most: int = 60, raw: bool = False
+) -> DataSet:
     """Return a set with random shard sizes; keys are unique, or restart in each shard."""
     counts = [rng.randrange(1, most) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
     anew, wide = rng.random() < 0.3, rng.random() < 0.2
@@ -83,10 +106,10 @@ def draw_data_set(rng: random.Random, *, first: int = 0, most: int = 60) -> Data
         for place in range(count):
             key = f"{place if anew else number:06d}"
             key = f"folder/{'long-' * 30}{key}" if wide else key
-            samples.append(draw_sample(rng, number, key))
+            samples.append(draw_sample(rng, number, key, raw=raw))
             number += 1
         shards.append(tuple(samples))
-    return DataSet(tuple(shards))
+    return DataSet(tuple(shards), raw=raw)
 
 
 def write(data: DataSet, folder: Path, rng: random.Random) -> list[Path]:
@@ -95,13 +118,15 @@ def write(data: DataSet, folder: Path, rng: random.Random) -> list[Path]:
     form = rng.choice(FORMATS)
     if form == tarfile.USTAR_FORMAT and any(len(s.key) > 90 for s in data.samples):
         form = tarfile.GNU_FORMAT
-    paths = []
+    paths, order = [], None
     for index, shard in enumerate(data.shards):
         path = folder / f"part-{index:03d}.tar"
         with tarfile.open(path, "w", format=form) as tar:
             for sample in shard:
                 names = list(sample.fields)
                 rng.shuffle(names)
+                order = names if order is None else order
+                names = order if data.raw else names
                 for name in names:
                     add(tar, f"{sample.key}.{name}", sample.fields[name])
         paths.append(path)

@@ -43,6 +43,7 @@ class Source:
     change: alters the source, so that a resume must be refused; None if a change is undetectable.
     classes: name of the label of classes; None if there is none.
     grouping: the options that keep the groups of the items together; none if items have no groups.
+    refused: words of the error if `convert` is always refused.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Source:
     change: Callable[[], None] | None = None
     classes: str | None = "label"
     grouping: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
 
 
 def draw_source(rng: random.Random, folder: Path) -> Source:
@@ -271,7 +273,9 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
         write(data, folder / "tars", rng)
 
     classes = "label" if labeled else None
-    return Source("tars", "number", items, convert, change=change, classes=classes)
+    unknown = "bin" in drop and not any("bin" in sample.fields for sample in data.samples)
+    refused = "no shard has a field 'bin'" if unknown else None
+    return Source("tars", "number", items, convert, change=change, classes=classes, refused=refused)
 
 
 def _npy(array: Any) -> bytes:

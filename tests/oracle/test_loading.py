@@ -13,7 +13,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
-from tests.oracle.data_set import DataSet, draw_data_set, write
+from tests.oracle.data_set import DataSet, Sample, draw_data_set, write
+from tests.oracle.mixtures import mixed_steps, mixture_refusal, shares_of
+from tests.oracle.selections import COLUMNS, Weighting, draw_choice
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
 from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
@@ -58,17 +60,25 @@ Orders = list[list[list[int]]]  # sample numbers by rank, step and row
 class Case:
     """One random data set, and the way a loader reads it.
 
-    paths: its shards. options: of the loader. view: form of the samples. orders: the delivered
-    epoch of each rank.
+    data: the samples that it reads. paths: shards of the set. source: the set, or a selection of
+    it. options: of the loader. view: form of the samples. weighting: how often samples occur.
+    orders: the delivered epoch of each rank.
     """
 
     rng: random.Random
     data: DataSet
     paths: list[Path]
+    source: Any
     options: dict[str, Any]
     view: str
     epoch: int
+    weighting: Weighting | None = None
     orders: Orders = field(default_factory=list)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, each counted as often as it occurs."""
+        return self.weighting.total if self.weighting else len(self.data.samples)
 
     @property
     def folder(self) -> Path:
@@ -92,7 +102,7 @@ class Case:
     def loader(self, rank: int, source: Any = None, **more: Any) -> wt.Loader:
         """Return the loader of a rank. source: replaces the shards. more: further options."""
         named = {**self.options, **options(self.view), "rank": rank, **more}
-        return wt.Loader(self.paths if source is None else source, **named)
+        return wt.Loader(self.source if source is None else source, **named)
 
     def read(self, rank: int, source: Any = None, **more: Any) -> list[Batch]:
         """Return all batches of the epoch on one rank."""
@@ -114,15 +124,40 @@ class Case:
         return [rows(self.view, batch) for batch in batches]
 
 
+def draw_case(seed: int, folder: Path) -> tuple[Case, tuple[str, ...]]:
+    """Return a random case, and the kinds of its selection. In every third case arrays are raw."""
+    rng = random.Random(seed)
+    raw = seed % 3 == 0
+    data = draw_data_set(rng, most=30 if raw else 60, raw=raw)
+    paths = write(data, folder / "set", rng)
+    choice = draw_choice(rng, data, folder / "set")
+    drawn = draw_options(rng, choice.samples)
+    view, epoch = "raw" if raw else rng.choice(VIEWS), rng.randrange(3)
+    if view == "raw" and drawn["tail"] == "pad" and rng.random() < 0.7:
+        drawn["tail"] = "keep"  # padded arrays are not read straight into batches
+    case = Case(
+        rng,
+        choice.data,
+        paths,
+        choice.source,
+        drawn | choice.options,
+        view,
+        epoch,
+        choice.weighting,
+    )
+    return case, choice.kinds
+
+
+def draw_check(case: Case, kinds: tuple[str, ...]) -> Callable[[Case], None]:
+    """Return one more property to check. Some need a whole set."""
+    return case.rng.choice(CHECKS if kinds else CHECKS + 2 * OF_WHOLE_SETS)
+
+
 def check_case(seed: int, folder: Path) -> None:
     """Compare one random case with the model, and check one more property of it."""
-    rng = random.Random(seed)
-    data = draw_data_set(rng)
-    paths = write(data, folder / "set", rng)
-    drawn = draw_options(rng, len(data.samples))
-    case = Case(rng, data, paths, drawn, rng.choice(VIEWS), rng.randrange(3))
-    case.orders = check_epoch(case, folder / "set")
-    rng.choice(CHECKS)(case)
+    case, kinds = draw_case(seed, folder)
+    case.orders = check_epoch(case, case.source)
+    draw_check(case, kinds)(case)
 
 
 def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
@@ -174,7 +209,8 @@ def check_epoch(case: Case, source: Any) -> Orders:
             real.update(number for number, good in zip(step, valid, strict=True) if good)
     assert len({len(steps) for steps in by_rank}) == 1, "ranks differ in steps"
     check_counts(case, by_rank, real)
-    if not case.options["shuffle"] and by_rank[1:] == [] and case.options["lanes"] in (None, 1):
+    plain = not case.options["shuffle"] and case.weighting is None
+    if plain and by_rank[1:] == [] and case.options["lanes"] in (None, 1):
         order = [number for step in by_rank[0] for number in step][: real.total()]
         dropped = len(case.data.samples) - real.total()
         expected = [sample.number for sample in case.data.samples]
@@ -186,12 +222,18 @@ def check_epoch(case: Case, source: Any) -> Orders:
 
 
 def check_counts(case: Case, by_rank: Orders, real: Counter[int]) -> None:
-    """Check that samples are delivered once; "drop" drops less than a global batch."""
-    repeated = [number for number, times in real.items() if times > 1]
-    assert not repeated, f"repeated: {repeated}"
-    total, step, tail = len(case.data.samples), case.global_batch, case.options["tail"]
+    """Check that samples are delivered once, or as their weights say.
+
+    "drop" drops less than a global batch.
+    """
+    total, step, tail = case.samples, case.global_batch, case.options["tail"]
     expected = total // step * step if tail == "drop" else total
     assert real.total() == expected, f"{real.total()} samples of {expected}"
+    if case.weighting is None:
+        repeated = [number for number, times in real.items() if times > 1]
+        assert not repeated, f"repeated: {repeated}"
+    else:
+        case.weighting.check(real, expected)
     assert set(real) <= set(case.data.by_number())
     if tail != "keep":
         sizes = {len(rows) for steps in by_rank for rows in steps}
@@ -212,12 +254,13 @@ def check_workers(case: Case) -> None:
 
 
 def check_resume(case: Case) -> None:
-    """Check that a stopped loop continues with the next batch, also in a new loader."""
+    """Check that a stopped loop continues with the next batch, also in a new loader.
+
+    After the last batch that is the first of the next epoch.
+    """
     rng, rank = case.rng, case.draw_rank()
     steps = len(case.orders[rank])
-    if not steps:
-        return
-    stop = rng.randrange(steps)
+    stop = rng.randrange(steps + 1)
     loader = case.loader(rank)
     loader.set_epoch(case.epoch)
     before = list(islice(loader, stop)) if stop else []
@@ -229,8 +272,10 @@ def check_resume(case: Case) -> None:
     after = list(loader)
     following = next(iter(loader), None)
     loader.close()
-    assert case.numbers(before + after) == case.orders[rank], f"stopped at step {stop} of {steps}"
     case.compare(after)
+    if stop == steps:
+        before, after, following = [], before, after[0]
+    assert case.numbers(before + after) == case.orders[rank], f"stopped at step {stop} of {steps}"
     if following is not None:
         expected = replace(case, epoch=case.epoch + 1).read(rank)
         assert case.numbers([following]) == case.numbers(expected[:1]), (
@@ -244,7 +289,7 @@ def check_ranks(case: Case) -> None:
     sizes = [size for size in range(1, lanes + 1) if lanes % size == 0 and total % size == 0]
     world_size = case.rng.choice(sizes)
     ranks = {"lanes": lanes, "world_size": world_size, "batch_size": total // world_size}
-    others = check_epoch(replace(case, options=case.options | ranks), case.paths)
+    others = check_epoch(replace(case, options=case.options | ranks), case.source)
     for step in range(len(case.orders[0])):
         global_batch = sorted(number for rank in case.orders for number in rank[step])
         assert global_batch == sorted(number for rank in others for number in rank[step]), (
@@ -252,11 +297,17 @@ def check_ranks(case: Case) -> None:
         )
 
 
+def broken(field: str, sample: Sample) -> bytes:
+    """Return bytes that no decoder accepts; of large arrays as many as before."""
+    data = sample.fields[field]
+    return BROKEN[field].ljust(len(data) if len(data) > 4096 else 0)
+
+
 def damage(case: Case, field: str, victims: set[int]) -> Case:
     """Return a case whose data set has undecodable samples. victims: their numbers."""
     shards = tuple(
         tuple(
-            replace(sample, fields=sample.fields | {field: BROKEN[field]})
+            replace(sample, fields=sample.fields | {field: broken(field, sample)})
             if sample.number in victims
             else sample
             for sample in shard
@@ -265,7 +316,7 @@ def damage(case: Case, field: str, victims: set[int]) -> Case:
     )
     data = replace(case.data, shards=shards)
     paths = write(data, case.folder.parent / "damaged", case.rng)
-    damaged = replace(case, data=data, paths=paths)
+    damaged = replace(case, data=data, paths=paths, source=paths)
     # Sizes of samples differ now, and with them the default of the shuffle buffer.
     undecoded = replace(damaged, view="bytes")
     damaged.orders = [undecoded.numbers(undecoded.read(rank)) for rank in range(case.world_size)]
@@ -275,7 +326,8 @@ def damage(case: Case, field: str, victims: set[int]) -> Case:
 def check_bad_samples(case: Case) -> None:
     """Check that an undecodable sample is replaced and counted, or ends the loop at its batch."""
     rng, samples = case.rng, case.data.samples
-    view = rng.choice(tuple(DECODED))
+    view = rng.choice([view for view in DECODED if view not in ("raw", "tensors")])
+    view = rng.choice((view, "raw" if case.data.raw else "tensors"))
     field = rng.choice(DECODED[view])
     chosen = rng.sample(samples, min(len(samples) // 2, rng.randrange(1, 4)))
     victims = {sample.number for sample in chosen}
@@ -313,11 +365,11 @@ def check_part(case: Case) -> None:
     """Check that some of the shards, listed or named by a pattern, are a set of their own."""
     paths = case.paths
     chosen = sorted(case.rng.sample(range(len(paths)), case.rng.randrange(1, len(paths) + 1)))
-    data = DataSet(tuple(case.data.shards[index] for index in chosen))
+    data = replace(case.data, shards=tuple(case.data.shards[index] for index in chosen))
     part = replace(case, data=data, paths=[paths[index] for index in chosen])
     if case.options["tail"] == "drop" and len(data.samples) < case.global_batch:
         with pytest.raises(wt.WdstrainError):
-            part.loader(0)
+            part.loader(0, part.paths)
         return
     source: Any = part.paths
     if case.rng.random() < 0.5:
@@ -350,43 +402,63 @@ def check_server(case: Case) -> None:
 
 
 def check_mixture(case: Case) -> None:
-    """Check that a mixture has exact shares, delivers each sample once, with its own bytes."""
-    rng, folder = case.rng, case.folder.parent / "other"
-    sets = {"a": case.data, "b": draw_data_set(rng, first=100_000)}
-    write(sets["b"], folder, rng)
-    assert len({frozenset(data.samples[0].fields.keys() - {"bin"}) for data in sets.values()}) == 1
-    weights = rng.choice((None, {"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 9}))
-    mixed = replace(
-        case,
-        data=DataSet(sets["a"].shards + sets["b"].shards),
-        view=rng.choice(("transform", "tensors", "lists")),
-        options=case.options | {"tail": "drop"},
-    )
-    seen, by_source, steps = Counter[int](), Counter[str](), set[int]()
-    sources = {"a": str(case.folder), "b": str(folder)}
+    """Check that each step of a mixture takes the samples of each source that the model expects.
+
+    A mixture is refused only if the model says so. Each sample comes once, with its own bytes, and
+    a stopped epoch goes on with the next step.
+    """
+    rng, folders = case.rng, {"a": case.folder, "b": case.folder.parent / "other"}
+    sets = {"a": case.data, "b": draw_data_set(rng, first=100_000, most=30, raw=case.data.raw)}
+    write(sets["b"], folders["b"], rng)
+    view = rng.choice(("transform", "raw" if case.data.raw else "tensors", "lists"))
+    named: dict[str, Any] = {**case.options, **options(view), "tail": "drop"}
+    named["weights"] = rng.choice((None, {"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 9}))
+    if rng.random() < 0.3:
+        for folder in folders.values():
+            wt.index(str(folder), columns=COLUMNS)
+        named["where"] = "kind in ['ant', 'bee', 'cat']"
+        sets = {
+            name: data.only(sample.number for sample in data.samples if sample.kind != "dog")
+            for name, data in sets.items()
+        }
+    sources = {name: str(folder) for name, folder in folders.items()}
+    expected = "holds for none" if not all(data.samples for data in sets.values()) else None
+    steps = list[dict[str, int]]()
+    if expected is None:
+        totals = {name: len(data.samples) for name, data in sets.items()}
+        lanes = case.options["lanes"] or case.world_size
+        shares = shares_of(named["weights"] or totals)
+        steps = mixed_steps(totals, shares, case.global_batch // lanes, lanes)
+        expected = mixture_refusal(steps)
+    if expected is not None:
+        with pytest.raises(wt.WdstrainError, match=expected):
+            wt.mix(sources, **named, rank=0)
+        return
+    data = DataSet(sets["a"].shards + sets["b"].shards, raw=case.data.raw)
+    mixed = replace(case, data=data, view=view)
+    seen, taken = Counter[int](), [Counter[str]() for _ in steps]
     for rank in range(case.world_size):
-        named = {**mixed.options, **options(mixed.view), "rank": rank}
-        try:
-            loader = wt.mix(sources, weights=weights, **named)
-        except wt.PlanError:  # a source cannot fill one step
-            return
+        loader = wt.mix(sources, **named, rank=rank)
+        assert len(loader) == len(steps)
         batches = list(loader.epoch(case.epoch))
-        steps.add(len(batches))
-        assert len(batches) == len(loader)
-        loader.close()
         mixed.compare(batches)
-        for batch, numbers in zip(batches, mixed.numbers(batches), strict=True):
+        for at, (batch, numbers) in enumerate(zip(batches, mixed.numbers(batches), strict=True)):
             for name, number in zip(batch["__source__"], numbers, strict=True):
                 assert number in sets[name].by_number(), "a sample has the name of another source"
-                seen[number] += 1
-                by_source[name] += 1
-    assert len(steps) == 1, "ranks differ in steps"
-    assert not seen or max(seen.values()) == 1
-    lanes = case.options["lanes"] or case.world_size
-    sizes = weights or {name: len(data.samples) for name, data in sets.items()}
-    for name in sets:
-        share = sizes[name] / sum(sizes.values()) * seen.total()
-        assert abs(by_source[name] - share) <= lanes + 0.01 * share + 1, (by_source, sizes)
+            seen.update(numbers)
+            taken[at].update(batch["__source__"])
+        stop = rng.randrange(len(steps) + 1)
+        loader.set_epoch(case.epoch)
+        before = list(islice(loader, stop)) if stop else []
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+        other = wt.mix(sources, **named, rank=rank)
+        other.load_state_dict(state)
+        after = list(other) if stop < len(steps) else []
+        other.close()
+        assert mixed.numbers(before + after) == mixed.numbers(batches)
+    assert [{name: step[name] for name in sets} for step in taken] == steps
+    assert max(seen.values()) == 1
 
 
 def check_fork(case: Case) -> None:
@@ -452,17 +524,28 @@ def check_stream(case: Case) -> None:
             next(iter(stream))
 
 
-CHECKS = (
-    check_workers,
-    check_resume,
-    check_ranks,
-    check_bad_samples,
-    check_part,
-    check_server,
-    check_mixture,
-    check_fork,
-    check_stream,
-)
+def check_device(case: Case) -> None:
+    """Check that `to_device` yields the batches, and that the loop's position is the loader's."""
+    rank = case.draw_rank()
+    steps = case.orders[rank]
+    loader = case.loader(rank, num_workers=case.rng.choice((0, 0, 0, 1)))
+    loader.set_epoch(case.epoch)
+    stop = case.rng.randrange(len(steps) + 1)
+    moved = wt.to_device(loader, "cpu")
+    batches = list(islice(moved, stop)) if stop else []
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) in (
+        (case.epoch, stop),
+        (case.epoch + stop // max(1, len(steps)), 0),
+    )
+    batches += moved
+    loader.close()
+    assert case.numbers(batches) == steps
+    case.compare(batches)
+
+
+CHECKS = (check_workers, check_resume, check_resume, check_ranks, check_fork, check_device)
+OF_WHOLE_SETS = (check_bad_samples, check_part, check_server, check_mixture, check_stream)
 
 
 def test_the_model_detects_a_changed_byte(tmp_path: Path) -> None:

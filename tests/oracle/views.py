@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import wdstrain as wt
-from tests.oracle.data_set import CLASSES, SHAPE, DataSet, Sample
+from tests.oracle.data_set import CLASSES, LARGE, SHAPE, DataSet, Sample
 
 # field that a view decodes -> bytes which no decoder accepts
 BROKEN = {
@@ -45,7 +45,9 @@ def options(view: str) -> dict[str, Any]:
     if view == "random transform":
         return {"transform": random_example}
     fields: dict[str, Any] = {"number": wt.text("number")}
-    if view == "tensors":
+    if view == "raw":
+        fields |= {"x": wt.array("npy", shape=LARGE, dtype="float64"), "label": wt.label()}
+    elif view == "tensors":
         fields |= {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
         fields |= {"image": wt.image("png", size=SIDE)}
     else:
@@ -61,6 +63,7 @@ DECODED = {
     "tensors": ("cls", "npy", "png"),
     "lists": ("npy", "png", "json"),
     "transform": ("json",),
+    "raw": ("cls", "npy"),
 }
 
 
@@ -92,8 +95,9 @@ def _compare_values(
     view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]
 ) -> None:
     assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
-    assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
-    if view == "tensors":
+    if view != "raw":
+        assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
+    if view in ("raw", "tensors"):
         label = int(batch["label"][row])
         assert (classes[label] if classes else label) == (
             CLASSES[sample.label] if classes else sample.label
