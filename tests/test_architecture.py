@@ -163,6 +163,12 @@ def test_public_names_are_exactly_the_listed_ones() -> None:
         assert getattr(wdstrain, name).__doc__, f"wt.{name} has no docstring"
 
 
+def test_the_package_lists_its_public_names_and_no_others() -> None:
+    _ = wdstrain.Loader
+    assert dir(wdstrain) == wdstrain.__all__
+    assert wdstrain.__version__
+
+
 def test_no_module_has_the_name_of_a_public_function() -> None:
     """`wt.index(...)` must stay a function after any import."""
     assert not set(wdstrain.__all__) & set(modules())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter, print_result, print_table
-from wdstrain.runtime.options import REQUIRED, choices_of, help_text
+from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 
@@ -117,9 +118,28 @@ def result(
     arguments: argparse.Namespace, report: dict[str, Any], rows: list[tuple[str, str]]
 ) -> None:
     if arguments.json:
-        print_result(json.dumps(report, ensure_ascii=False))
+        print_json(report)
     else:
         print_table(rows)
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print a JSON object to stdout, as ASCII where stdout or a terminal would change its texts.
+
+    JSON has no infinite and no undefined numbers; they become null.
+    """
+    text = json.dumps(report, ensure_ascii=False)
+    print_result(
+        json.dumps(
+            json.loads(text, parse_constant=lambda _: None),
+            ensure_ascii=not (is_utf8() and text.isprintable()),
+        )
+    )
+
+
+def is_utf8() -> bool:
+    """Return whether stdout takes every character."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def step_bytes(
@@ -277,8 +297,8 @@ def _add_flag(target: Any, field: _Field, hint: Any) -> None:
         words["choices"] = choices
     else:
         words["metavar"] = about["metavar"] or None
-    if about["several"]:
-        words |= {"action": "extend", "nargs": "+"} if "nargs" in about else {"action": "append"}
+    if about["several"] or about["parse"] is parse_list:
+        words["action"] = "extend" if about["parse"] is parse_list else "append"
     target.add_argument(*_names(field), **words)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import given, result, step_bytes, verb
+from wdstrain.cli.common import given, is_utf8, print_json, result, step_bytes, verb
 from wdstrain.errors import UsageError
 from wdstrain.inspection.options import (
     InfoOptions,
@@ -70,7 +68,7 @@ def _info(arguments: argparse.Namespace) -> int:
             progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )
     if arguments.json:
-        print_result(json.dumps(known.as_dict(), ensure_ascii=False))
+        print_json(known.as_dict())
     else:
         print_table(known.summary())
         if known.contents:
@@ -94,11 +92,11 @@ def _print_bars(counts: dict[str, int], *, exact: bool) -> None:
     """Print a line for each class or interval: name, bar, samples, share."""
     most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
     width = min(_NAME, max(map(len, counts), default=0))
-    about = "" if exact else "~"
+    about, (full, thin) = "" if exact else "~", "█▏" if is_utf8() else "##"
     digits = len(f"{about}{most}")
     for name, count in counts.items():
         shown = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
-        bar = "█" * round(_BAR * count / most) or "▏" * (count > 0)
+        bar = full * round(_BAR * count / most) or thin * (count > 0)
         number = f"{about}{count}"
         line = f"  {shown:<{width}}  {bar:<{_BAR}}  {number:>{digits}}  {count / total:6.1%}"
         print_result(line)
@@ -336,10 +334,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         preview = plan_epoch(**{**vars(options), "progress": progress})
     if arguments.json:
-        print_result(json.dumps(preview.as_dict(), ensure_ascii=False))
+        print_json(preview.as_dict())
     else:
-        wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for line in preview.lines(ascii_only=not wide):
+        for line in preview.lines(ascii_only=not is_utf8()):
             print_result(line)
     if arguments.out is not None:
         write_whole(arguments.out, preview.page().encode("utf-8", "replace"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import logging
 import os
 import re
@@ -20,12 +19,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from wdstrain import __version__
-from wdstrain.cli.common import Parser, UsageProblem
+from wdstrain.cli.common import Parser, UsageProblem, print_json
 from wdstrain.cli.inspection import add_bench, add_info, add_plan, add_repair, add_show, add_verify
 from wdstrain.cli.sets import add_convert, add_index, add_remove, add_serve
 from wdstrain.cli.train import add_demo, add_training
 from wdstrain.errors import WdstrainError
-from wdstrain.report.terminal import flush_results, print_error, print_result, quiet
+from wdstrain.report.terminal import flush_results, print_error, quiet
 
 _VERBS = (
     add_convert,
@@ -60,13 +59,13 @@ def main(words: Sequence[str]) -> int:
         if unknown:
             raise UsageProblem(arguments.parser, f"unrecognized option {unknown[0]!r}")
     except UsageProblem as problem:
-        report_error(_usage_error(problem), {}, as_json="--json" in words)
+        report_error(_usage_error(problem), {}, words, as_json="--json" in words)
         return 2
     with quiet(arguments.quiet), _log_messages(arguments):
-        return _run(arguments)
+        return _run(arguments, words)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     flags = {**_flags(arguments.parser), **getattr(arguments, "flags", {})}
     try:
         status = int(arguments.verb(arguments))
@@ -75,10 +74,10 @@ def _run(arguments: argparse.Namespace) -> int:
     except WdstrainError as error:
         if arguments.debug:
             raise
-        report_error(str(error), flags, as_json=arguments.json)
+        report_error(str(error), flags, words, as_json=arguments.json)
         return error.exit_code
     except KeyboardInterrupt:
-        report_error(f"interrupted. {arguments.interrupted}", {}, as_json=arguments.json)
+        report_error(f"interrupted. {arguments.interrupted}", {}, (), as_json=arguments.json)
         return 130
     except BrokenPipeError:  # the reader of our output has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -105,8 +104,11 @@ def _log_messages(arguments: argparse.Namespace) -> Iterator[None]:
 def _usage_error(problem: UsageProblem) -> str:
     """Return the message for words that do not parse, with the option or verb they resemble."""
     message, parser = str(problem), problem.parser
-    message = re.sub(r"invalid int value: (.*)", r"\1 is not an integer", message)
-    message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
+    message = re.sub(
+        r"invalid (int|float) value: (.*)",
+        lambda match: f"{match[2]} is not {'an integer' if match[1] == 'int' else 'a number'}",
+        message,
+    )
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
     if choice:
         known, word = re.findall(r"[\w-]+", choice[2]), choice[1]
@@ -141,12 +143,23 @@ def _parser() -> argparse.ArgumentParser:
 # --- errors as the shell shows them --------------------------------------------------------------
 
 
-def report_error(message: str, flags: Mapping[str, str], *, as_json: bool) -> None:
-    """Print an error for people to stderr, and with `as_json` as an object to stdout."""
-    error, hint = split_hint(with_flags(message, flags))
-    print_error(f"error: {error}" + (f"\nhint: {hint}" if hint else ""))
+def report_error(
+    message: str, flags: Mapping[str, str], words: Sequence[str], *, as_json: bool
+) -> None:
+    """Print an error for people to stderr, and with `as_json` as an object to stdout.
+
+    words: of the command line. Names in them stay as they are in the message: while flags and hint
+    are looked for, a letter of Linear A stands for each name that looks like an option or advice.
+    """
+    names = {name for word in words for name in (word, *re.split("[,=]", word))}
+    changed = [name for name in names if split_hint(with_flags(name, flags)) != (name, "")]
+    letters = dict(enumerate(sorted(changed, key=len, reverse=True), 0x10600))
+    for letter, name in letters.items():
+        message = re.sub(rf"(?<!\w){re.escape(name)}(?![\w=])", chr(letter), message)
+    error, hint = (part.translate(letters) for part in split_hint(with_flags(message, flags)))
+    print_error(f"error: {error}".replace("\n", " ") + (f"\nhint: {hint}" if hint else ""))
     if as_json:
-        print_result(json.dumps({"error": error, "hint": hint or None}, ensure_ascii=False))
+        print_json({"error": error, "hint": hint or None})
 
 
 def split_hint(message: str) -> tuple[str, str]:
@@ -160,19 +173,12 @@ def with_flags(message: str, flags: Mapping[str, str]) -> str:
 
     flags: {keyword argument: flag}.
     """
-    if not flags:
-        return message
-    names = "|".join(map(re.escape, flags))
-    message = re.sub(
-        rf"(?<![\w./=-])({names})=({_VALUE})",
-        lambda match: _as_flag(flags[match[1]], match[2]),
-        message,
-    )
-    unmistakable = "|".join(re.escape(name) for name in flags if "_" in name)
-    if not unmistakable:
-        return message
+    names = "|".join(map(re.escape, flags)) or "(?!)"  # without flags, a pattern of nothing
+    unmistakable = "|".join(re.escape(name) for name in flags if "_" in name) or "(?!)"
     return re.sub(
-        rf"(?<![\w./-])({unmistakable})(?![\w=/-]|\.\w)", lambda match: flags[match[1]], message
+        rf"""(?<![\w./='"-])(?:({names})=({_VALUE})|({unmistakable})(?![\w=/'"-]|\.\w))""",
+        lambda match: _as_flag(flags[match[1]], match[2]) if match[1] else flags[match[3]],
+        message,
     )
 
 

@@ -7,7 +7,6 @@ functions of `wdstrain.conversion.api` take.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import add_options, facts, given, result, summary, verb
+from wdstrain.cli.common import add_options, facts, given, print_json, result, summary, verb
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.source_options import (
     ArraysOptions,
@@ -318,7 +317,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             "requests": count,
             "bytes": server.bytes,
         }
-        print_result(json.dumps({**report, "seconds": round(seconds, 3)}, ensure_ascii=False))
+        print_json({**report, "seconds": round(seconds, 3)})
     else:
         print_result(
             f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in "

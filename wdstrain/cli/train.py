@@ -162,8 +162,8 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     if not addresses:
         raise UsageError(
-            "no shards to train on. Give their address, or a --config file whose table [data] has "
-            "train."
+            "no shards to train on. Give their address first, as --val takes each word up to the next "
+            "option, or a --config file whose table [data] has train."
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])

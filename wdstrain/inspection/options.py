@@ -13,7 +13,7 @@ from typing import Any, Literal
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
-from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.runtime.options import REQUIRED, option, parse_list
 from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
 from wdstrain.storage.addresses import Urls
@@ -74,13 +74,18 @@ class PeekOptions(CheckedOptions):
         (),
         "show samples of these classes",
         python="show samples of these classes; of a batch: the names of its classes",
-        metavar="NAME",
+        metavar="NAME[,NAME...]",
         flag="--class",
+        parse=parse_list,
         several=True,
-        nargs="+",
     )
     keys: Sequence[str] = option(
-        (), "show the samples with these keys", metavar="KEY", flag="--key", several=True, nargs="+"
+        (),
+        "show the samples with these keys",
+        metavar="KEY[,KEY...]",
+        flag="--key",
+        parse=parse_list,
+        several=True,
     )
     label: str | None = option(
         None,

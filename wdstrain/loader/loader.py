@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import with_classes
 from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import EpochBatches
-from wdstrain.loader.options import LoaderOptions, OnError, StartMethod
+from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
@@ -27,6 +27,7 @@ from wdstrain.loader.stats import Report
 from wdstrain.order.order import Order, Tail
 from wdstrain.order.plan import integer
 from wdstrain.report import pages
+from wdstrain.runtime.options import hinted
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 
@@ -99,6 +100,7 @@ class Loader:
     SampleError for a sample that cannot be decoded, with shard, key, field and offset.
     """
 
+    @partial(hinted, hints=HABITS)
     def __init__(
         self,
         urls: Urls | Index | MixedSources,
@@ -189,6 +191,13 @@ class Loader:
 
     def __iter__(self) -> EpochBatches:
         return self._pass(self._session.next_start)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Raise TypeError for torch's DataLoader, which would take samples of a map by number."""
+        raise TypeError(
+            "a Loader has no items: it gives batches in its order. Use it in place of a DataLoader: "
+            "for batch in loader."
+        )
 
     @property
     def next_position(self) -> tuple[int, int]:
@@ -336,15 +345,17 @@ def _card(loader: Loader) -> str:
     for name, field in (loader.fields or {}).items():
         rows[f"batch[{name!r}]"] = _describe(field, plan.batch_size)
     rows["rank"] = f"{loader.rank} of {loader.world_size}"
-    rows["order"] = "as in the shards"
-    if plan.shuffle:
-        rows["order"] = (
-            f"shuffled by seed {plan.seed} within {plan.window} samples; the buffer holds about "
-            f"{loader._plans.buffered_megabytes(loader.rank):.1f} MB"
-        )
+    rows["order"] = (
+        f"shuffled by seed {plan.seed} within {plan.window} samples; the buffer holds about "
+        f"{loader._plans.buffered_megabytes(loader.rank):.1f} MB"
+        if plan.shuffle
+        else "as in the shards"
+    )
     epoch, step, _ = loader._session.position
-    rows["workers"] = str(loader.num_workers or "threads")
-    rows["position"] = f"epoch {epoch}, step {step} of {len(loader)}"
+    rows |= {
+        "workers": str(loader.num_workers or "threads"),
+        "position": f"epoch {epoch}, step {step} of {len(loader)}",
+    }
     if report["batches"]:
         rows["verdict"] = report["verdict"]
     if report["bad"]:

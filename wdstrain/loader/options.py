@@ -24,6 +24,31 @@ from wdstrain.storage.shard_cache import Cache
 StartMethod = Literal["fork", "forkserver", "spawn"]
 OnError = Literal["raise", "replace", "mark"]
 
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "tail": get_args(Tail),
+    "on_error": get_args(OnError),
+    "multiprocessing_context": (None, *get_args(StartMethod)),
+}
+
+# arguments that other loaders have, and the next step of somebody who is used to them
+HABITS = {
+    "dataset": "The first argument is urls.",
+    "split": "Name the shards of the split, such as shards/train-*.tar.",
+    "drop_last": 'Use tail="drop" or tail="keep".',
+    "sampler": "Use where=, weights= or balance=; ranks are split by rank= and world_size=.",
+    "batch_sampler": "Use batch_size=, and where=, weights= or balance= to choose samples.",
+    "num_replicas": "Use world_size=.",
+    "generator": "Use seed=.",
+    "worker_init_fn": "Not needed: transform=function(sample, rng) gets a seeded generator.",
+    "timeout": "Use patience=.",
+    "prefetch_factor": "Not needed: batches are read ahead.",
+    "persistent_workers": "Not needed: workers stay until the loader is closed.",
+    "in_order": "Not needed: the order of batches is fixed.",
+    "pin_memory": "Not needed: wt.to_device copies batches through pinned memory.",
+    "pin_memory_device": "Not needed: wt.to_device copies batches through pinned memory.",
+    "device": "Use wt.to_device(loader, device).",
+}
+
 
 @dataclass(kw_only=True)
 class LoaderOptions:
@@ -65,19 +90,16 @@ class LoaderOptions:
             self.shuffle_buffer = _shuffle_buffer(self.shuffle_buffer)
         if self.weights is not None and self.balance is not None:
             raise UsageError("weights and balance were both given. Give one of them.")
-        if self.tail not in get_args(Tail):
-            raise UsageError(f"tail={self.tail!r}: must be one of {', '.join(get_args(Tail))}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                names = ", ".join(filter(None, choices))
+                raise UsageError(f"{name}={getattr(self, name)!r}: must be one of {names}.")
         self._check_errors()
         self._check_examples()
         if not is_number(self.patience) or not 0 <= self.patience <= threading.TIMEOUT_MAX:
             raise UsageError(
                 f"patience={self.patience!r}: must be a number of seconds >= 0. 0 turns the "
                 f"warnings off."
-            )
-        if self.multiprocessing_context not in (None, *get_args(StartMethod)):
-            raise UsageError(
-                f"multiprocessing_context={self.multiprocessing_context!r}: must be one of "
-                f"{', '.join(get_args(StartMethod))}."
             )
         if self.num_workers:
             functions = {"transform": self.transform, "collate_fn": self.collate_fn}
@@ -87,10 +109,6 @@ class LoaderOptions:
         self.rank, self.world_size = self.ranks
 
     def _check_errors(self) -> None:
-        if self.on_error not in get_args(OnError):
-            raise UsageError(
-                f"on_error={self.on_error!r}: must be one of {', '.join(get_args(OnError))}."
-            )
         if not is_number(self.max_errors) or not 0 <= self.max_errors <= 1:
             raise UsageError(
                 f"max_errors={self.max_errors!r}: must be a share of the epoch from 0 to 1."

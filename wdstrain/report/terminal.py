@@ -77,11 +77,9 @@ class ProgressReporter:
                 now,
                 done,
             )
-        if now - self._report_time < self._interval:
+        if _quiet or now - self._report_time < self._interval:
             return
         self._report_time = now
-        if _quiet:
-            return
         figures = self._figures(done, total, text, unit, now - self._start_time)
         if self._console.is_jupyter:
             self._show_in_notebook(f"{title}: {figures}")
@@ -228,7 +226,12 @@ def flush_results() -> None:
 
 @contextmanager
 def _writing_stdout() -> Iterator[None]:
-    """Turn errors of writing, such as a full disk, into StorageError. BrokenPipeError passes."""
+    """Turn errors of writing, such as a full disk, into StorageError. BrokenPipeError passes.
+
+    Characters that the encoding of stdout lacks are written as escapes.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except BrokenPipeError:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from textwrap import fill
@@ -64,11 +64,11 @@ def option(
     default: value, or REQUIRED. help: starts with a verb or noun phrase, and gives the unit; the
     default is added. metavar: name of the value in help texts. parse: makes the value of the flag's
     text, or raises ValueError. flag: its names with spaces between, if not made from that of the
-    field; None: Python only. several: may be given several times, or several words. negatable:
-    there is --no-NAME too. no_help: help of the flag --no-NAME, which an option that is True by
-    default has. python: help of the keyword argument, if it differs. more: kept in the metadata:
-    `least`, the least integer (`shards.options.CheckedOptions`); `switches`, {value: help}, for a
-    flag of each value; `nargs` of a flag with several words.
+    field; None: Python only. several: a flag may be given several times, as each with `parse_list`,
+    and a positional option may have several words. negatable: there is --no-NAME too. no_help: help
+    of the flag --no-NAME, which an option that is True by default has. python: help of the keyword
+    argument, if it differs. more: kept in the metadata: `least`, the least integer
+    (`shards.options.CheckedOptions`); `switches`, {value: help}, for a flag of each value.
     """
     return dataclasses.field(
         default=default,
@@ -92,9 +92,33 @@ def help_text(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata.get("choices")
     if choices and not all(str(choice) in text for choice in choices):
         text = f"{text}: {', '.join(map(str, choices))}"
-    if any(default is empty for empty in (REQUIRED, None, False, ())) or "(default" in text:
-        return text
-    return f"{text} (default: {default})"
+    is_whole = "(default" in text or any(default is no for no in (REQUIRED, None, False, ()))
+    return text if is_whole else f"{text} (default: {default})"
+
+
+def hinted(function: Callable[P, R], hints: Mapping[str, str] | None = None) -> Callable[P, R]:
+    """Return a function whose error for an unknown argument names the argument to use.
+
+    hints: {unknown argument: next step}; for others, a name that resembles it is the hint. Raises
+    TypeError, as Python does.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        signature = inspect.signature(call)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            near = "".join(get_close_matches(unknown, signature.parameters, 1))
+            hint = (hints or {}).get(unknown) or (near and f"Did you mean {near}?")
+            raise TypeError(
+                f"{function.__qualname__.removesuffix('.__init__')}() {error}"
+                + (f". {hint}" if hint else "")
+            ) from None
+        return function(*args, **kwargs)
+
+    return call
 
 
 def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R]]:
@@ -104,22 +128,14 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R
     """
 
     def decorate(function: Callable[[O], R]) -> Callable[P, R]:
-        signature = _own_first(options)
-
+        @hinted
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                unknown = [name for name in kwargs if name not in signature.parameters]
-                near = get_close_matches(unknown[0], signature.parameters, 1) if unknown else []
-                hint = f". Did you mean {near[0]}?" if near else ""
-                raise TypeError(f"{function.__name__}() {error}{hint}") from None
             return function(options(*args, **kwargs))
 
         returns = inspect.signature(function).return_annotation
         del vars(call)["__wrapped__"]  # pages of documentation would show its one argument
-        vars(call)["__signature__"] = signature.replace(return_annotation=returns)
+        vars(call)["__signature__"] = _own_first(options).replace(return_annotation=returns)
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{_described(options)}"
         return call
 
@@ -131,8 +147,11 @@ def _own_first(options: Any) -> inspect.Signature:
     signature = inspect.signature(options)
     # Evaluates each annotation in the module of its own class.
     hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
-    bases = (base for base in options.__bases__ if dataclasses.is_dataclass(base))
-    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+    inherited = {
+        field.name
+        for base in filter(dataclasses.is_dataclass, options.__bases__)
+        for field in dataclasses.fields(base)
+    }
     parameters = sorted(
         (p.replace(annotation=hints[p.name]) for p in signature.parameters.values()),
         key=lambda parameter: (
@@ -146,11 +165,12 @@ def _own_first(options: Any) -> inspect.Signature:
 def _described(options: Any) -> str:
     """Return the lines of a docstring that explain each argument."""
     fields = {field.name: field for field in dataclasses.fields(options)}
-    lines = ["Arguments:"]
-    for name in _own_first(options).parameters:
-        text = f"{name}: {fields[name].metadata['python'] or help_text(fields[name])}"
-        lines.append(fill(text, 96, initial_indent="    ", subsequent_indent="        "))
-    return "\n".join(lines)
+    texts = (
+        f"{name}: {fields[name].metadata['python'] or help_text(fields[name])}"
+        for name in _own_first(options).parameters
+    )
+    lines = [fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
+    return "\n".join(["Arguments:", *lines])
 
 
 def choices_of(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
