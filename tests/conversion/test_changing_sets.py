@@ -9,12 +9,18 @@ import random
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 import wdstrain as wt
+from tests.conftest import picture
+from tests.support.known_faults import known_fault
+from tests.support.tables import attempt, write_images, write_table
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 
@@ -97,6 +103,280 @@ def test_samples_that_do_not_fit_the_set_are_refused_and_leave_it_unchanged(
         wt.pack(new, str(tmp_path), classes=CLASSES, append=True)
     assert files(tmp_path) == before
     assert not (tmp_path / ".unfinished").exists()
+
+
+# --- the same call every day: append=True, resume=True ---
+
+
+def _pack_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    return wt.pack(({"txt": f"{day} {n}"} for n in range(4)), folder / "out", **options)
+
+
+def _pack_keyed_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    rows = ({"__key__": f"{day}-{n}", "txt": f"{day} {n}"} for n in range(4))
+    return wt.pack(rows, folder / "out", **options)
+
+
+def _pack_equal_keys(folder: Path, day: int, **options: Any) -> wt.Index:
+    rows = ({"__key__": f"{min(day, 1)}-{n}", "txt": f"{day} {n}"} for n in range(4))
+    return wt.pack(rows, folder / "out", **options)
+
+
+def _arrays_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    return wt.convert_arrays({"x": np.full((4, 2), day)}, folder / "out", **options)
+
+
+def _array_file_of_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    np.save(folder / f"{day}.npy", np.full((4, 2), day))
+    return wt.convert_arrays({"x": str(folder / f"{day}.npy")}, folder / "out", **options)
+
+
+def _hdf5_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    with h5py.File(folder / f"{day}.h5", "w") as file:
+        file["x"] = np.full((4, 2), day)
+    return wt.convert_hdf5(folder / f"{day}.h5", folder / "out", {"x": "x"}, **options)
+
+
+def _folder_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    write_images(folder / f"in{day}" / "a" / str(day), 4)
+    return wt.convert_folder(folder / f"in{day}", folder / "out", **options)
+
+
+def _table_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    write_images(folder / str(day), 4)
+    table = write_table(folder / "t", "csv", file=[f"{day}/{n}.png" for n in range(4)])
+    return wt.convert_table(table, folder / "out", image="file", **options)
+
+
+def _table_of_bytes_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    images = [picture(4 * day + n, size=(4, 4)) for n in range(4)]
+    table = write_table(folder / f"t{day}", "parquet", image=images, n=[day] * 4)
+    return wt.convert_table(table, folder / "out", image="image", **options)
+
+
+def _tars_day(folder: Path, day: int, **options: Any) -> wt.Index:
+    rows = ({"__key__": f"{day}-{n}", "txt": f"{day} {n}"} for n in range(4))
+    wt.pack(rows, folder / f"set{day}")
+    return wt.convert_tars(folder / f"set{day}", folder / "out", **options)
+
+
+_DROPS = known_fault("conversion/append_resume_drops_new_data")
+
+
+@pytest.mark.parametrize(
+    "add_day",
+    [
+        pytest.param(_pack_day, marks=_DROPS),
+        pytest.param(_pack_equal_keys, marks=_DROPS),
+        pytest.param(_arrays_day, marks=_DROPS),
+        pytest.param(_array_file_of_day, marks=_DROPS),
+        pytest.param(_hdf5_day, marks=_DROPS),
+        _pack_keyed_day,
+        _folder_day,
+        _table_day,
+        _table_of_bytes_day,
+        _tars_day,
+    ],
+)
+def test_the_same_call_with_new_data_adds_it_or_is_refused(
+    tmp_path: Path, add_day: Callable[..., wt.Index]
+) -> None:
+    for day in range(3):
+        growing = {"append": day > 0, "resume": day > 0}
+        result = attempt(lambda: add_day(tmp_path, day, **growing))  # noqa: B023
+        if isinstance(result, str):
+            assert "key" in result
+            return
+        assert len(result) == 4 * (day + 1)
+
+
+# --- classes that are new ---
+
+NUMBERED = [f"class {n:02d}" for n in range(10)]
+
+
+def _convert_classes(
+    folder: Path, source: str, first: int, names: list[str], **options: Any
+) -> wt.Index:
+    """Convert a sample of each class; `first` is the number of the first of them."""
+    if source == "folder":
+        for name in names:
+            write_images(folder / f"in{first}" / name / str(first), 1)
+        return wt.convert_folder(folder / f"in{first}", folder / "out", **options)
+    if source == "table":
+        write_images(folder / "images", 12)
+        files = [f"images/{n}.png" for n in range(first, first + len(names))]
+        table = write_table(folder / "t", "csv", file=files, kind=names)
+        return wt.convert_table(table, folder / "out", image="file", label="kind", **options)
+    if source == "pack":
+        rows = [
+            {"__key__": f"k{first + n}", "txt": "", "cls": name} for n, name in enumerate(names)
+        ]
+        return wt.pack(rows, folder / "out", **options)
+    arrays = {"x": np.zeros((len(names), 2)), "cls": np.arange(first, first + len(names))}
+    return wt.convert_arrays(arrays, folder / "out", **options)
+
+
+@pytest.mark.parametrize("source", ["folder", "table", "pack", "arrays"])
+@known_fault("conversion/new_class_in_append")
+def test_a_new_class_gets_the_next_number_or_a_refusal_that_shows_the_difference(
+    tmp_path: Path, source: str
+) -> None:
+    _convert_classes(tmp_path, source, 0, NUMBERED, classes=NUMBERED)
+    messages = []
+    for classes in ([], [*NUMBERED, "zebra"]):
+        options: dict[str, Any] = {"classes": classes, "append": True}
+        result = attempt(lambda: _convert_classes(tmp_path, source, 10, ["zebra"], **options))  # noqa: B023
+        if not isinstance(result, str):
+            assert result.labels[0].classes == (*NUMBERED, "zebra")
+            assert len(result.where(f"{result.labels[0].name} == 'zebra'")) == 1
+            return
+        messages.append(result)
+    assert "at the end" not in messages[0]
+    assert "zebra" in messages[1]
+
+
+# --- keys ---
+
+
+def _two_splits(folder: Path, source: str) -> wt.Index:
+    """Convert samples of two splits whose files or keys have the same names."""
+    splits = ("train", "val")
+    if source == "class folders":
+        for split in splits:
+            write_images(folder / "in" / split / "a", 2)
+        return wt.convert_folder(folder / "in", folder / "out")
+    if source == "tables":
+        images = [picture(n, size=(4, 4)) for n in range(2)]
+        tables = [
+            write_table(folder / split, "parquet", image=images, n=[1, 2]) for split in splits
+        ]
+        return wt.convert_table(tables, folder / "out", image="image")
+    for split in splits:
+        rows = [{"__key__": f"k{n}", "txt": split} for n in range(2)]
+        wt.pack(rows, folder / f"set-{split}", split={split: 1.0})
+    sets = [str(folder / f"set-{split}") for split in splits]
+    return wt.convert_tars(sets, folder / "out")
+
+
+_BY_SPLIT = known_fault("conversion/keys_unique_per_split_or_per_set")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("class folders", marks=_BY_SPLIT),
+        pytest.param("sets", marks=_BY_SPLIT),
+        "tables",
+    ],
+)
+def test_a_key_names_one_sample_of_a_set(tmp_path: Path, source: str) -> None:
+    result = attempt(lambda: _two_splits(tmp_path, source))
+    if not isinstance(result, str):
+        assert len({result.key(n) for n in range(len(result))}) == len(result) == 4
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("class folders", marks=_BY_SPLIT),
+        pytest.param("sets", marks=_BY_SPLIT),
+        "tables",
+    ],
+)
+@pytest.mark.parametrize("verb", ["remove", "convert tars"])
+def test_a_verb_that_takes_keys_concerns_one_sample_for_each(
+    tmp_path: Path, source: str, verb: str
+) -> None:
+    index = _two_splits(tmp_path, source)
+    key, out = index.key(0), tmp_path / "out"
+    if verb == "remove":
+        attempt(lambda: wt.remove(str(out), keys=[key]))
+        assert len(wt.open(str(out))) >= 3
+    else:
+        (tmp_path / "keys").write_text(f"{key}\n")
+        result = attempt(
+            lambda: wt.convert_tars(out, tmp_path / "few", keys=str(tmp_path / "keys"))
+        )
+        assert isinstance(result, str) or len(result) == 1
+
+
+# --- dry runs ---
+
+
+def _source(folder: Path, kind: str, out: Path, **options: Any) -> wt.Index:
+    """Convert six samples of two classes."""
+    if kind == "pack":
+        return wt.pack(samples(range(6)), out, **options)
+    if kind == "arrays":
+        return wt.convert_arrays({"x": np.zeros((6, 2)), "cls": np.arange(6) % 2}, out, **options)
+    for n in range(2):
+        write_images(folder / "in" / CLASSES[n], 3)
+    if kind == "folder":
+        return wt.convert_folder(folder / "in", out, **options)
+    files = [f"in/{name}/{n}.png" for name in CLASSES for n in range(3)]
+    table = write_table(folder / "t", "csv", file=files, label=[name[3:-6] for name in files])
+    return wt.convert_table(table, out, image="file", label="label", **options)
+
+
+def _with_file(folder: Path, kind: str) -> None:
+    (folder / "file").write_text("")
+
+
+def _with_set(folder: Path, kind: str) -> None:
+    _source(folder, kind, folder / "out")
+
+
+def _with_other_files(folder: Path, kind: str) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "notes.txt").write_text("")
+
+
+_DRAWN = {"split": {"a": 0.5, "b": 0.5}}
+_RUN_ONLY = known_fault("conversion/dry_run_accepts_what_the_run_refuses")
+
+
+@pytest.mark.parametrize(
+    ("kind", "prepare", "options"),
+    [
+        *(
+            pytest.param(kind, None, {**_DRAWN, "stratify": "unknown"}, marks=_RUN_ONLY)
+            for kind in ("folder", "pack", "arrays")
+        ),
+        pytest.param("folder", None, {"out": "in/out"}, marks=_RUN_ONLY),
+        pytest.param("table", _with_file, {"out": "file"}, marks=_RUN_ONLY),
+        pytest.param("pack", _with_file, {"out": "file/out"}, marks=_RUN_ONLY),
+        pytest.param("folder", _with_file, {"out": "file", "overwrite": True}, marks=_RUN_ONLY),
+        pytest.param("arrays", _with_set, {"resume": True, "seed": 3}, marks=_RUN_ONLY),
+        pytest.param("table", _with_set, {"resume": True, "seed": 3}, marks=_RUN_ONLY),
+        ("table", None, {**_DRAWN, "stratify": "unknown"}),
+        ("folder", None, {**_DRAWN, "stratify": "label"}),
+        ("pack", None, {"split": {"a": 0.999, "b": 0.001}}),
+        ("arrays", None, {"num_shards": 7}),
+        ("folder", None, {"classes": ["cat"]}),
+        ("pack", _with_set, {}),
+        ("pack", _with_set, {"append": True}),
+        ("folder", _with_set, {"append": True}),
+        ("folder", None, {"append": True}),
+        ("table", _with_other_files, {}),
+        ("table", _with_other_files, {"overwrite": True}),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    tmp_path: Path,
+    kind: str,
+    prepare: Callable[[Path, str], None] | None,
+    options: dict[str, Any],
+) -> None:
+    if prepare is not None:
+        prepare(tmp_path, kind)
+    options = {"out": "out", **options}
+    out = tmp_path / options.pop("out")
+    dry_run, run = (
+        isinstance(attempt(lambda: _source(tmp_path, kind, out, dry_run=dry, **options)), str)  # noqa: B023
+        for dry in (True, False)
+    )
+    assert dry_run == run
 
 
 @pytest.mark.parametrize("classes", [["dog", "cat"], ["cat", "eel"], ["cat", "dog", "eel"]])

@@ -7,7 +7,7 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas
 import pyarrow
@@ -16,11 +16,13 @@ import pyarrow.parquet
 import wdstrain as wt
 from tests.conftest import picture
 
+Result = TypeVar("Result")
+
 FORMS = ("csv", "jsonl", "parquet", "frame")
 
 
-def attempt(convert: Callable[[], wt.Index]) -> wt.Index | str:
-    """Return the index of a conversion, or the message of its refusal."""
+def attempt(convert: Callable[[], Result]) -> Result | str:
+    """Return the result of a conversion, or the message of its refusal."""
     try:
         return convert()
     except wt.WdstrainError as error:
