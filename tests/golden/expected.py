@@ -39,6 +39,20 @@ def check(file: str, name: str, value: Any) -> None:
     assert value == expected, f"{name!r} changed: {difference(expected, value)}\n{advice(file)}"
 
 
+def check_close(file: str, name: str, value: list[float], tolerance: float) -> None:
+    """Check that each number differs from that of the entry `name` by at most `tolerance`."""
+    expected = read(file).get(name, [])
+    if not rewriting and len(expected) == len(value):
+        pairs = enumerate(zip(expected, value, strict=True))
+        far = [(i, pair) for i, pair in pairs if not abs(pair[0] - pair[1]) <= tolerance]
+        assert not far, (
+            f"{name!r} changed by more than {tolerance}: number {far[0][0]} was {far[0][1][0]}, is "
+            f"{far[0][1][1]}\n{advice(file)}"
+        )
+        return
+    check(file, name, value)
+
+
 def check_names(file: str, names: Iterable[str]) -> None:
     """Check that a file has these entries and no other, or delete the others."""
     names, entries = list(names), read(file)
@@ -108,10 +122,24 @@ def _paths(value: Any, path: str, data: Collection[str]) -> list[str]:
 
 def read(file: str) -> dict[str, Any]:
     path = FOLDER / f"{file}.json"
-    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return entries
 
 
 def write(file: str, entries: Mapping[str, Any]) -> None:
-    text = json.dumps(entries, indent=1, ensure_ascii=False)
-    (FOLDER / f"{file}.json").write_text(text + "\n")
+    text = ",\n".join(f" {_json(name)}: {_lines(value)}" for name, value in entries.items())
+    (FOLDER / f"{file}.json").write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+
+def _lines(value: Any) -> str:
+    """Return JSON with a line for each item, for a value whose items are compared one by one."""
+    if isinstance(value, dict) and value:
+        rows = [f"{_json(name)}: {_json(item)}" for name, item in value.items()]
+        return "{\n  " + ",\n  ".join(rows) + "\n }"
+    if isinstance(value, list) and len(value) > 3 and isinstance(value[0], str):
+        return "[\n  " + ",\n  ".join(map(_json, value)) + "\n ]"
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
