@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -489,3 +491,41 @@ def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     said = [record.getMessage() for record in caplog.records if "scanned" not in record.msg]
     told = [outcome] if isinstance(outcome, str) else said
     assert (isinstance(outcome, int) and outcome > 200) or any("bit" in text for text in told)
+
+
+EXACT = known_fault("training/numbers_above_16_million")
+
+
+@pytest.mark.parametrize(
+    ("first", "column", "pack"),
+    [
+        (1_000_000, "t", lambda n: {"json": {"t": n}}),
+        pytest.param(1_700_000_000, "t", lambda n: {"json": {"t": n}}, marks=EXACT),
+        pytest.param(1_700_000_000, "t", lambda n: {"json": {"t": n + 0.5}}, marks=EXACT),
+        pytest.param(1_700_000_000, None, lambda n: {"t": str(n)}, marks=EXACT),
+        pytest.param(1_700_000_000, None, lambda n: {"t.npy": np.int64(n)}, marks=EXACT),
+        pytest.param(2**60, None, lambda n: {"t.npy": np.int64(n)}, marks=EXACT),
+    ],
+    ids=["small", "json", "fraction", "text", "int64", "beyond float64"],
+)
+def test_neighboring_numbers_stay_different_or_are_refused(
+    tmp_path: Path,
+    first: int,
+    column: str | None,
+    pack: Callable[[int], dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A warning of the conversion or of the loader counts as a refusal, too."""
+    place = "json" if column else "t;t.npy"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            labels = [wt.Label("t", "number", "json", "t")] if column else []
+            samples = ({"__key__": str(i), **pack(first + i)} for i in range(8))
+            wt.pack(samples, tmp_path / "set", labels=labels)
+            fields = {"t": wt.number(place, column=column)}
+            with closing(wt.Loader(tmp_path / "set", fields, batch_size=8)) as loader:
+                values = next(iter(loader))["t"].tolist()
+        except wt.WdstrainError as error:
+            values, warned = [], [error]  # type: ignore[list-item]
+    assert len(set(values)) == 8 or re.search("float32|digits|exact", f"{warned} {caplog.text}")
