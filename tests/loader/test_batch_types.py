@@ -1,0 +1,164 @@
+"""A batch value has one type in every batch of a run, and keeps it on a device."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import wdstrain as wt
+from tests.conftest import picture, write_shards, write_tar
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
+
+Views = namedtuple("Views", "first second")
+
+
+def skeleton(value: Any, rows: int | None = None) -> Any:
+    """Return the types of a value and of its parts, without devices.
+
+    rows: length that replaces that of the batch dimension, of tensors and of collated texts.
+    """
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, (len(value) if rows is None else rows, *value.shape[1:]))
+    if isinstance(value, dict):
+        return (type(value), {name: skeleton(part, rows) for name, part in value.items()})
+    if isinstance(value, (list, tuple)):
+        if value and all(isinstance(part, str) for part in value):
+            return (type(value), len(value) if rows is None else rows)
+        is_empty_text = rows is not None and not value
+        return (type(value), 0 if is_empty_text else [skeleton(part, rows) for part in value])
+    return type(value)
+
+
+def devices(value: Any) -> set[str]:
+    """Return the devices of all tensors in a value."""
+    if isinstance(value, torch.Tensor):
+        return {value.device.type}
+    parts = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (dict, list, tuple))
+    return set().union(*map(devices, parts)) if is_container else set()
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda x: x,
+    "list": lambda x: [x, x],
+    "dict": lambda x: {"a": x},
+    "list of dicts": lambda x: [{"a": x}],
+    "list of lists": lambda x: [[x, x], [x, x]],
+    "list of tuples": lambda x: [(x, x), (x,)],
+    "three levels": lambda x: [[[x]]],
+    "dict of lists of lists": lambda x: {"a": [[x]]},
+    "list of lists with texts": lambda x: [["word", x]],
+    "named tuple": lambda x: Views(x, x),
+    "named tuple with a text": lambda x: Views("word", x),
+    "named tuple of lists": lambda x: Views([x], Views(x, x)),
+    "list of named tuples": lambda x: [Views(x, x)],
+    "ordered dict": lambda x: OrderedDict(a=x),
+}
+_KEPT = ("tensor", "list", "dict", "list of dicts")
+
+
+class Makes:
+    """A transform whose example is one of VALUES."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"value": VALUES[self.kind](torch.ones(2))}
+
+
+def _rows(kept: tuple[str, ...], **options: Any) -> list[Any]:
+    """Return a parameter for each kind of value; those that are not kept are faults."""
+    mark = known_fault("core/nested_pairs_to_device", **options)
+    return [pytest.param(kind, marks=[] if kind in kept else [mark]) for kind in VALUES]
+
+
+@pytest.mark.parametrize("kind", _rows(_KEPT))
+def test_every_tensor_of_a_batch_is_moved_and_containers_keep_their_type(
+    kind: str, shards: Path
+) -> None:
+    with closing(wt.Loader(shards, transform=Makes(kind), batch_size=4)) as loader:
+        plain = next(iter(loader))["value"]
+        moved = next(iter(wt.to_device(loader, "meta")))["value"]
+    assert devices(moved) == {"meta"}
+    assert skeleton(moved) == skeleton(plain)
+
+
+@pytest.mark.parametrize("kind", _rows(_KEPT, raises=(AssertionError, TypeError)))
+def test_a_batch_without_rows_has_the_containers_of_full_batches(kind: str, tmp_path: Path) -> None:
+    """Seven samples on three ranks: the last batch of one rank is empty."""
+    write_shards(tmp_path, [7])
+    options: dict[str, Any] = {"transform": Makes(kind), "batch_size": 1, "tail": "keep"}
+    with closing(wt.Loader(tmp_path, **options, rank=2, world_size=3)) as loader:
+        batches = [batch["value"] for batch in loader.epoch(0, until=1)]
+    assert len(batches) == 3
+    assert skeleton(batches[2], rows=0) == skeleton(batches[0], rows=0)
+
+
+# --- bad samples ----------------------------------------------------------------------------------
+
+
+def _npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _mask() -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.ones((8, 8), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+_CHANGING = known_fault("core/marked_row_changes_type")
+MARKED = [
+    pytest.param(wt.array("npy", shape=(3,), dtype="float32"), _npy(np.ones(3, np.float32)), 1),
+    pytest.param(wt.image("png", size=8), picture(1), 1),
+    pytest.param(wt.image("png"), picture(1), 1),
+    pytest.param(wt.mask("mask.png", size=8), _mask(), 1),
+    pytest.param(wt.number("cls"), b"3", 1),
+    pytest.param(wt.text("txt"), b"word", 1),
+    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 1, marks=_CHANGING),
+    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 4, marks=_CHANGING),
+    pytest.param(wt.array("npy"), _npy(np.float32(1)), 1, marks=_CHANGING),
+    pytest.param(wt.mask("mask.png"), _mask(), 1, marks=_CHANGING),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "data", "bad"), MARKED, ids=lambda value: type(value).__name__ + str(value)[:1]
+)
+def test_a_marked_row_does_not_change_the_type_of_a_batch(
+    field: Any, data: bytes, bad: int, tmp_path: Path
+) -> None:
+    """bad: samples of the second batch that cannot be decoded, or whose options are refused."""
+    name = field.names[0]
+    damaged = [data if n < 4 or n >= 4 + bad else b"\xff" + data[1:20] for n in range(8)]
+    samples = [(f"k{n}", {name: part, "bin": b""}) for n, part in enumerate(damaged)]
+    write_tar(tmp_path / "a.tar", samples)
+
+    def types() -> set[type]:
+        options: dict[str, Any] = {"on_error": "mark", "max_errors": 1, "shuffle": False}
+        with closing(wt.Loader(tmp_path, {"x": field}, batch_size=4, **options)) as loader:
+            return {type(batch["x"]) for batch in loader.epoch(0, until=1)}
+
+    outcome = result_or_refusal(types)
+    assert "mark" in outcome if isinstance(outcome, str) else len(outcome) == 1
+
+
+@known_fault("core/marked_row_changes_type")
+def test_masks_without_a_size_are_a_list_also_if_their_sizes_agree(tmp_path: Path) -> None:
+    """The type of a batch value does not depend on its samples; so are images."""
+    wt.pack(({"__key__": f"k{n}", "mask.png": _mask()} for n in range(2)), tmp_path / "out")
+    with closing(wt.Loader(tmp_path / "out", {"mask": wt.mask()}, batch_size=2)) as loader:
+        assert isinstance(next(iter(loader))["mask"], list)
