@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 from wdstrain.decode.transforms import random_crop, random_crops, region
 from wdstrain.loader.gpu_augment import DRAWS, IMAGENET
 from wdstrain.loader.gpu_mixing import beta_quantiles
@@ -323,3 +328,125 @@ def test_an_empty_batch_has_the_types_of_full_batches() -> None:
     )
     assert (output["image"].shape, output["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
     assert (output["label"].shape, output["label"].dtype) == ((0, 5), torch.float32)
+
+
+# --- masks, labels and marked samples beside the images -------------------------------------------
+
+
+def _png(pixels: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 images with a white object in the left third, and masks with class 1 there."""
+    mask = np.zeros((24, 36), np.uint8)
+    mask[:, :12] = 1
+    files = {"png": _png(np.repeat(mask[..., None] * 255, 3, 2)), "mask.png": _png(mask)}
+    samples: list[Sample] = [(f"s{n:02d}", {**files, "cls": b"%d" % (n % 2)}) for n in range(16)]
+    return write_tar(tmp_path_factory.mktemp("objects") / "a.tar", samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"brightness": 0.2}, id="color"),
+        *(
+            pytest.param(options, id=name, marks=known_fault("core/augmentation_and_mask"))
+            for name, options in {
+                "flip": {"augment": "flip"},
+                "random crop": {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
+                "center crop": {"size": 24},
+            }.items()
+        ),
+    ],
+)
+def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objects: Path) -> None:
+    fields = {"image": wt.image(size=(24, 36)), "mask": wt.mask(size=(24, 36))}
+
+    def agreement() -> float:
+        """Share of pixels whose mask is that of the object in the image."""
+        with closing(wt.Loader(objects, fields, batch_size=16)) as loader:
+            batch = next(iter(wt.to_device(loader, "cpu", wt.Augmentation(**options))))
+        image, mask = batch["image"][:, 0] > 0.4, batch["mask"] == 1
+        return float((image == mask).float().mean()) if image.shape == mask.shape else 0.0
+
+    outcome = result_or_refusal(agreement)
+    assert "mask" in outcome if isinstance(outcome, str) else outcome > 0.95
+
+
+@known_fault("core/augmentation_and_mask")
+def test_cutmix_moves_masks_with_pixels_or_is_refused() -> None:
+    """A rectangle of another image brings the classes of its pixels along."""
+    masks = torch.arange(8).view(-1, 1, 1).expand(8, 16, 16).contiguous()
+    images = (masks * 30).to(torch.uint8).unsqueeze(1).expand(8, 3, 16, 16).contiguous()
+    batch = {"image": images, "mask": masks, "label": torch.arange(8)}
+    augmentation = wt.Augmentation(cutmix=1.0, classes=8)
+    outcome = result_or_refusal(lambda: augmentation(batch, _draws(8)))
+    if isinstance(outcome, str):
+        assert "mask" in outcome
+    else:
+        assert torch.equal((outcome["image"][:, 0] * 255 / 30).round().long(), outcome["mask"])
+
+
+@known_fault("core/augmentation_draws", raises=TypeError)
+@pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}, {}])
+def test_changes_without_randomness_need_no_random_numbers(options: dict[str, Any]) -> None:
+    """A batch of another trainer has images only."""
+    augmentation, images = wt.Augmentation(**options), _pictures(4)
+    expected = augmentation({"image": images}, _draws(4))["image"]
+    assert torch.equal(augmentation({"image": images})["image"], expected)
+
+
+@known_fault("core/augmentation_draws", raises=TypeError)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_random_numbers_come_with_the_batch(num_workers: int, pictures: Path) -> None:
+    """A loop, or a trainer that moves batches itself, gets the pixels of `to_device`."""
+    augmentation = wt.Augmentation("rrc+flip", size=16, hue=0.2)
+    with closing(wt.Loader(pictures, FIELDS, batch_size=8, num_workers=num_workers)) as loader:
+        moved = [batch["image"] for batch in wt.to_device(loader.epoch(0), "cpu", augmentation)]
+        own = [augmentation(batch)["image"] for batch in loader.epoch(0, until=1)]
+    assert len(own) == len(moved)
+    assert all(torch.equal(a, b) for a, b in zip(own, moved, strict=True))
+
+
+@known_fault("core/augmentation_draws", raises=TypeError)
+def test_a_batch_without_random_numbers_is_refused_by_random_changes() -> None:
+    with pytest.raises(wt.UsageError, match="random numbers"):
+        wt.Augmentation("flip")({"image": _pictures(2)})
+
+
+@known_fault("core/mixing_with_marked")
+@pytest.mark.parametrize("mixing", [{"mixup": 1.0}, {"cutmix": 1.0}], ids=["mixup", "cutmix"])
+@pytest.mark.parametrize("bad", [5, 7], ids=["within the batch", "last of the batch"])
+def test_a_marked_sample_is_mixed_into_no_other(
+    bad: int, mixing: dict[str, float], tmp_path: Path
+) -> None:
+    """All good images are gray and of class 1; a marked row is black and of class 0."""
+    gray = _png(np.full((32, 32, 3), 200))
+    samples: list[Sample] = [
+        (f"s{n}", {"png": gray if n != bad else gray[:45], "cls": b"1"}) for n in range(8)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    fields = {"image": wt.image(size=32), "label": wt.label()}
+    options: dict[str, Any] = {"on_error": "mark", "max_errors": 1, "shuffle": False}
+
+    def good_rows() -> tuple[float, float]:
+        """Return the least share of class 1, and the darkest pixel, of all good rows."""
+        shares, pixels = [], []
+        with closing(wt.Loader(tmp_path, fields, batch_size=8, **options)) as loader:
+            batches = loader.epoch(0, until=4)
+            for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):
+                own = torch.from_numpy(np.asarray(batches.own))
+                shares.append(float(batch["label"][own, 1].min()))
+                pixels.append(float(batch["image"][own].min()))
+        return min(shares), min(pixels)
+
+    outcome = result_or_refusal(good_rows)
+    if isinstance(outcome, str):
+        assert "mark" in outcome
+    else:
+        assert outcome == pytest.approx((1, 200 / 255))
