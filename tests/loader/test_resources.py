@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +18,10 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
+from tests.support.known_faults import known_fault
 from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import cut, end_in_headers, serving, status
+from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.storage.local import LocalFile
 
 
@@ -275,3 +278,79 @@ def in_small_shm() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+# --- the default buffer ---------------------------------------------------------------------------
+
+
+def holes(folder: Path, sizes: list[int], shards: int) -> Path:
+    """Write shards of samples of these sizes as files with holes, which take no space on a disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(shards):
+        with open(folder / f"h-{shard:03d}.tar", "wb") as file:
+            for n, size in enumerate(sizes):
+                file.write(header(f"s{shard:03d}{n:04d}.bin", size))
+                file.seek(size + padding(size), os.SEEK_CUR)
+            file.write(END)
+    return folder
+
+
+_DIVIDED = known_fault("core/window_divided_by_ranks")
+
+
+@pytest.mark.parametrize(
+    ("is_mixture", "ranks"),
+    [
+        (False, 1),
+        (True, 1),
+        pytest.param(False, 8, marks=_DIVIDED),
+        pytest.param(False, 64, marks=_DIVIDED),
+        pytest.param(True, 8, marks=_DIVIDED),
+    ],
+)
+def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
+    is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Samples of 3 MB: a rank of many still mixes dozens of them."""
+    folder = holes(tmp_path / "a", [3_000_000] * 32, shards=16)
+    options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": ranks}
+    if is_mixture:
+        other = holes(tmp_path / "b", [3_000_000] * 32, shards=16)
+        loader = wt.mix({"a": folder, "b": other}, **options)
+    else:
+        loader = wt.Loader(folder, **options)
+    with contextlib.closing(loader):
+        warned = any(
+            "buffer" in record.getMessage()
+            for record in caplog.records
+            if "scanned" not in record.msg
+        )
+        assert loader.shuffle_buffer * 3 >= 100 or warned
+
+
+_LARGE, _SMALL = 3_000_000, 100  # sizes of samples: one large sample to 99 small ones
+_BALANCED = [50.0] + [50 / 99] * 99  # half of the epoch is the large sample
+
+
+@known_fault("core/weights_memory_claim")
+def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Path) -> None:
+    """The buffer holds the whole epoch here, which has 100 large samples among 200."""
+    folder = holes(tmp_path, [_LARGE // 30] + [_SMALL] * 99, shards=2)
+    with contextlib.closing(wt.Loader(folder, batch_size=4, weights=_BALANCED * 2)) as loader:
+        named = re.search(r"([\d.]+) MB", repr(loader))
+    assert named is not None
+    assert 5 <= float(named[1]) <= 20
+
+
+@pytest.mark.parametrize(
+    "weights", [None, pytest.param(_BALANCED, marks=known_fault("core/weights_memory_claim"))]
+)
+def test_the_default_buffer_has_256_mb_of_the_samples_of_the_epoch(
+    weights: list[float] | None, tmp_path: Path
+) -> None:
+    """Half of a weighted epoch are large samples: the buffer holds fewer of them."""
+    folder = holes(tmp_path, [_LARGE] + [_SMALL] * 99, shards=20)
+    mean = (_LARGE + 99 * _SMALL) / 100 if weights is None else (_LARGE + _SMALL) / 2
+    given = None if weights is None else weights * 20
+    with contextlib.closing(wt.Loader(folder, batch_size=4, weights=given)) as loader:
+        assert loader.shuffle_buffer * mean < 2 * 256e6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
+from tests.support.known_faults import known_fault
 
 COUNT = 240
 
@@ -261,3 +263,45 @@ def test_a_mixture_of_selections(packed: Path) -> None:
     loader.close()
     with pytest.raises(wt.UsageError, match="balance"):
         wt.mix({"a": packed, "b": packed}, balance="kind")
+
+
+@known_fault("core/weights_reader_limit", raises=wt.WdstrainError)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": [20] * 100},
+        {"weights": [20] * 100, "shuffle": False},
+        {"weights": [20] * 100, "shuffle_buffer": 16},
+        {"weights": [20] * 100, "tail": "keep"},
+        {"weights": [20] * 100, "lanes": 2},
+        {"weights": [20] * 100, "num_workers": 1},
+        {"weights": [100] * 20 + [0] * 80},
+        {"balance": "cls"},
+    ],
+    ids=lambda options: ", ".join(
+        f"{name} {value if name != 'weights' else value[0]}" for name, value in options.items()
+    ),
+)
+def test_samples_that_are_repeated_often_are_all_delivered(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two whole epochs of 2,000 samples; with balance, ten large ones are half of the epoch."""
+    if "balance" in options:
+        sizes = [200_000 if n % 200 == 0 else 100 for n in range(2000)]
+        expected = {"large": 1000, "small": 1000}
+    else:
+        sizes = [10] * 100
+        expected = {"small": 2000}
+    rows = (
+        {"__key__": f"k{n:04d}", "txt": "x" * s, "cls": int(s > 1000)} for n, s in enumerate(sizes)
+    )
+    wt.pack(rows, tmp_path / "out")
+    fields = {"txt": wt.text()}
+    with closing(wt.Loader(tmp_path / "out", fields, batch_size=20, **options)) as loader:
+        for number in range(2):
+            counts = Counter(
+                "large" if len(text) > 1000 else "small"
+                for batch in loader.epoch(number, until=number + 1)
+                for text in batch["txt"]
+            )
+            assert counts == expected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import random
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import webdataset as wds
 import wdstrain as wt
 from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
+from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
 
@@ -283,3 +286,40 @@ def test_shards_on_a_server_are_read_as_local_ones(
         dataset.close()
     if cached:
         assert len(list((tmp_path / "cache").rglob("*"))) >= 3
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+@pytest.mark.parametrize(
+    ("is_remote", "has_cache"),
+    [
+        (False, False),
+        (False, True),
+        (True, False),
+        pytest.param(True, True, marks=known_fault("core/cache_dir_local_path")),
+    ],
+)
+def test_samples_have_the_entries_of_webdataset(
+    is_remote: bool,
+    has_cache: bool,
+    ending: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`__local_path__` is the file on the disk; with a cache, the one in its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    write_set(tmp_path / "set", [3], ending)
+    with serving(tmp_path / "set") as served:
+        url = f"{served.url if is_remote else tmp_path / 'set'}/part-000{ending}"
+        entries = []
+        for name, kind in (("wds", wds.WebDataset), ("wt", wt.WebDataset)):
+            cache = tmp_path / f"cache-{name}"
+            cache.mkdir()
+            options = {"cache_dir": str(cache)} if has_cache else {}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                samples = list(kind(url, shardshuffle=False, **options))
+                gc.collect()
+            paths = {str(sample.get("__local_path__", "")) for sample in samples}
+            is_kept = all(path.startswith(str(cache)) and Path(path).is_file() for path in paths)
+            entries.append((sorted(samples[0]), is_kept))
+    assert entries[1] == entries[0]

@@ -16,6 +16,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_shards, write_tar
+from tests.support.known_faults import known_fault
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
@@ -86,6 +87,27 @@ def test_a_scan_of_a_read_only_folder_is_cached_in_the_user_cache(
     (tmp_path / "cache2").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
     assert [scanned_samples(shards), scanned_samples(shards)] == [21, 21]
+
+
+@known_fault("core/stale_scan_in_read_only_set")
+@pytest.mark.parametrize("replaced", [1, 2])
+def test_a_stale_scan_beside_the_shards_does_not_hide_a_fresh_one_in_the_user_cache(
+    replaced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared set that this user may not write holds somebody's scan of older shards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shards = write_shards(tmp_path / "set", [7, 5])
+    assert scanned_samples(shards) == 12
+    stale = (shards / ".wdstrain").rename(tmp_path / "stale")
+    write_shards(tmp_path / "other", [9, 8])
+    for name in ("part-000.tar", "part-001.tar")[:replaced]:
+        os.replace(tmp_path / "other" / name, shards / name)
+    (shards / ".wdstrain").write_text("in the way")
+    assert scanned_samples(shards) > 0  # into the user's cache
+    (shards / ".wdstrain").unlink()
+    stale.rename(shards / ".wdstrain")
+    assert scanned_samples(shards) == 0
+    assert len(open_index(shards)) == {1: 14, 2: 17}[replaced]
 
 
 def test_a_cached_scan_is_validated_like_any_file(shards: Path) -> None:
