@@ -15,47 +15,41 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 import wdstrain as wt
 
-SIDE = 8
+SIDE = 8  # of images, in pixels
 NAMES = {"kind": ("ant", "bee", "cow"), "flag": ("no", "yes"), "tags": ("x", "y", "z")}
-LAYERS = "sky,sea,sun"  # classes of masks
 LABELS = [
     wt.Label("kind", "class", "json", "kind", NAMES["kind"]),
     wt.Label("flag", "class", "json", "flag", NAMES["flag"]),
     wt.Label("tags", "multi", "json", "tags", NAMES["tags"]),
     wt.Label("size", "number", "json", "size"),
 ]
-# (label, kind of its loss) by the text that names them in a run
+# (label, kind of its loss, columns of the output) by the text that names them in a run
 HEADS = {
-    "kind": [("kind", "class")],
-    "flag": [("flag", "binary")],
-    "flag:class": [("flag", "class")],
-    "tags": [("tags", "multi")],
-    "size": [("size", "number")],
-    "size,kind,tags,flag": [
-        ("size", "number"),
-        ("kind", "class"),
-        ("tags", "multi"),
-        ("flag", "binary"),
-    ],
-    "mask.png": [("mask", "mask")],
+    "kind": [("kind", "class", 3)],
+    "flag": [("flag", "binary", 1)],
+    "flag:class": [("flag", "class", 2)],
+    "tags": [("tags", "multi", 3)],
+    "size": [("size", "number", 1)],
+    "size,kind,tags": [("size", "number", 1), ("kind", "class", 3), ("tags", "multi", 3)],
+    "mask.png": [("mask", "mask", 3)],
 }
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-MINIMIZED = ("loss", "mse", "mae")
 TOLERANT = {"on_error": "replace", "max_errors": 1.0}
 
-Options = Mapping[str, Any]
 Array = npt.NDArray[Any]
+Drawn = SimpleNamespace  # a value for each option
+Tensors = dict[str, Tensor]
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -73,42 +67,25 @@ class Sample:
 def draw_samples(rng: random.Random, count: int, bad: int, dtype: str) -> list[Sample]:
     """Return random samples, of which `bad` have inputs that cannot be read."""
     numbers = np.random.default_rng(rng.getrandbits(64))
-    bad_rows = set(rng.sample(range(count), bad))
-    samples = []
+    bad_rows, samples = rng.sample(range(count), bad), []
     for row in range(count):
-        kind, flag = int(numbers.integers(0, 3)), int(numbers.random() < 0.3)
-        tags = numbers.random(3) < 0.4
-        size = round(float(numbers.normal(50 + 9 * kind, 5)), 3)
+        kind, flag = int(numbers.integers(3)), int(numbers.random() < 0.3)
+        tags, size = numbers.random(3) < 0.4, round(float(numbers.normal(50 + 9 * kind, 5)), 3)
         mask = numbers.integers(0, 3, (SIDE, SIDE)).astype(np.uint8)
         mask[0, :3] = 255
         pixels = numbers.integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8)
-        vector = (numbers.random(6) * 255).astype(dtype)
-        if dtype != "uint8":
-            vector /= 100
-        file = io.BytesIO()
-        np.save(file, vector)
-        labels = {
-            "kind": NAMES["kind"][kind],
-            "flag": NAMES["flag"][flag],
-            "tags": [name for name, has in zip(NAMES["tags"], tags, strict=True) if has],
-            "size": size,
-        }
-        fields = {"json": labels, "mask.png": png(mask), "png": png(pixels), "npy": file.getvalue()}
+        vector = (numbers.random(6) * (255 if dtype == "uint8" else 3)).astype(dtype)
+        names = {"kind": NAMES["kind"][kind], "flag": NAMES["flag"][flag]}
+        names |= {"tags": np.array(NAMES["tags"])[tags].tolist(), "size": size}
+        fields = {"json": names, "mask.png": mask, "png": pixels, "npy": vector}
         if row in bad_rows:
-            fields |= {"png": png(pixels)[:60], "npy": file.getvalue()[:-3]}
+            fields |= {"png": b"\x89PNG\r\n\x1a\n cut", "npy": b"\x93NUMPY cut"}
         values = {"kind": kind, "flag": flag, "tags": tags, "size": size, "mask": mask}
         samples.append(Sample(f"{row:03d}", values, fields))
     return samples
 
 
-def png(pixels: Array) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def write(samples: list[Sample], folder: Path) -> None:
-    """Write the shards of some samples in their order."""
     rows = ({"__key__": sample.key, **sample.fields} for sample in samples)
     wt.pack(rows, folder, labels=LABELS, max_shard_samples=17, shuffle=False, num_workers=1)
 
@@ -122,19 +99,15 @@ def noisy_vector(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[st
     return {"vector": (vector * rng.uniform(0.8, 1.2, 6)).astype(vector.dtype)}
 
 
-def input_options(drawn: Options, *, training: bool) -> dict[str, Any]:
+def input_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
     """Return the options of a loader, or of a run, that read the inputs."""
-    augment = drawn["augment"] if training else None
-    image = wt.image("png", size=SIDE, augment=augment)
-    vector = wt.array("npy", shape=(6,), dtype=drawn["dtype"])
-    return {
-        "image": {"fields": {"image": image}},
-        "image field": {"fields": {"image": image}},
-        "vector": {"fields": {"vector": vector}},
-        "both": {"fields": {"image": image, "vector": vector}},
-        "transform": {"transform": vector_of},
-        "random transform": {"transform": noisy_vector if training else vector_of},
-    }[drawn["input"]]
+    if "transform" in drawn.input:
+        is_random = training and drawn.input == "random transform"
+        return {"transform": noisy_vector if is_random else vector_of}
+    image = wt.image("png", size=SIDE, augment=drawn.augment if training else None)
+    fields = {"image": image, "vector": wt.array("npy", shape=(6,), dtype=drawn.dtype)}
+    names = {"vector": ("vector",), "both": ("image", "vector")}.get(drawn.input, ("image",))
+    return {"fields": {name: fields[name] for name in names}}
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -148,8 +121,7 @@ class Net(nn.Module):
         torch.manual_seed(3)
         # A bias before a batch norm has a gradient of rounding errors alone, which Adam enlarges.
         blocks = (nn.Sequential(nn.Linear(6, 6, bias=False), norm(6), nn.Tanh()) for _ in range(2))
-        self.blocks = nn.Sequential(*blocks)
-        self.last = nn.Linear(6, outputs)
+        self.blocks, self.last = nn.Sequential(*blocks), nn.Linear(6, outputs)
 
     def forward(self, image: Tensor, vector: Tensor | None = None) -> Tensor:
         inputs = [image] if vector is None else [image, vector]
@@ -181,21 +153,17 @@ NETS = {net.__name__: net for net in (batch_norm, layer_norm, dropout, dense)}
 
 
 def own_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # training/own_optimizer_lr_ignored: it has no learning rate and weight decay of its own
     return torch.optim.NAdam(groups)
 
 
 class PlainLion(torch.optim.Optimizer):
     """Lion, as in the paper's algorithm 2 with betas 0.9 and 0.99."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 momentum = self.state.get(weight, {}).get("m", torch.zeros_like(weight))
                 update = torch.sign(0.9 * momentum + (1 - 0.9) * weight.grad)
                 weight.sub_(group["lr"] * (update + group["weight_decay"] * weight))
@@ -205,89 +173,56 @@ class PlainLion(torch.optim.Optimizer):
 # --- losses and metrics ---------------------------------------------------------------------------
 
 
-def columns(label: str, kind: str) -> int:
-    return {"binary": 1, "number": 1, "mask": 3}.get(kind) or len(NAMES[label])
-
-
-def split(drawn: Options, outputs: Tensor) -> list[Tensor]:
-    return list(outputs.float().split([columns(*head) for head in HEADS[drawn["label"]]], 1))
-
-
-def class_weights(samples: list[Sample], label: str, kind: str) -> Tensor | None:
+def class_weights(values: list[Any], kind: str) -> Tensor | None:
     """Return balanced weights: each class counts as often as the others."""
-    values = [sample.values[label] for sample in samples]
     if kind == "number":
         return None
     if kind == "multi":
         having = torch.tensor(np.array(values)).sum(0)
-        both = torch.stack([len(values) - having, having], 1).float()
-        return len(values) / (2 * both)
-    numbers = torch.tensor(np.concatenate([np.atleast_1d(v).ravel() for v in values])).long()
+        return len(values) / (2 * torch.stack([len(values) - having, having], 1).float())
+    numbers = torch.tensor(np.concatenate([np.ravel(value) for value in values])).long()
     counts = torch.bincount(numbers[numbers != 255]).float()
     return counts.sum() / (len(counts) * counts)
 
 
-def loss_of(
-    kind: str, outputs: Tensor, target: Tensor, smoothing: float, weight: Tensor | None
-) -> Tensor:
-    """Return the loss of each sample."""
+def loss_of(kind: str, out: Tensor, target: Tensor, smooth: float, weight: Tensor | None) -> Tensor:
+    """Return the loss of each sample. smooth: share of a label that all classes get."""
     if kind == "number":
-        return (outputs[:, 0] - target) ** 2
+        return (out[:, 0] - target) ** 2
     if kind in ("class", "mask"):
-        losses = functional.cross_entropy(
-            outputs,
-            target,
-            weight,
-            label_smoothing=smoothing,
-            ignore_index=255 if kind == "mask" else -100,
-            reduction="none",
-        )
-        if kind == "class":
-            return losses
-        return losses.sum((1, 2)) / (target != 255).sum((1, 2))
+        options = {"label_smoothing": smooth, "ignore_index": 255 if kind == "mask" else -100}
+        losses = functional.cross_entropy(out, target, weight, reduction="none", **options)
+        return losses if kind == "class" else losses.sum((1, 2)) / (target != 255).sum((1, 2))
     if kind == "binary":
-        share = (target[:, 1] if target.ndim == 2 else target.float())[:, None]
-        weight = torch.ones(1, 2) if weight is None else weight[None]
-    else:
-        share, weight = target, torch.ones(1, 2) if weight is None else weight
-    aim = share * (1 - smoothing) + smoothing / 2
-    losses = functional.binary_cross_entropy_with_logits(outputs, aim, reduction="none")
-    return (losses * (weight[:, 0] * (1 - share) + weight[:, 1] * share)).mean(1)
-
-
-def own_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    """A criterion for classes and numbers; a scalar for numbers."""
-    if outputs.ndim == 1:
-        return functional.smooth_l1_loss(outputs, target)
-    return functional.multi_margin_loss(outputs, target, reduction="none")
+        target = (target[:, 1] if target.ndim == 2 else target.float())[:, None]
+    weight = torch.ones(1, 2) if weight is None else weight.view(-1, 2)
+    aim = target * (1 - smooth) + smooth / 2
+    losses = functional.binary_cross_entropy_with_logits(out, aim, reduction="none")
+    return (losses * (weight[:, 0] * (1 - target) + weight[:, 1] * target)).mean(1)
 
 
 def predictions(kind: str, outputs: Tensor, scale: tuple[float, float]) -> Array:
     """Return what a head predicts: class numbers, flags, or numbers."""
     if kind == "number":
         return np.asarray(outputs[:, 0].double() * scale[1] + scale[0])
-    if kind in ("binary", "multi"):
-        flags = np.asarray(outputs > 0)
-        return flags if kind == "multi" else flags[:, 0].astype(int)
-    return np.asarray(outputs.argmax(1))
+    if kind in ("class", "mask"):
+        return np.asarray(outputs.argmax(1))
+    return np.asarray(outputs > 0) if kind == "multi" else np.asarray(outputs[:, 0] > 0).astype(int)
 
 
 def metrics_of(kind: str, predicted: Array, true: Array) -> dict[str, float]:
-    """Return metrics of predictions, in NumPy."""
     if kind == "number":
         error = predicted - true
-        metrics = {"mse": (error**2).mean(), "mae": abs(error).mean()}
-        return metrics | {"r2": 1 - metrics["mse"] / true.var()}
+        squared = (error**2).mean()
+        return {"mse": squared, "mae": abs(error).mean(), "r2": 1 - squared / true.var()}
     equal = predicted == true
     if kind == "multi":
         return {"accuracy": equal.mean(), "exact": equal.all(1).mean()}
     if kind == "mask":
-        real = true != 255
-        predicted, true, equal = predicted[real], true[real], equal[real]
-        unions = [((predicted == n) | (true == n)).sum() for n in range(3)]
-        hits = [(equal & (true == n)).sum() for n in range(3)]
-        shares = [hit / union for hit, union in zip(hits, unions, strict=True) if union]
-        return {"mIoU": np.mean(shares), "pixel_accuracy": equal.mean()}
+        predicted, true = predicted[true != 255], true[true != 255]
+        pairs = [(predicted == number, true == number) for number in range(3)]
+        shares = [(a & b).sum() / (a | b).sum() for a, b in pairs if (a | b).any()]
+        return {"mIoU": np.mean(shares), "pixel_accuracy": (predicted == true).mean()}
     recalls = [equal[true == number].mean() for number in np.unique(true)]
     return {"accuracy": equal.mean(), "balanced_accuracy": np.mean(recalls)}
 
@@ -295,30 +230,27 @@ def metrics_of(kind: str, predicted: Array, true: Array) -> dict[str, float]:
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def learning_rate(drawn: Options, update: int, updates: int, plateaus: int) -> float:
+def learning_rate(drawn: Drawn, update: int, updates: int, plateaus: int) -> float:
     """Return the rate of one update. updates: of an epoch."""
-    total, low, peak = updates * drawn["epochs"], drawn["min_lr"], drawn["lr"]
-    warmup = round(drawn["warmup"] * updates)
 
-    def falling(high: float, end: float, share: float) -> float:
-        return end + (high - end) * (1 + math.cos(math.pi * share)) / 2
+    def falling(high: float, low: float, share: float) -> float:
+        return low + (high - low) * (1 + math.cos(math.pi * share)) / 2
 
-    if drawn["schedule"] == "onecycle":  # as torch.optim.lr_scheduler.OneCycleLR by default
-        top = 0.3 * total - 1
-        if update <= top:
-            factor = falling(1 / 25, 1, update / top)
-        else:
-            factor = falling(1, 1 / 25e4, (update - top) / (total - 1 - top))
+    total, warmup, factor = updates * drawn.epochs, round(drawn.warmup * updates), 1.0
+    top = max(1e-9, 0.3 * total - 1)
+    if drawn.schedule == "onecycle" and update <= top:  # as torch's OneCycleLR by default
+        factor = falling(1 / 25, 1, update / top)
+    elif drawn.schedule == "onecycle":
+        factor = falling(1, 1 / 25e4, (update - top) / (total - 1 - top))
     elif update < warmup:
         factor = (update + 1) / warmup
-    elif drawn["schedule"] == "cosine":
+    elif drawn.schedule == "cosine":
         factor = falling(1, 0, (update - warmup) / (total - warmup))
-    elif drawn["schedule"] == "step":
-        every = drawn["step_epochs"] or math.ceil(drawn["epochs"] / 3)
-        factor = 0.1 ** (update // updates // every)
-    else:
-        factor = 0.1**plateaus if drawn["schedule"] == "plateau" else 1.0
-    return low + (peak - low) * factor
+    elif drawn.schedule == "step":
+        factor = 0.1 ** (update // updates // (drawn.step_epochs or math.ceil(drawn.epochs / 3)))
+    elif drawn.schedule == "plateau":
+        factor = 0.1**plateaus
+    return drawn.min_lr + (drawn.lr - drawn.min_lr) * factor
 
 
 @dataclass
@@ -329,259 +261,206 @@ class PlainRun:
     that is trained, where `weights` are averages.
     """
 
-    drawn: Options
+    drawn: Drawn
     train: list[Sample]
     val: list[Sample]
     folder: Path
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-    raw: dict[str, Tensor] = field(default_factory=dict)
+    weights: list[Tensors] = field(default_factory=list)
+    raw: Tensors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = np.array([sample.values["size"] for sample in self.train])
-        self.scale = (float(sizes.mean()), float(sizes.std()))
-        self.heads = HEADS[self.drawn["label"]]
-        balanced = self.drawn["class_weights"] == "balanced"
-        self.class_weights = [
-            class_weights(self.train, *head) if balanced else None for head in self.heads
+        self.scale, self.heads = (sizes.mean(), sizes.std()), HEADS[self.drawn.label]
+        self.balanced = [
+            class_weights([sample.values[label] for sample in self.train], kind)
+            if self.drawn.class_weights == "balanced"
+            else None
+            for label, kind, _ in self.heads
         ]
 
     def net(self) -> nn.Module:
-        return NETS[self.drawn["net"]](sum(columns(*head) for head in self.heads))
+        return NETS[self.drawn.net](sum(columns for *_, columns in self.heads))
 
-    def loader(self, *, training: bool, errors: Options) -> wt.Loader:
-        drawn = self.drawn
-        options = {"batch_size": drawn["batch_size"], **errors}
-        options |= input_options(drawn, training=training)
+    def loader(self, *, training: bool, errors: Mapping[str, Any]) -> wt.Loader:
+        drawn, options = self.drawn, input_options(self.drawn, training=training)
+        options |= {"batch_size": drawn.batch_size, **errors}
+        if drawn.label == "mask.png":
+            augment = drawn.augment if training else None
+            options["fields"]["mask"] = wt.mask(size=SIDE, augment=augment)
         if not training:
             return wt.Loader(self.folder / "val", **options, shuffle=False, tail="keep")
-        fields: dict[str, Any] = {}
-        if drawn["label"] == "mask.png":
-            fields["mask"] = wt.mask(size=SIDE, augment=drawn["augment"])
-        elif drawn["mixup"] or drawn["cutmix"]:
-            fields["label"] = wt.label("json", column=self.heads[0][0])
-        if fields:
-            options["fields"] = options["fields"] | fields
-        names = ("seed", "balance", "shuffle_buffer", "lanes")
-        return wt.Loader(self.folder / "train", **options, **{name: drawn[name] for name in names})
+        if drawn.mixup or drawn.cutmix:
+            options["fields"]["label"] = wt.label("json", column=self.heads[0][0])
+        options |= {name: vars(drawn)[name] for name in ("seed", "balance", "shuffle_buffer")}
+        return wt.Loader(self.folder / "train", **options, lanes=drawn.lanes)
 
     def augmentation(self, epoch: int) -> wt.Augmentation | None:
-        drawn = self.drawn
-        names = ("random_erasing", "mixup", "cutmix")
-        used = {name: drawn[name] for name in names if drawn[name]}
-        if drawn["color_jitter"]:
-            used |= dict.fromkeys(("brightness", "contrast", "saturation"), drawn["color_jitter"])
-        if not used:
+        """Return what mixes the batches of an epoch, and changes their colors."""
+        drawn, off = self.drawn, self.drawn.mixup_off_epoch
+        if not (drawn.random_erasing or drawn.color_jitter or drawn.mixup or drawn.cutmix):
             return None
-        if drawn["mixup_off_epoch"] is not None and epoch >= drawn["mixup_off_epoch"]:
-            used |= {"mixup": 0.0, "cutmix": 0.0}
-        classes = len(NAMES[self.heads[0][0]]) if drawn["mixup"] or drawn["cutmix"] else None
-        more = {"mixup_prob": drawn["mixup_prob"], "classes": classes, "normalize": (MEAN, STD)}
-        return wt.Augmentation(**used, **more)
-
-    def targets(self, samples: list[Sample], batch: Mapping[str, Any]) -> list[Tensor]:
-        """Return the target of each head; numbers in standard deviations."""
-        by_key = {sample.key: sample.values for sample in samples}
-        targets = []
-        for label, kind in self.heads:
-            values = np.array([by_key[key][label] for key in batch["__key__"]])
-            target = torch.from_numpy(values)
-            if kind == "number":
-                target = ((target - self.scale[0]) / self.scale[1]).float()
-            targets.append(target.float() if kind == "multi" else target)
-            if kind == "mask":
-                targets[-1] = batch.get("mask", target.long())
-        return [batch["label"]] if "label" in batch else targets
+        options = dict.fromkeys(("brightness", "contrast", "saturation"), drawn.color_jitter)
+        options |= {"random_erasing": drawn.random_erasing, "normalize": (MEAN, STD)}
+        if off is None or epoch < off:
+            options |= {"mixup": drawn.mixup, "cutmix": drawn.cutmix}
+            options |= {"mixup_prob": drawn.mixup_prob, "classes": max(2, self.heads[0][2])}
+        return wt.Augmentation(**options)
 
     def call(self, model: nn.Module, batch: Mapping[str, Any], *, amp: bool = True) -> list[Tensor]:
         """Return the outputs of each head."""
         inputs = [normalized(batch[name]) for name in ("image", "vector") if name in batch]
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.drawn["amp"])
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.drawn.amp)
         with torch.autocast("cpu", dtype, enabled=amp and dtype is not None):
             outputs = model(*inputs)
-        return split(self.drawn, outputs)
+        return list(outputs.float().split([columns for *_, columns in self.heads], 1))
 
-    def losses(self, outputs: list[Tensor], targets: list[Tensor], *, training: bool) -> Tensor:
-        smoothing = self.drawn["label_smoothing"] if training else 0.0
-        weights = self.class_weights if training else [None] * len(self.heads)
+    def losses(
+        self, outputs: list[Tensor], batch: Mapping[str, Any], samples: list[Sample], training: bool
+    ) -> Tensor:
+        """Return the loss of each sample of a batch."""
+        by_key = {sample.key: sample.values for sample in samples}
+        smooth = self.drawn.label_smoothing if training else 0.0
         total = torch.zeros(len(outputs[0]))
-        for (_, kind), own, target, weight in zip(
-            self.heads, outputs, targets, weights, strict=True
-        ):
-            if self.drawn["criterion"]:
-                total = total + own_loss(own[:, 0] if kind == "number" else own, target)
+        for (label, kind, _), own, weight in zip(self.heads, outputs, self.balanced, strict=True):
+            values = np.array([by_key[key][label] for key in batch["__key__"]])
+            if kind == "number":
+                values = ((values - self.scale[0]) / self.scale[1]).astype(np.float32)
+            target = torch.from_numpy(values.astype(np.float32) if kind == "multi" else values)
+            target = batch.get("label", batch.get("mask", target))  # mixed, or augmented
+            if self.drawn.criterion:
+                total = total + self.drawn.criterion(own[:, 0], target)
             else:
-                total = total + loss_of(kind, own, target, smoothing, weight)
+                total = total + loss_of(kind, own, target, smooth, weight if training else None)
         return total
 
     def val_batches(
-        self, limit: int | None = None, errors: Options = TOLERANT
+        self, limit: int | None = None, errors: Mapping[str, Any] = TOLERANT
     ) -> Iterator[dict[str, Any]]:
         """Yield the batches of validation, without bad samples."""
         with closing(self.loader(training=False, errors=errors)) as loader:
             batches = loader.epoch(0)
             for step, batch in enumerate(batches):
-                own = batches.own
+                own = batches.own.copy()
                 keys = [key for key, good in zip(batch["__key__"], own, strict=True) if good]
-                rows = torch.from_numpy(own)
                 if keys:
-                    yield {n: v[rows] if isinstance(v, Tensor) else keys for n, v in batch.items()}
+                    yield {n: v[own] if isinstance(v, Tensor) else keys for n, v in batch.items()}
                 if step + 1 == limit:
                     return
 
     @torch.no_grad()
-    def score(
-        self, model: nn.Module, limit: int | None = None, errors: Options = TOLERANT
-    ) -> dict[str, float]:
-        """Return the metrics of a model on the validation set."""
+    def score(self, model: nn.Module, *options: Any) -> dict[str, float]:
+        """Return the metrics of a model on the validation set. options: of `val_batches`."""
         model.eval()
-        parts, losses = [], []
-        for batch in self.val_batches(limit, errors):
-            outputs, targets = self.call(model, batch), self.targets(self.val, batch)
-            losses.append(self.losses(outputs, targets, training=False))
-            predicted = [
-                predictions(kind, own, self.scale)
-                for (_, kind), own in zip(self.heads, outputs, strict=True)
-            ]
-            parts.append((predicted, batch["__key__"]))
-        predicted = [np.concatenate(values) for values in zip(*(p for p, _ in parts), strict=True)]
-        keys = [key for _, some in parts for key in some]
-        return {
-            "loss": float(torch.cat(losses).double().mean()),
-            "samples": len(keys),
-            **self.metrics(predicted, keys),
-        }
+        losses, predicted, keys = [], [], []
+        for batch in self.val_batches(*options):
+            outputs = self.call(model, batch)
+            losses.append(self.losses(outputs, batch, self.val, training=False))
+            heads = zip(self.heads, outputs, strict=True)
+            predicted.append([predictions(kind, own, self.scale) for (_, kind, _), own in heads])
+            keys += batch["__key__"]
+        columns = [np.concatenate(parts) for parts in zip(*predicted, strict=True)]
+        loss = float(torch.cat(losses).double().mean())
+        return {"loss": loss, "samples": len(keys), **self.metrics(columns, keys)}
 
     def metrics(self, predicted: list[Array], keys: list[str]) -> dict[str, float]:
-        """Return the metrics of predictions for these samples of the validation set."""
+        """Return the metrics of predictions, by head, for these samples of the validation set."""
         by_key, metrics = {sample.key: sample.values for sample in self.val}, {}
-        for (label, kind), own in zip(self.heads, predicted, strict=True):
+        for (label, kind, _), own in zip(self.heads, predicted, strict=True):
             prefix = f"{label}/" if len(self.heads) > 1 else ""
             true = np.array([by_key[key][label] for key in keys])
             metrics |= {f"{prefix}{n}": v for n, v in metrics_of(kind, own, true).items()}
         return metrics
 
-    # --- training ---------------------------------------------------------------------------------
-
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         drawn, groups = self.drawn, []
         for name, weight in model.named_parameters():
-            depth = 0 if name.startswith(("last.", "1.")) else 2 - int(name.split(".")[-3])
-            depth = min(depth, 1) if drawn["label"] == "mask.png" else depth
-            scale = drawn["backbone_lr"] * drawn["layer_decay"] ** depth if depth else 1.0
-            decay = drawn["weight_decay"] if weight.ndim > 1 else 0.0
+            depth = {"blocks.0": 2, "blocks.1": 1, "0": 1}.get(name.rpartition(".")[0][:-2], 0)
+            scale = drawn.backbone_lr * drawn.layer_decay**depth if depth else 1.0
+            decay = drawn.weight_decay if weight.ndim > 1 else 0.0
             groups.append({"params": [weight], "weight_decay": decay, "lr": 1.0, "scale": scale})
-        if drawn["optimizer"] == "adamw":
-            return torch.optim.AdamW(groups)
-        if drawn["optimizer"] == "lion":
-            return PlainLion(groups)
-        if drawn["optimizer"] == "sgd":
-            momentum = drawn["momentum"]
-            return torch.optim.SGD(groups, momentum=momentum, nesterov=momentum > 0)
-        return own_optimizer(groups)
+        sgd = {"momentum": drawn.momentum, "nesterov": drawn.momentum > 0}
+        return {
+            "adamw": lambda: torch.optim.AdamW(groups),
+            "sgd": lambda: torch.optim.SGD(groups, **sgd),
+            "lion": lambda: PlainLion(groups, {}),
+        }.get(drawn.optimizer, lambda: own_optimizer(groups))()
 
-    def freeze(self, model: nn.Module, epoch: int) -> None:
-        """Set the training mode, with frozen layers in the mode of evaluation."""
+    def set_mode(self, model: nn.Module, epoch: int) -> None:
+        """Set the training mode; frozen layers are as in validation."""
         drawn = self.drawn
         model.train().requires_grad_(True)
-        thawed = drawn["unfreeze_epoch"] is not None and epoch >= drawn["unfreeze_epoch"]
-        if drawn["freeze"] is None or thawed:
-            return
-        layers = {"backbone": "blocks", "blocks.0": "blocks.0"}[drawn["freeze"]]
-        layers = "0" if drawn["label"] == "mask.png" else layers
-        model.get_submodule(layers).requires_grad_(False).eval()
+        if drawn.freeze and not (
+            drawn.unfreeze_epoch is not None and epoch >= drawn.unfreeze_epoch
+        ):
+            layers = {"backbone": "0" if drawn.net == "dense" else "blocks"}
+            frozen = model.get_submodule(layers.get(drawn.freeze, drawn.freeze))
+            frozen.requires_grad_(False).eval()
 
     def run(self) -> PlainRun:
         """Train. Raises SampleError where a loader does."""
-        drawn, model = self.drawn, self.net()
+        drawn, model, slower, since_best = self.drawn, self.net(), 1.0, 0
         average, optimizer = copy.deepcopy(model), self.optimizer(model)
-        scaler = torch.amp.GradScaler("cpu", enabled=drawn["amp"] == "fp16")
-        scored, waited, slower = average if drawn["ema"] else model, 0, 1.0
-        limited = (drawn["limit_val_batches"], drawn["errors"])
-        with closing(self.loader(training=True, errors=drawn["errors"])) as loader:
-            steps = min(len(loader), drawn["limit_train_batches"] or len(loader))
-            updates = math.ceil(steps / drawn["accumulate"])
-            for epoch in range(drawn["epochs"]):
-                self.freeze(model, epoch)
+        scaler = torch.amp.GradScaler("cpu", enabled=drawn.amp == "fp16")
+        with closing(self.loader(training=True, errors=drawn.errors)) as loader:
+            steps = min(len(loader), drawn.limit_train_batches or len(loader))
+            updates = math.ceil(steps / drawn.accumulate)
+            for epoch in range(drawn.epochs):
+                self.set_mode(model, epoch)
                 batches = wt.to_device(loader.epoch(epoch), "cpu", self.augmentation(epoch))
-                losses, hits = [], []
+                losses: list[Tensor] = []
                 for update in range(epoch * updates, (epoch + 1) * updates):
-                    left = steps - (update - epoch * updates) * drawn["accumulate"]
-                    group = min(drawn["accumulate"], left)
-                    rate = learning_rate(drawn, update, updates, self.plateaus())
-                    for part in optimizer.param_groups:
-                        part["lr"] = rate * slower * part["scale"]
+                    rate = slower * learning_rate(drawn, update, updates, self.plateaus())
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate * group["scale"]
                     optimizer.zero_grad()
-                    for _ in range(group):
+                    count = min(drawn.accumulate, steps - len(losses))
+                    for _ in range(count):
                         batch = next(batches)
                         outputs = self.call(model, batch)
-                        targets = self.targets(self.train, batch)
-                        loss = self.losses(outputs, targets, training=True)
-                        scaler.scale(loss.mean() / group).backward()
+                        loss = self.losses(outputs, batch, self.train, training=True)
+                        scaler.scale(loss.mean() / count).backward()
                         losses.append(loss.detach())
-                        hits.append(self.hits(outputs, targets))
                     scaler.unscale_(optimizer)
-                    self.clip(model)
+                    if drawn.clip_norm:
+                        nn.utils.clip_grad_norm_(model.parameters(), drawn.clip_norm)
+                    if drawn.clip_value:
+                        nn.utils.clip_grad_value_(model.parameters(), drawn.clip_value)
                     scaler.step(optimizer)
                     scaler.update()
-                    add_to_average(average, model, min(drawn["ema"], (1 + update) / (10 + update)))
-                line = {"loss": float(torch.cat(losses).double().mean()), "lr": rate * slower}
+                    add_to_average(average, model, min(drawn.ema, (1 + update) / (10 + update)))
+                line = {"loss": float(torch.cat(losses).double().mean()), "lr": rate}
                 line |= {"bad": loader.report()["bad"], "samples": len(torch.cat(losses))}
-                line |= {n: np.mean([hit[n] for hit in hits]) for n in hits[0]}
-                if drawn["val"] != "none":
-                    line["val"] = self.score(scored, *limited)
-                    if drawn["ema"]:
-                        line["val_raw"] = self.score(model, *limited)
+                if drawn.val == "val":
+                    models = {"val": average, "val_raw": model} if drawn.ema else {"val": model}
+                    options = (drawn.limit_val_batches, drawn.errors)
+                    line |= {name: self.score(scored, *options) for name, scored in models.items()}
                 self.epochs.append(line)
-                self.weights.append(copy.deepcopy(scored.state_dict()))
-                waited = 0 if self.best() == epoch else waited + 1
-                slower = 0.5 if drawn["slower"] else 1.0
-                if 0 < drawn["patience"] <= waited:
+                self.weights.append(copy.deepcopy((average if drawn.ema else model).state_dict()))
+                slower = 0.5 if drawn.slower else 1.0
+                since_best = 0 if self.best() == epoch else since_best + 1
+                if 0 < drawn.patience <= since_best:
                     break
-        self.raw = model.state_dict()
+        self.raw = model.state_dict() if drawn.ema else {}
         return self
 
-    def hits(self, outputs: list[Tensor], targets: list[Tensor]) -> dict[str, float]:
-        """Return the accuracy of each class label on one batch."""
-        accuracy = {}
-        for (label, kind), own, target in zip(self.heads, outputs, targets, strict=True):
-            if kind in ("class", "binary"):
-                true = target.argmax(1) if target.ndim == 2 else target
-                name = f"{label}/accuracy" if len(self.heads) > 1 else "accuracy"
-                accuracy[name] = (predictions(kind, own, self.scale) == true.numpy()).mean()
-        return accuracy
-
-    def clip(self, model: nn.Module) -> None:
-        if self.drawn["clip_norm"]:
-            nn.utils.clip_grad_norm_(model.parameters(), self.drawn["clip_norm"])
-        if self.drawn["clip_value"]:
-            nn.utils.clip_grad_value_(model.parameters(), self.drawn["clip_value"])
-
-    @property
-    def monitor(self) -> str:
-        """Return the metric that chooses the best epoch."""
-        main = {"class": "accuracy", "binary": "accuracy", "number": "mse", "mask": "mIoU"}
-        return self.drawn["monitor"] or ("loss" if self.heads[1:] else main[self.heads[0][1]])
-
     def values(self) -> list[float]:
-        """Return the monitored values of validation; more is better."""
-        sign = -1 if self.monitor.rpartition("/")[2] in MINIMIZED else 1
-        return [sign * line["val"][self.monitor] for line in self.epochs]
+        """Return the monitored metric of each epoch; more is better."""
+        main = {"class": "accuracy", "binary": "accuracy", "number": "mse", "mask": "mIoU"}
+        name = self.drawn.monitor or ("loss" if self.heads[1:] else main[self.heads[0][1]])
+        sign = -1 if name.rpartition("/")[2] in ("loss", "mse", "mae") else 1
+        return [sign * line["val"][name] for line in self.epochs]
 
     def best(self) -> int:
         """Return the best epoch: the first of equal ones; without validation the last."""
-        if self.drawn["val"] == "none":
-            return len(self.epochs) - 1
-        return int(np.argmax(self.values()))
+        return len(self.epochs) - 1 if self.drawn.val == "none" else int(np.argmax(self.values()))
 
     def plateaus(self) -> int:
-        """Return how often the rate fell because `plateau_epochs` in a row were not better."""
-        if self.drawn["schedule"] != "plateau":
-            return 0
+        """Return how often `plateau_epochs` in a row were not better than those before."""
         best, waited, plateaus = -math.inf, 0, 0
-        for value in self.values():
+        for value in self.values() if self.drawn.schedule == "plateau" else []:
             best, waited = (value, 0) if value > best else (best, waited + 1)
-            if waited == self.drawn["plateau_epochs"]:
+            if waited == self.drawn.plateau_epochs:
                 plateaus, waited = plateaus + 1, 0
         return plateaus
 
@@ -596,9 +475,7 @@ def add_to_average(average: nn.Module, model: nn.Module, decay: float) -> None:
 
 def normalized(value: Tensor) -> Tensor:
     """Return an input as a model gets it."""
-    if value.dtype != torch.uint8:
-        return value.float()
-    if value.ndim == 2:
-        return value.float() / 255
+    if value.dtype != torch.uint8 or value.ndim == 2:
+        return value.float() / (255 if value.dtype == torch.uint8 else 1)
     mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return (value.float() - mean) / std
