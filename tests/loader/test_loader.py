@@ -89,6 +89,15 @@ def test_every_sample_is_delivered_once_and_unchanged(shards: Path) -> None:
     assert loader.report()["samples"] == 21
 
 
+def refusal_of_sizes(samples: int, world: int, lanes: int, size: int, tail: str) -> str | None:
+    """Return the words of the error for sizes that do not fit together; None if they do."""
+    if size * world % lanes:
+        return f"cannot be taken equally from {lanes} lanes"
+    if tail == "drop" and samples < size * world:
+        return f"{samples} samples cannot give {world} rank"
+    return None
+
+
 @pytest.mark.parametrize(
     "counts", quick_and_slow([[7, 13, 1], [5, 0, 3], [1], [0, 0, 2], [40, 3, 17]], 2)
 )
@@ -106,12 +115,14 @@ def test_every_sample_is_delivered_for_any_sizes(tmp_path: Path, counts: list[in
             "tail": tail,
             "shuffle_buffer": buffer,
         }
-        try:
-            loaders = [
-                wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)
-            ]
-        except UsageError:
+        refusal = refusal_of_sizes(sum(counts), world, lanes or world, size, tail)
+        if refusal is not None:
+            with pytest.raises(UsageError, match=refusal):
+                wt.Loader(index, rank=0, world_size=world, **options)
             continue
+        loaders = [
+            wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)
+        ]
         tried += 1
         for epoch in range(2):
             delivered = []

@@ -13,8 +13,9 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from torch.utils.data import DataLoader
 
 import wdstrain as wt
 from tests.oracle.data_set import DataSet, Sample, draw_data_set, write
-from tests.oracle.mixtures import mixed_steps, mixture_refusal, shares_of
-from tests.oracle.selections import COLUMNS, Weighting, draw_choice
+from tests.oracle.mixtures import mixed_steps, mixture_refusal, shares_of, turns
+from tests.oracle.selections import COLUMNS, Weighting, check_parts, draw_choice
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
 from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
@@ -563,3 +564,71 @@ def test_the_model_detects_a_changed_byte(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         compare("bytes", next(iter(loader)), data)
     loader.close()
+
+
+def features(seed: int, folder: Path) -> Iterator[str]:
+    """Yield what is drawn for a case."""
+    case, kinds = draw_case(seed, folder)
+    yield from kinds
+    yield draw_check(case, kinds).__name__
+    yield case.view
+    if case.view == "raw" and case.options["tail"] != "pad":
+        yield "raw without padding"
+    if case.world_size > 1:
+        yield "several ranks"
+    if "where" in case.options:
+        yield "where of the loader"
+
+
+def test_the_default_cases_cover_every_feature(tmp_path: Path) -> None:
+    counts = Counter[str]()
+    for seed in range(DEFAULT):
+        counts.update(features(seed, tmp_path / str(seed)))
+    least = {"raw without padding": DEFAULT // 4, "several ranks": 12, "check_resume": 6}
+    least |= dict.fromkeys(("where", "sample", "split", "folds", "weights", "balance"), 2)
+    least |= dict.fromkeys((check.__name__ for check in CHECKS + OF_WHOLE_SETS), 1)
+    least |= {"where of the loader": 1, **dict.fromkeys(VIEWS, 2)}
+    missing = {name: counts[name] for name in least if counts[name] < least[name]}
+    assert not missing, f"too few of the default cases: {missing}"
+
+
+def test_the_model_detects_weights_that_are_not_kept() -> None:
+    """A sample of weight 2 that comes once does not pass, nor two classes that are not balanced."""
+    half = Fraction(1, 2)
+    weighting = Weighting({0: Fraction(2), 1: half, 2: half}, [[0], [1, 2]])
+    weighting.check({0: 2, 2: 1}, 3)
+    for times in ({0: 1, 1: 1, 2: 1}, {0: 2, 1: 1, 2: 1}, {0: 2}):
+        with pytest.raises(AssertionError):
+            weighting.check(times, 3)
+
+
+def test_the_model_of_a_mixture_gives_exact_shares() -> None:
+    """Of every four turns the large source takes three, and the epoch ends with the small one."""
+    shares = shares_of({"a": 3, "b": 1})
+    assert "".join(turns(shares, 12)) == "aaabaaabaaab"
+    steps = mixed_steps({"a": 100, "b": 3}, shares, per_lane=4, lanes=1)
+    assert steps == [{"a": 3, "b": 1}] * 3
+    assert mixture_refusal(steps) is None
+    assert mixture_refusal([]) == "cannot fill one step"
+    assert mixture_refusal([{"a": 4, "b": 0}]) == ("source b gives no sample in an epoch of 1 step")
+
+
+@pytest.mark.parametrize("fault", ["lost", "twice", "stratum", "group"])
+def test_the_model_detects_parts_that_break_a_promise(fault: str) -> None:
+    """Parts that lack or repeat a sample, or divide classes or groups otherwise, do not pass."""
+    data = draw_data_set(random.Random(1))
+    by_class = [s.number for s in sorted(data.samples, key=lambda sample: sample.kind)]
+    parts = {"a": by_class[::2], "b": by_class[1::2]}
+    shares, by, stratify = {"a": 0.5, "b": 0.5}, None, "kind"
+    check_parts(data, parts, shares, by, stratify)
+    if fault == "lost":
+        parts["a"].pop()
+    elif fault == "twice":
+        parts["a"].append(parts["b"][0])
+    elif fault == "group":
+        by = "owner"
+    else:
+        half = len(by_class) // 2
+        parts = {"a": by_class[:half], "b": by_class[half:]}
+    with pytest.raises(AssertionError):
+        check_parts(data, parts, shares, by, stratify)
