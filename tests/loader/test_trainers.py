@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -99,3 +105,354 @@ def test_the_example_for_ray_resumes_with_another_number_of_workers(tmp_path: Pa
         assert re.search(rf"^epoch {epochs}, step 5: loss", done.stdout, re.MULTILINE), done.stdout
     states = [torch.load(path, weights_only=True) for path in sorted(storage.rglob("state.pt"))]
     assert [state["loader"]["epoch"] for state in states] == [1, 2]  # no epoch was trained twice
+
+
+# --- Lightning: epochs and a resume ---------------------------------------------------------------
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+def lightning_fit(
+    shards: Path, out: Path, *, resume: Path | None = None, save_at: int = 0, **options: Any
+) -> tuple[list[list[str]], torch.Tensor]:
+    """Return the keys of each batch and the weights of a run of Lightning's Trainer.
+
+    The module saves the state of its loader, as scripts/examples/lightning_fit.py does. save_at:
+    step after which the run is saved as `out`; 0: at its end.
+    """
+    lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.seen = torch.nn.Linear(1, 1), list[list[str]]()
+
+        def training_step(self, batch: dict[str, Any], step: int) -> torch.Tensor:
+            self.seen.append(batch["__key__"])
+            return self.layer(batch["label"].float()[:, None] / 32).mean()
+
+        def validation_step(self, batch: dict[str, Any], step: int) -> None: ...
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if save_at and self.trainer.global_step == save_at:
+                self.trainer.save_checkpoint(out)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["loader"] = train.state_dict()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            train.load_state_dict(checkpoint["loader"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    fields = {"label": wt.label()}
+    module = Module()
+    with (
+        closing(wt.Loader(shards, fields, batch_size=4)) as train,
+        closing(wt.Loader(shards, fields, batch_size=4, shuffle=False, tail="keep")) as val,
+    ):
+        trainer = lightning.Trainer(**QUIET, **options)
+        trainer.fit(module, train, val, ckpt_path=resume)
+        if not save_at:
+            trainer.save_checkpoint(out)
+    return module.seen, module.layer.weight.detach()
+
+
+LIMITED = known_fault("training/lightning_limited_epoch")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 8),
+        ({"num_sanity_val_steps": 2}, 8),
+        ({"val_check_interval": 3}, 8),
+        pytest.param({"limit_train_batches": 5}, 5, marks=LIMITED),
+        pytest.param({"limit_train_batches": 0.5}, 4, marks=LIMITED),
+    ],
+    ids=str,
+)
+def test_lightning_resumes_at_an_epoch_with_the_batches_of_an_undisturbed_run(
+    tmp_path: Path, options: dict[str, Any], steps: int
+) -> None:
+    shards = write_shards(tmp_path / "shards", [20, 12])
+    whole, expected = lightning_fit(shards, tmp_path / "whole.ckpt", max_epochs=3, **options)
+    lightning_fit(shards, tmp_path / "part.ckpt", max_epochs=2, **options)
+    resume = {"resume": tmp_path / "part.ckpt", "max_epochs": 3}
+    seen, weights = lightning_fit(shards, tmp_path / "end.ckpt", **resume, **options)
+    assert len(whole) == 3 * steps
+    assert seen == whole[2 * steps :]
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 8),
+        ({"num_sanity_val_steps": 2}, 8),
+        ({"limit_train_batches": 5}, 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_lightning_resumes_in_mid_epoch_with_the_batches_of_an_undisturbed_run(
+    tmp_path: Path, options: dict[str, Any], steps: int, epoch: int
+) -> None:
+    shards = write_shards(tmp_path / "shards", [20, 12])
+    at = epoch * steps + 3
+    files = {"save_at": at, "max_epochs": 3}
+    whole, expected = lightning_fit(shards, tmp_path / "part.ckpt", **files, **options)
+    resume = {"resume": tmp_path / "part.ckpt", "max_epochs": 3}
+    seen, weights = lightning_fit(shards, tmp_path / "end.ckpt", **resume, **options)
+    assert len(whole) == 3 * steps
+    assert seen == whole[at:]
+    assert torch.equal(weights, expected)
+
+
+DDP = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+import lightning, torch, wdstrain as wt
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def training_step(self, batch, step):
+        self.seen += batch["__key__"]
+        return self.layer(batch["label"].float()[:, None]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+folder, options = sys.argv[1], json.loads(sys.argv[2])
+loader, module = wt.Loader(f"{folder}/shards", {"label": wt.label()}, batch_size=4), Module()
+trainer = lightning.Trainer(devices=2, strategy="ddp", **options)
+trainer.fit(module, loader)
+with open(f"{folder}/rank{trainer.global_rank}.json", "w") as file:
+    json.dump([loader.rank, loader.world_size, module.seen], file)
+loader.close()
+"""
+
+
+@known_fault("training/lightning_ddp_ranks")
+@pytest.mark.slow
+def test_ranks_that_lightning_starts_share_the_samples(tmp_path: Path) -> None:
+    """The loader is made before `fit`, which starts the second process."""
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    write_shards(tmp_path / "shards", [40, 24])
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    (tmp_path / "job.py").write_text(DDP)
+    options = {**QUIET, "max_epochs": 1, "limit_train_batches": 4}
+    words = [sys.executable, str(tmp_path / "job.py"), str(tmp_path), json.dumps(options)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+    if done.returncode:
+        assert "wdstrain.errors.UsageError" in done.stderr  # refused
+        return
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    first, second = (set(rank[2]) for rank in ranks)
+    assert not first & second
+    assert len(first) == len(second) == 16
+
+
+# --- Keras ----------------------------------------------------------------------------------------
+
+
+@known_fault("training/keras_example_validation")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("keras") is None:
+        pytest.skip("keras is not installed: pip install keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    import keras
+
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 48), ("val", 41)):
+        samples = (
+            {"png": rng.integers(0, 256, (32, 32, 3), np.uint8), "cls": int(rng.integers(3))}
+            for _ in range(count)
+        )
+        wt.pack(samples, tmp_path / split, classes=["a", "b", "c"])
+    fields = {"image": wt.image(size=32), "label": wt.label()}
+    options: dict[str, Any] = {"shuffle": False, "tail": "keep", "batch_size": 41}
+    with closing(wt.Loader(tmp_path / "val", fields, **options)) as loader:
+        batch = next(loader.epoch(0, until=1))
+    images = batch["image"].permute(0, 2, 3, 1).float() / 255
+    right: list[float] = []
+
+    class Score(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            predicted = self.model(images, training=False).argmax(1).cpu()
+            right.append(float((predicted == batch["label"]).float().mean()))
+
+    fit, reported = keras.Sequential.fit, list[float]()
+
+    def scored_fit(self: Any, *arguments: Any, **named: Any) -> Any:
+        named["callbacks"] = [*(named.get("callbacks") or []), Score()]
+        fitted = fit(self, *arguments, **named)
+        reported.extend(fitted.history["val_accuracy"])
+        return fitted
+
+    monkeypatch.setattr(keras.Sequential, "fit", scored_fit)
+    example = str(ROOT / "scripts" / "examples" / "keras_fit.py")
+    words = [example, f"{tmp_path}/train/*.tar", f"{tmp_path}/val/*.tar", "--epochs", "4"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(example, run_name="__main__")
+    assert ended.value.code == 0
+    assert reported == pytest.approx(right, abs=1e-4)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+@known_fault("training/hf_trainer_resume", raises=AttributeError)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_hugging_face_resumes_in_mid_epoch(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    shards = write_shards(tmp_path / "shards", [40, 24])
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.seen = torch.nn.Linear(1, 1), list[list[int]]()
+
+        def forward(self, label: torch.Tensor, **rest: Any) -> dict[str, torch.Tensor]:
+            self.seen.append(label.tolist())
+            return {"loss": self.layer(label.float()[:, None]).mean()}
+
+    def fit(resume: Path | None) -> Model:
+        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=8)) as loader:
+
+            class OwnLoader(transformers.Trainer):  # type: ignore[name-defined, misc]
+                def get_train_dataloader(self) -> wt.Loader:
+                    return loader
+
+            options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+            options |= {"save_steps": 3, "num_train_epochs": 1, "remove_unused_columns": False}
+            arguments = transformers.TrainingArguments(str(tmp_path / "out"), **options)
+            model = Model()
+            OwnLoader(model, arguments).train(resume_from_checkpoint=resume and str(resume))
+        return model
+
+    whole = fit(None)
+    resumed = fit(tmp_path / "out" / "checkpoint-3")
+    assert len(whole.seen) == 8
+    assert resumed.seen == whole.seen[3:]
+    torch.testing.assert_close(resumed.layer.weight, whole.layer.weight)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment of no launcher."""
+    for name in (*RANK_NAMES, "MASTER_ADDR", *(n for n in os.environ if n.startswith("SLURM"))):
+        monkeypatch.delenv(name, raising=False)
+
+
+HALF_SET = known_fault("training/world_size_without_rank")
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
+        ({"WORLD_SIZE": "1"}, (0, 1)),
+        pytest.param(
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2), marks=HALF_SET
+        ),
+        pytest.param({"WORLD_SIZE": "2"}, None, marks=HALF_SET),
+        pytest.param({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None, marks=HALF_SET),
+        ({"RANK": "1"}, None),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, None),
+    ],
+    ids=str,
+)
+def test_a_rank_of_a_job_is_known_or_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    rank: tuple[int, int] | None,
+) -> None:
+    """rank: that is right; None: the environment does not say it."""
+    shards = write_shards(tmp_path / "shards", [20, 12])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def loader_rank() -> tuple[int, int]:
+        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+            return loader.rank, loader.world_size
+
+    found = result_or_refusal(loader_rank)
+    assert found == rank or (isinstance(found, str) and "rank" in found.lower())
+
+
+BEFORE_THE_GROUP = """
+import json, sys
+import torch.distributed as dist
+import wdstrain as wt
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+shards, fields, seen = f"{folder}/shards", {"label": wt.label()}, {}
+loaders = {
+    "Loader": wt.Loader(shards, fields, batch_size=4),
+    "mix": wt.mix({"a": shards}, weights={"a": 1.0}, fields=fields, batch_size=4),
+    "set_epoch": wt.Loader(shards, fields, batch_size=4),
+}
+loaders["set_epoch"].set_epoch(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+for name, loader in loaders.items():
+    try:
+        seen[name] = [key for batch in loader for key in batch["__key__"]]
+    except wt.WdstrainError as error:
+        seen[name] = str(error)
+    loader.close()
+print(json.dumps(seen))
+dist.destroy_process_group()
+"""
+
+
+@known_fault("training/loader_before_process_group")
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare_environment")
+def test_a_loader_that_is_older_than_the_process_group_shares_the_samples(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [40, 24])
+    words = [sys.executable, "-c", BEFORE_THE_GROUP]
+    ranks = [
+        subprocess.Popen([*words, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    first, second = (json.loads(text) for text in printed)
+    for name in first:
+        if isinstance(first[name], str):  # refused
+            assert "process group" in first[name] or "rank" in first[name]
+            continue
+        assert len(first[name]) == len(second[name]) == 32, name
+        assert not set(first[name]) & set(second[name]), name

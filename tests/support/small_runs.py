@@ -10,6 +10,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import picture
+from tests.support.outcomes import result_or_refusal
 
 # A learning rate of the given value in every step, so that weights can be computed by hand.
 PLAIN: dict[str, Any] = {"epochs": 1, "batch_size": 8, "device": "cpu", "schedule": "constant"}
@@ -91,9 +92,8 @@ def unless_refused(call: Callable[[], T], *words: str) -> T | None:
 
     For promises that may be kept in two ways: do what the options say, or refuse them.
     """
-    try:
-        return call()
-    except wt.UsageError as error:
-        refusal = str(error)
-    assert all(word in refusal for word in words), refusal
+    outcome = result_or_refusal(call)
+    if not isinstance(outcome, str):
+        return outcome
+    assert all(word in outcome for word in words), outcome
     return None
