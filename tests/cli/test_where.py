@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, write_tar
+from tests.support.known_faults import known_fault
 from wdstrain.cli.main import main
 
 WHERE = "kind != 'Other' and year >= 2010"
@@ -144,3 +146,45 @@ def test_a_wrong_condition_is_wrong_usage(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+REFUSED = known_fault("inspection/where_hint")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples with texts, documents and arrays, of which columns hold some."""
+    out = tmp_path_factory.mktemp("documents") / "out"
+    samples = [
+        {"__key__": f"k{n}", "png": picture(n), "txt": "long " * (60 + n), "short.txt": f"t{n}"}
+        | {"json": {"story": "once " * (50 + n), "about": {"page": n}, "parts": [n, ["a"]]}}
+        for n in range(4)
+    ]
+    wt.pack(samples, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        pytest.param("len(json.story) > 260", marks=REFUSED),
+        pytest.param("json.about == 1", marks=REFUSED),
+        pytest.param("json.about.page == 1", marks=REFUSED),
+        pytest.param("json.parts == 1", marks=REFUSED),
+        pytest.param("json.absent == 1", marks=REFUSED),
+        pytest.param("json == 1", marks=REFUSED),
+        pytest.param("len(txt) > 310", marks=REFUSED),
+        pytest.param("png == 1", marks=REFUSED),
+        "short.txt == 't1'",
+        "story == 'x'",
+    ],
+)
+def test_a_command_that_a_refused_condition_names_works(documents: Path, condition: str) -> None:
+    hint = ""
+    try:
+        wt.open(documents).where(condition)
+    except wt.UsageError as error:
+        hint = str(error)
+    named = re.search(r"wdstrain index (?:\S+ )?--columns (\S+)", hint)
+    if named:
+        assert main(["index", str(documents), "--columns", named[1], "-q"]) == 0

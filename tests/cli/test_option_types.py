@@ -1,0 +1,148 @@
+"""An option of another type than documented is taken as it is meant, or is a usage error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+from tests.support.known_faults import known_fault
+
+NAME = "inspection/api_lists_traceback"
+TYPE, ATTRIBUTE, VALUE = (
+    known_fault(NAME, raises=error) for error in (TypeError, AttributeError, ValueError)
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders, a table of their images, an array, and shards."""
+    folder = write_class_folder(tmp_path_factory.mktemp("sources") / "photos", {"a": 2, "b": 2})
+    rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in folder.rglob("*.png")]
+    (folder / "log.csv").write_text("\n".join(["file,kind", *rows]) + "\n")
+    np.save(folder / "kinds.npy", np.arange(4) % 2)
+    rows_of_set = [{"__key__": f"k{n}", "cls": n % 2, "txt": "x", "n.cls": 1} for n in range(6)]
+    wt.pack(rows_of_set, folder / "set", classes=["a", "b"])
+    return folder
+
+
+def convert_folder(sources: Path, out: str, **options: Any) -> object:
+    return wt.convert_folder(str(sources), out, **options)
+
+
+def convert_table(sources: Path, out: str, **options: Any) -> object:
+    return wt.convert_table(sources / "log.csv", out, **{"image": "file", **options})
+
+
+def convert_arrays(sources: Path, out: str, **options: Any) -> object:
+    return wt.convert_arrays({"cls": sources / "kinds.npy"}, out, **options)
+
+
+def convert_tars(sources: Path, out: str, **options: Any) -> object:
+    return wt.convert_tars(sources / "set", out, **options)
+
+
+def pack(sources: Path, out: str, **options: Any) -> object:
+    return wt.pack([{"__key__": str(n), "cls": n % 2} for n in range(4)], out, **options)
+
+
+def index(sources: Path, out: str, **options: Any) -> object:
+    wt.convert_tars(sources / "set", out)
+    return wt.index(out, **options)
+
+
+def plan(sources: Path, out: str, **options: Any) -> object:
+    return wt.plan_epoch(sources / "set", batch_size=2, **options)
+
+
+def loader(sources: Path, out: str, **options: Any) -> object:
+    return wt.Loader(str(sources / "set"), batch_size=2, **options).close()
+
+
+def mixture(folder: Path, out: str, **options: Any) -> object:
+    return wt.mix(**options).close()
+
+
+def opened(folder: Path, out: str, **options: Any) -> object:
+    return wt.open(**options)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "value"),
+    [
+        pytest.param(convert_tars, "keys", ["k1", "k2"], marks=TYPE),
+        pytest.param(convert_tars, "label", ["cls"], marks=ATTRIBUTE),
+        pytest.param(convert_tars, "select", ["cls == 1"], marks=ATTRIBUTE),
+        pytest.param(convert_tars, "rename", "cls=kind", marks=VALUE),
+        pytest.param(convert_tars, "keep", None, marks=TYPE),
+        pytest.param(convert_tars, "drop", None, marks=TYPE),
+        pytest.param(index, "label", ["cls", "n.cls"], marks=ATTRIBUTE),
+        pytest.param(convert_folder, "masks", ["masks"], marks=TYPE),
+        pytest.param(convert_folder, "classes", None, marks=TYPE),
+        pytest.param(convert_folder, "split", "train=0.5,val=0.5", marks=ATTRIBUTE),
+        pytest.param(convert_folder, "split", ["train", "val"], marks=ATTRIBUTE),
+        pytest.param(convert_table, "image", ["file"], marks=TYPE),
+        pytest.param(convert_table, "root", ["."], marks=TYPE),
+        pytest.param(convert_table, "label", None, marks=TYPE),
+        (convert_table, "where", ["kind"]),
+        pytest.param(convert_table, "header", None, marks=TYPE),
+        pytest.param(convert_arrays, "label", None, marks=TYPE),
+        pytest.param(pack, "labels", ["cls"], marks=ATTRIBUTE),
+        pytest.param(pack, "group", "cls", marks=TYPE),
+        pytest.param(plan, "label", ["label"], marks=TYPE),
+        pytest.param(plan, "shuffle", "yes", marks=known_fault(NAME, raises=StopIteration)),
+        pytest.param(loader, "cache_dir", ["cache"], marks=TYPE),
+        pytest.param(mixture, "sources", ["absent"], marks=ATTRIBUTE),
+        pytest.param(opened, "urls", None, marks=TYPE),
+        (loader, "where", ["label == 'a'"]),
+        (loader, "balance", ["label"]),
+        (loader, "weights", {"a": 1}),
+        (loader, "fields", ["txt"]),
+        (loader, "tail", ["drop"]),
+        (pack, "classes", "ab"),
+        (pack, "fields", "cls"),
+    ],
+)
+def test_a_value_of_another_type_is_taken_or_refused(
+    sources: Path,
+    tmp_path: Path,
+    function: Callable[..., object],
+    option: str,
+    value: object,
+) -> None:
+    with contextlib.suppress(wt.WdstrainError):
+        function(sources, str(tmp_path / "out"), **{option: value})
+
+
+LETTERS = known_fault("inspection/columns_text")
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "value"),
+    [
+        pytest.param(index, "columns", "txt", marks=LETTERS),
+        pytest.param(convert_tars, "keep", "txt", marks=LETTERS),
+        pytest.param(convert_tars, "drop", "txt", marks=LETTERS),
+        (convert_table, "label", "kind"),
+        (convert_arrays, "label", "cls"),
+    ],
+)
+def test_a_text_in_place_of_a_list_is_not_taken_letter_by_letter(
+    sources: Path,
+    tmp_path: Path,
+    function: Callable[..., object],
+    option: str,
+    value: str,
+) -> None:
+    refusal = option
+    try:
+        function(sources, str(tmp_path / "out"), **{option: value})
+    except wt.UsageError as error:
+        refusal = str(error)
+    assert option in refusal
