@@ -85,9 +85,9 @@ def draw_samples(rng: random.Random, count: int, bad: int, dtype: str) -> list[S
     return samples
 
 
-def write(samples: list[Sample], folder: Path) -> None:
+def write(samples: list[Sample], folder: Path, labels: list[wt.Label]) -> None:
     rows = ({"__key__": sample.key, **sample.fields} for sample in samples)
-    wt.pack(rows, folder, labels=LABELS, max_shard_samples=17, shuffle=False, num_workers=1)
+    wt.pack(rows, folder, labels=labels, max_shard_samples=17, shuffle=False, num_workers=1)
 
 
 def vector_of(sample: Mapping[str, Any]) -> dict[str, Array]:
@@ -108,6 +108,12 @@ def input_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
     fields = {"image": image, "vector": wt.array("npy", shape=(6,), dtype=drawn.dtype)}
     names = {"vector": ("vector",), "both": ("image", "vector")}.get(drawn.input, ("image",))
     return {"fields": {name: fields[name] for name in names}}
+
+
+def label_field(label: str) -> wt.Field:
+    if label == "size":
+        return wt.number("json", column=label)
+    return wt.label("json", column=label, classes=NAMES[label], multi=label == "tags")
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -165,9 +171,9 @@ class PlainLion(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 momentum = self.state.get(weight, {}).get("m", torch.zeros_like(weight))
-                update = torch.sign(0.9 * momentum + (1 - 0.9) * weight.grad)
-                weight.sub_(group["lr"] * (update + group["weight_decay"] * weight))
-                self.state[weight]["m"] = 0.99 * momentum + (1 - 0.99) * weight.grad
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(group["lr"] * torch.lerp(weight.grad, momentum, 0.9).sign())
+                self.state[weight]["m"] = torch.lerp(momentum, weight.grad, 1 - 0.99)
 
 
 # --- losses and metrics ---------------------------------------------------------------------------
@@ -250,7 +256,8 @@ def learning_rate(drawn: Drawn, update: int, updates: int, plateaus: int) -> flo
         factor = 0.1 ** (update // updates // (drawn.step_epochs or math.ceil(drawn.epochs / 3)))
     elif drawn.schedule == "plateau":
         factor = 0.1**plateaus
-    return drawn.min_lr + (drawn.lr - drawn.min_lr) * factor
+    low = drawn.min_lr / drawn.lr
+    return drawn.lr * (low + (1 - low) * factor)
 
 
 @dataclass
@@ -291,7 +298,7 @@ class PlainRun:
         if not training:
             return wt.Loader(self.folder / "val", **options, shuffle=False, tail="keep")
         if drawn.mixup or drawn.cutmix:
-            options["fields"]["label"] = wt.label("json", column=self.heads[0][0])
+            options["fields"]["label"] = label_field(self.heads[0][0])
         options |= {name: vars(drawn)[name] for name in ("seed", "balance", "shuffle_buffer")}
         return wt.Loader(self.folder / "train", **options, lanes=drawn.lanes)
 
@@ -309,7 +316,9 @@ class PlainRun:
 
     def call(self, model: nn.Module, batch: Mapping[str, Any], *, amp: bool = True) -> list[Tensor]:
         """Return the outputs of each head."""
-        inputs = [normalized(batch[name]) for name in ("image", "vector") if name in batch]
+        inputs = [
+            normalized(batch[name]).contiguous() for name in ("image", "vector") if name in batch
+        ]
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.drawn.amp)
         with torch.autocast("cpu", dtype, enabled=amp and dtype is not None):
             outputs = model(*inputs)
@@ -400,6 +409,8 @@ class PlainRun:
     def run(self) -> PlainRun:
         """Train. Raises SampleError where a loader does."""
         drawn, model, slower, since_best = self.drawn, self.net(), 1.0, 0
+        if drawn.weights:
+            model.load_state_dict(torch.load(self.folder / drawn.weights))
         average, optimizer = copy.deepcopy(model), self.optimizer(model)
         scaler = torch.amp.GradScaler("cpu", enabled=drawn.amp == "fp16")
         with closing(self.loader(training=True, errors=drawn.errors)) as loader:
@@ -470,7 +481,7 @@ def add_to_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     current = model.state_dict()
     for name, value in average.state_dict().items():
         is_float = value.is_floating_point()
-        value.copy_(decay * value + (1 - decay) * current[name] if is_float else current[name])
+        value.copy_(torch.lerp(value, current[name], 1 - decay) if is_float else current[name])
 
 
 def normalized(value: Tensor) -> Tensor:
