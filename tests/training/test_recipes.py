@@ -19,6 +19,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
 import wdstrain as wt
+from tests.support.known_faults import known_fault
+from tests.support.small_runs import SMALL, two_classes
 from wdstrain.decode import transforms
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
@@ -453,6 +455,25 @@ def test_lion_steps_by_the_sign_of_the_average() -> None:
     weight.grad = torch.tensor([2.0, -3.0, 0.0])
     optimizer.step()
     torch.testing.assert_close(weight.data, torch.tensor([0.95 - 0.1, -0.95 + 0.1, 0.0]))
+
+
+@known_fault("suspected/lion_allocates_zeros")
+def test_a_step_of_lion_allocates_no_averages(tmp_path: Path) -> None:
+    """The optimizer allocates an average for each parameter once, not in each step."""
+    shards, activities = two_classes(tmp_path / "set"), [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        wt.train(shards, tmp_path / "run", optimizer="lion", model=Deep, **SMALL)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    parameters, steps = len(list(Deep(1).parameters())), 5
+    assert counts.get("aten::zeros_like", 0) < steps * parameters
+
+
+class Deep(nn.Sequential):
+    """Ten linear layers."""
+
+    def __init__(self, outputs: int) -> None:
+        layers = [nn.Linear(4, 4) for _ in range(8)]
+        super().__init__(nn.Flatten(), nn.Linear(192, 4), *layers, nn.Linear(4, outputs))
 
 
 def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: Path) -> None:

@@ -359,6 +359,47 @@ def test_nan_in_a_prediction_is_not_written_as_a_class(
         assert cells["error"] or cells["y"] in ("", "nan")
 
 
+class Odd(torchmetrics.MeanSquaredError):
+    """A metric that is no finite number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.value)
+
+
+def no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@known_fault("suspected/nan_in_metrics_jsonl")
+@pytest.mark.parametrize(
+    ("model", "metrics"),
+    [(Constant, {"odd": torch.nan}), (Constant, {"odd": torch.inf}), (Broken, {})],
+    ids=["NaN", "infinity", "NaN of the model"],
+)
+def test_metrics_are_json_that_every_program_reads(
+    labeled: Callable[[str], Path], tmp_path: Path, model: Any, metrics: dict[str, float]
+) -> None:
+    shards, out = labeled("number"), tmp_path / "run"
+    given = {name: Odd(value) for name, value in metrics.items()}
+    wt.train(shards, out, val=shards, model=model, metrics=given, **SMALL)
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=no_constant)
+
+
+def test_the_output_of_evaluate_is_json_that_every_program_reads(
+    labeled: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, out = labeled("number"), tmp_path / "run"
+    wt.train(shards, out, model=Broken, **SMALL)
+    words = ["--json", "--device", "cpu", "--model", "tests.training.test_run_truth:Broken"]
+    main(["evaluate", str(last(out)), str(shards), *words])
+    json.loads(capsys.readouterr().out, parse_constant=no_constant)
+
+
 # --- two remedies for rare classes ----------------------------------------------------------------
 
 
@@ -479,6 +520,25 @@ def test_a_resumed_run_counts_bad_samples_as_an_undisturbed_one(
 ) -> None:
     whole = outcome(spoiled, tmp_path / "whole", (), **options)
     assert outcome(spoiled, tmp_path / "run", stops, **options) == whole
+
+
+@known_fault("suspected/bad_counts_of_undone_batches")
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_batches_that_an_error_undid_are_counted_once(
+    spoiled: Path, tmp_path: Path, accumulate: int
+) -> None:
+    """The run ends at a bad sample too many; a resumed one reads the last batches again."""
+    options = {**SMALL, "batch_size": 3, "model": Linear, "on_error": "replace"}
+    options["accumulate"] = accumulate
+    whole = wt.train(spoiled, tmp_path / "whole", max_errors=1.0, **options)
+    counts = []
+    for number, most in enumerate((0.02, 0.04, 0.06, 0.09)):
+        out = tmp_path / str(number)
+        with pytest.raises(wt.SampleError):
+            wt.train(spoiled, out, max_errors=most, **options)
+        run = wt.train(spoiled, out, resume=True, max_errors=1.0, **options)
+        counts.append(run.epochs[0]["bad"])
+    assert counts == [whole.epochs[0]["bad"]] * 4
 
 
 def test_patience_goes_on_after_a_resume(halves: Path, tmp_path: Path) -> None:

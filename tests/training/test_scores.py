@@ -21,6 +21,7 @@ from sklearn.metrics import (
 )
 
 import wdstrain as wt
+from tests.support.known_faults import known_fault
 
 Array = npt.NDArray[Any]
 CLASSES = ("a", "b", "c", "d")
@@ -287,3 +288,21 @@ def test_a_single_tag_is_learned_and_scored(tmp_path: Path) -> None:
     assert scores["accuracy"] == scores["exact"] == pytest.approx(0.8)
     assert scores["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
     assert scores["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))
+
+
+@known_fault("suspected/bins_of_many_tags")
+@pytest.mark.slow
+def test_metrics_of_many_tags_take_little_memory(tmp_path: Path) -> None:
+    """At most 20 MB for 4,000 tags, so that 100,000 tags fit beside a model on a GPU."""
+    names = tuple(f"tag {i}" for i in range(4000))
+    outputs = np.random.default_rng(0).normal(size=(16, len(names)))
+    values = [[names[i], names[-1 - i]] for i in range(16)]
+    packed(tmp_path / "set", outputs, values, "multi", names)
+    fields = {"image": image(len(names))}
+    wt.train(tmp_path / "set", tmp_path / "run", model=Same, fields=fields, **QUIET)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+        wt.evaluate(checkpoint, tmp_path / "set", model=Same, fields=fields)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert largest < 20_000_000

@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.known_faults import known_fault
+from tests.support.outcomes import result_or_refusal
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.training.api import evaluate, train
@@ -223,3 +225,37 @@ def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, c
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
     assert lines
     assert max(map(len, lines)) <= 80
+
+
+@known_fault("training/image_size_is_square_only")
+@pytest.mark.parametrize("where", ["flag", "file", "keyword"])
+def test_a_height_and_a_width_can_be_given_as_the_image_size(
+    bright: Path, tmp_path: Path, where: str, capsys: Any
+) -> None:
+    """In one of the usual forms; the model takes images of 4 x 16 pixels."""
+    model = "tests.support.small_runs:Linear"
+    done = False
+    for number, size in enumerate(["4x16", "4,16", (4, 16), [4, 16]]):
+        out = tmp_path / f"run{number}"
+        options: dict[str, Any] = {**CONFIG, "label": "kind", "epochs": 1, "model": model}
+        del options["image_size"]
+        words = ["train", str(bright), "--out", str(out), "--model", model]
+        words += ["--epochs", "1", "--batch-size", "16", "--label", "kind"]
+        if where == "keyword":
+            options["image_size"] = size
+            done |= not isinstance(
+                result_or_refusal(lambda: train(str(bright), out, **options)),  # noqa: B023
+                str,
+            )
+        elif where == "flag":
+            if isinstance(size, str):
+                done |= main([*words, "--image-size", size]) == 0
+        else:
+            value = json.dumps(size)
+            (tmp_path / "recipe.toml").write_text(f"image_size = {value}\n")
+            done |= main([*words, "--config", str(tmp_path / "recipe.toml")]) == 0
+        if done:
+            state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
+            assert state["model"]["1.weight"].shape == (1, 192)
+            break
+    assert done
