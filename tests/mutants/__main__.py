@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -51,13 +52,14 @@ def main(words: Sequence[str], mutants: Sequence[Mutant] = MUTANTS) -> int:
         for mutant in chosen:
             print(f"{mutant.name:36} {mutant.module:32} {mutant.old!r} -> {mutant.new!r}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the keepers and removes copies
     warm_up()
     by_name = {mutant.name: mutant for mutant in chosen}
     verdicts = []
     for run in run_jobs([job_of(mutant, options.seconds) for mutant in chosen], options.jobs):
         verdicts.append(judge(by_name[run.job.name], run))
         print(line(verdicts[-1]), flush=True)
-    judged = confirm(verdicts, options.jobs)
+    judged = confirm(verdicts, options.seconds, options.jobs)
     for before, after in zip(verdicts, judged, strict=True):
         if before != after:
             print(line(after))

@@ -52,6 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/loader/test_positions.py",
     ),
     "decode": (
+        "tests/golden/test_images.py",
         "tests/decode",
         "tests/oracle/test_loading.py",
         "tests/fuzz",
@@ -77,17 +78,24 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/conversion/test_table_options.py",
         "tests/conversion/test_drawn_tables.py",
         "tests/conversion/test_changing_sets.py",
+        "tests/conversion/test_label_decisions.py",
+        "tests/conversion/test_given_splits.py",
+        "tests/conversion/test_table_forms.py",
         "tests/conversion/test_archives.py",
     ),
     "training": (
+        "tests/golden/test_checkpoint_keys.py",
         "tests/training/test_arithmetic.py",
         "tests/training/test_scores.py",
+        "tests/training/test_user_objects.py",
+        "tests/training/test_run_truth.py",
+        "tests/oracle/test_training.py",
         "tests/training/test_plain_loop.py",
         "tests/training/test_training.py",
         "tests/training/test_outcomes.py",
         "tests/training/test_data.py",
-        "tests/training/test_inputs.py",
         "tests/training/test_objects.py",
+        "tests/training/test_inputs.py",
         "tests/training/test_segmentation.py",
         "tests/training/test_trained.py",
         "tests/training/test_resuming.py",
@@ -95,19 +103,30 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 # Tests of one module that run before those of its package.
-FIRST: dict[str, str] = {
-    "order/mixture.py": "tests/order/test_mixture.py",
-    "order/weighted_plan.py": "tests/order/test_weighted_plan.py",
-    "shards/selection.py": "tests/shards/test_selection.py",
-    "shards/index_table.py": "tests/shards/test_index_table.py",
-    "storage/http.py": "tests/storage/test_http.py",
-    "storage/http_response.py": "tests/storage/test_http.py",
-    "decode/masks.py": "tests/decode/test_masks.py",
-    "decode/label_columns.py": "tests/decode/test_label_columns.py",
-    "loader/gpu_augment.py": "tests/loader/test_gpu_augment.py",
-    "loader/gpu_mixing.py": "tests/loader/test_gpu_augment.py",
-    "loader/planning.py": "tests/loader/test_selection.py",
-    "loader/mixture.py": "tests/order/test_mixture.py",
+FIRST: dict[str, tuple[str, ...]] = {
+    "order/plan.py": ("tests/golden/test_orders.py", "tests/order/test_plan.py"),
+    "order/mixture.py": ("tests/order/test_mixture.py",),
+    "order/weighted_plan.py": ("tests/order/test_weighted_plan.py",),
+    "shards/selection.py": ("tests/shards/test_selection.py",),
+    "shards/index_table.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
+    "shards/tar.py": ("tests/shards/test_tar.py",),
+    "shards/expressions.py": (
+        "tests/conversion/test_sources.py::test_conditions_select_the_packed_samples",
+        "tests/conversion/test_sources.py::test_values_of_a_text_column_are_compared_as_text",
+    ),
+    "storage/http.py": ("tests/storage/test_http.py",),
+    "storage/http_response.py": ("tests/storage/test_http.py",),
+    "decode/masks.py": ("tests/decode/test_masks.py",),
+    "decode/label_columns.py": ("tests/decode/test_label_columns.py",),
+    "loader/gpu_augment.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
+    "loader/gpu_mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
+    "loader/planning.py": ("tests/loader/test_selection.py",),
+    "loader/mixture.py": ("tests/order/test_mixture.py",),
+    "loader/shard_samples.py": ("tests/loader/test_webdataset.py",),
+    "loader/session.py": ("tests/loader/test_positions.py",),
+    "loader/loader.py": ("tests/loader/test_positions.py",),
+    "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
+    "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
 }
 
 # Why a mutant is not killed, by its full name.
@@ -712,8 +731,7 @@ class Mutant:
 
 def _mutant(module: str, name: str, old: str, new: str) -> Mutant:
     full = f"{module.partition('/')[0]}/{name}"
-    tests = (FIRST[module],) if module in FIRST else ()
-    return Mutant(full, module, old, new, tests, REASONS.get(full, ""))
+    return Mutant(full, module, old, new, FIRST.get(module, ()), REASONS.get(full, ""))
 
 
 MUTANTS = [_mutant(module, *change) for module, changes in _CHANGES.items() for change in changes]

@@ -4,7 +4,7 @@ The command imports the large dependencies once and forks one keeper for each mu
 the copy, forks the process of the tests, waits for its end, and kills everything that it left.
 Neither the package nor its tests are imported before that fork, so that the copy is what runs.
 
-A mutant is killed if a test fails, crashes its process, or hangs longer than `HANG` seconds. At the
+A mutant is killed if a test fails, crashes its process, or hangs for a third of the time limit. At the
 end the tests that killed mutants run on an unchanged copy. A test that fails or is slow there has
 killed nothing: its mutants count as not judged.
 """
@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent.parent
 COPIED = ("wdstrain", "tests", "scripts", "docs")  # with the files beside them
 IGNORED = shutil.ignore_patterns(".*", "*.tmp")
 
-HANG = 20  # seconds after which a test hangs; unmutated, tests take less than a quarter
-CALM = HANG / 2  # seconds that a test may take on the unchanged tree if it is to kill by a hang
+HANG = 1 / 3  # share of the limit of a mutant after which a test hangs; others take a few seconds
+CALM = 1 / 6  # share that a test may take on the unchanged tree if its hang is to count
 WARM = (  # imported once; the package imports most of them
     "numpy",
     "torch",
@@ -67,14 +67,15 @@ class Job:
     """One run of pytest in a copy of the tree.
 
     name: of the mutant. change: module, old text and new text, or None for an unchanged copy.
-    tests: arguments of pytest, one call after the other. seconds: limit of the run. at_first: stop
-    at the first failure.
+    tests: arguments of pytest, one call after the other. seconds: limit of the run. patience: seconds
+    of a test that hangs. at_first: stop at the first failure.
     """
 
     name: str
     change: tuple[str, str, str] | None
     tests: Sequence[Sequence[str]]
     seconds: float
+    patience: float
     at_first: bool = True
 
 
@@ -188,7 +189,7 @@ def run_tests(job: Job, folder: Path, tree: Path) -> int:
     )
     recorder = Recorder(folder / "record")
     words = [
-        *("-q", "--timeout", str(HANG), "-o", "timeout_method=signal"),
+        *("-q", "--timeout", str(job.patience), "-o", "timeout_method=signal"),
         *("-m", "not slow and not alone", "--tb=short", "--rootdir", here),
         *("-o", f"cache_dir={folder / 'cache'}"),
         *(["-x"] if job.at_first else []),
@@ -372,7 +373,7 @@ def job_of(mutant: Mutant, seconds: float) -> Job:
     """Return the run of a mutant: its own tests first, then those of its package."""
     tests = dict.fromkeys((*mutant.tests, *TESTS[mutant.package]))
     change = (mutant.module, mutant.old, mutant.new)
-    return Job(mutant.name, change, [(test,) for test in tests], seconds)
+    return Job(mutant.name, change, [(test,) for test in tests], seconds, HANG * seconds)
 
 
 def judge(mutant: Mutant, run: Run) -> Verdict:
@@ -383,7 +384,7 @@ def judge(mutant: Mutant, run: Run) -> Verdict:
         test, message = next(iter(run.failed.items()))
         hung = "Timeout (>" in message
         return Verdict(mutant, KILLED, message, run.elapsed, test, hung)
-    if run.status is None and run.idle > HANG:
+    if run.status is None and run.idle > run.job.patience:
         return Verdict(mutant, KILLED, "hangs", run.elapsed, run.last, hung=True)
     if run.status is None or run.status == 0:
         limit = "" if run.status == 0 else ", which is the limit"
@@ -392,30 +393,38 @@ def judge(mutant: Mutant, run: Run) -> Verdict:
     return Verdict(mutant, KILLED if run.last else UNJUDGED, how, run.elapsed, run.last)
 
 
-def confirm(verdicts: Sequence[Verdict], at_once: int) -> list[Verdict]:
-    """Return the verdicts, but for kills by tests that fail or hang on an unchanged tree, too."""
+def confirm(verdicts: Sequence[Verdict], seconds: float, at_once: int) -> list[Verdict]:
+    """Return the verdicts, but for kills by tests that fail or hang on an unchanged tree, too.
+
+    seconds: the limit of each mutant.
+    """
     files = defaultdict[str, set[str]](set)
     for verdict in verdicts:
         if verdict.test:
             files[verdict.test.partition("::")[0]].add(verdict.test)
     jobs = [
-        Job(file, None, [sorted(tests)], seconds=60 + len(tests) * CALM, at_first=False)
+        Job(file, None, [sorted(tests)], seconds * (1 + CALM * len(tests)), HANG * seconds, False)
         for file, tests in files.items()
     ]
     runs = {run.job.name: run for run in run_jobs(jobs, at_once)}
     return [
-        confirmed(verdict, runs[verdict.test.partition("::")[0]]) if verdict.test else verdict
+        confirmed(verdict, runs[verdict.test.partition("::")[0]], CALM * seconds)
+        if verdict.test
+        else verdict
         for verdict in verdicts
     ]
 
 
-def confirmed(verdict: Verdict, run: Run) -> Verdict:
-    """Return a verdict as the run of its test on an unchanged tree leaves it."""
+def confirmed(verdict: Verdict, run: Run, calm: float) -> Verdict:
+    """Return a verdict as the run of its test on an unchanged tree leaves it.
+
+    calm: most seconds of the test there, if its hang is to count.
+    """
     test, failed = verdict.test, [*run.failed.values(), run.problem]
     if "::" not in test and run.seconds and not failed[:-1]:  # its tests could not be imported
         return verdict
     if test in run.seconds and test not in run.failed:
-        if not verdict.hung or run.seconds[test] <= CALM:
+        if not verdict.hung or run.seconds[test] <= calm:
             return verdict
         failed = [f"takes {run.seconds[test]:.0f} s"]
     how = f"{test} on an unchanged tree: {failed[0] or 'did not run'}"

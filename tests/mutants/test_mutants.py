@@ -7,7 +7,6 @@ import subprocess
 import sys
 from difflib import SequenceMatcher
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -62,11 +61,13 @@ def test_names_are_different_and_ordered_by_package() -> None:
 
 
 def test_the_tests_of_every_package_exist() -> None:
-    paths = {path for tests in TESTS.values() for path in tests}
-    paths |= {path for mutant in MUTANTS for path in mutant.tests}
-    assert [
-        path for path in sorted(paths) if not Path(ROOT, path.partition("::")[0]).exists()
-    ] == []
+    names = {name for tests in TESTS.values() for name in tests}
+    names |= {name for mutant in MUTANTS for name in mutant.tests}
+    for name in sorted(names):
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), f"there is no {path}"
+        if function:
+            assert f"def {function}(" in (ROOT / path).read_text(), f"there is no test {name}"
 
 
 @pytest.mark.slow

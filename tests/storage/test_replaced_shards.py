@@ -150,6 +150,26 @@ def test_an_ambiguous_modification_time_is_not_used(www: Path) -> None:
             assert actual == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
 
 
+@pytest.mark.parametrize("age", [0, 1])
+def test_a_modification_time_is_not_used_within_a_second_of_the_response(
+    www: Path, age: int
+) -> None:
+    """The server's clock stands, so that a slow machine sees the same ages."""
+
+    def stop_clock(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        date = handler.date_time_string(2_000_000_000 + age)
+        handler.date_time_string = lambda timestamp=None: date  # type: ignore[method-assign]
+        return False
+
+    with serving(www, says="modified", faults=[stop_clock] * 100) as served:
+        for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):
+            put(www, first, sizes, at=2_000_000_000)
+            actual = delivered(
+                wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache")
+            )
+            assert actual == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
 def test_shards_that_differ_only_in_their_query_have_two_cache_entries(www: Path) -> None:
     """A server may form ETags from time and size, which two files can have in common."""
     sizes = [100, 200, 300]

@@ -362,6 +362,21 @@ def test_a_cached_shard_of_another_length_is_fetched_again(
     check_content(tmp_path, packed)
 
 
+def test_blocks_that_were_fetched_before_a_boot_are_fetched_again(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure may leave a block that is marked as present without its bytes."""
+    cache, shard = Cache(str(tmp_path)), loader_of(served.url, None).index.shards[0]
+    for boot, present in ((b"one", False), (b"one", True), (b"two", False), (b"two", True)):
+        monkeypatch.setattr(block_map, "boot_id", lambda boot=boot: boot.ljust(16))
+        file = cache.open(shard)
+        assert file is not None
+        with file:
+            assert file.has_block(0) == present
+            file.fill(0, BLOCK)
+            assert file.has_block(0)
+
+
 @pytest.mark.parametrize("replacement", ["a folder", "a part"])
 def test_a_wrong_file_under_a_final_name_is_not_used(
     packed: Path, served: Served, tmp_path: Path, replacement: str, caplog: Any

@@ -72,8 +72,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "nothing": {},
         }
         version = says[served.says]
-        if self.headers.get("If-Match") not in (None, version.get("ETag")):
+        wanted = self.headers.get("If-Match")
+        if wanted is not None and (wanted != version.get("ETag") or wanted.startswith("W/")):
             self.answer(412, b"", version)
+            return
+        if self.headers.get("If-None-Match", "") == version.get("ETag"):
+            self.answer(304, b"", version)
             return
         ranged_ = (
             re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
