@@ -62,11 +62,11 @@ def plan(sources: Path, out: str, **options: Any) -> object:
 
 
 def loader(sources: Path, out: str, **options: Any) -> object:
-    return wt.Loader(str(sources / "set"), batch_size=2, **options).close()
+    return wt.Loader(str(sources / "set"), batch_size=2, **options)
 
 
 def mixture(folder: Path, out: str, **options: Any) -> object:
-    return wt.mix(**options).close()
+    return wt.mix(**options)
 
 
 def opened(folder: Path, out: str, **options: Any) -> object:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
+import itertools
 import re
 import socket
 import ssl
@@ -25,6 +27,7 @@ class Served:
     """A running server. Before each response the next fault is called; if it returns True, it has
     responded.
 
+    faulty: endings of the paths that have faults. sent: path and body size of each response. most: largest number of requests at the same time.
     says: header that identifies the version of a file: "strong" or "weak" ETag, "modified"
     (Last-Modified), or "nothing".
     """
@@ -36,8 +39,12 @@ class Served:
     delay: float = 0.0  # seconds before each response
     pages: bool = False  # respond to missing paths with a page and status 200
     faults: list[Fault] = field(default_factory=list)
+    faulty: tuple[str, ...] = (".tar",)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_fault(self) -> Fault | None:
@@ -49,13 +56,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     served: Served
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         served = self.served
         with served.lock:
             served.requests.append((self.path, self.headers.get("Range")))
             served.headers.append(dict(self.headers.items()))
+            served.running += 1
+            served.most = max(served.most, served.running)
         if served.delay:
             time.sleep(served.delay)
+        with served.lock:
+            served.running -= 1
         # A proxy gets the complete address.
         path = served.root / re.sub(r"^http://[^/]*", "", self.path).split("?")[0].lstrip("/")
         if not path.is_file():
@@ -87,14 +101,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start, stop = (
             (int(ranged_[1]), min(size, int(ranged_[2] or size - 1) + 1)) if ranged_ else (0, size)
         )
-        fault = served.next_fault() if path.suffix == ".tar" else None
+        fault = served.next_fault() if path.suffix in served.faulty else None
         if fault is not None and fault(self, path, start, stop):
             return
-        data = path.read_bytes()[start:stop]
+        self.answer_range(path, start, stop, version)
+
+    @property
+    def is_ranged(self) -> bool:
+        return self.served.ranges and self.headers.get("Range") is not None
+
+    def answer_range(self, path: Path, start: int, stop: int, version: dict[str, str]) -> None:
+        """Send bytes [start, stop) of a file as the request asks for them."""
         headers = {**version, "Content-Type": "application/octet-stream"}
-        if ranged_:
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        self.answer(206 if ranged_ else 200, data, headers)
+        if self.is_ranged:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{path.stat().st_size}"
+        self.answer(206 if self.is_ranged else 200, path.read_bytes()[start:stop], headers)
 
     def answer(
         self, status: int, body: bytes, headers: dict[str, str], *, length: int | None = None
@@ -104,6 +125,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
+        body = b"" if self.command == "HEAD" else body
+        with self.served.lock:
+            self.served.sent.append((self.path, len(body)))
         self.wfile.write(body)
 
     def begin(self, path: Path, start: int, stop: int) -> bytes:
@@ -180,12 +204,12 @@ def lead_to(address: str) -> Fault:
     return fault
 
 
-def status(code: int, **headers: str) -> Fault:
+def status(code: int, body: bytes = b"busy", **headers: str) -> Fault:
     """Respond with this status."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.answer(
-            code, b"busy", {name.replace("_", "-"): value for name, value in headers.items()}
+            code, body, {name.replace("_", "-"): value for name, value in headers.items()}
         )
         return True
 
@@ -216,6 +240,41 @@ def change(text: bytes) -> Fault:
         return True
 
     return fault
+
+
+def requiring_no_version(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    """Fault: refuse If-Match, also with the server's own ETag, as some proxies do."""
+    if handler.headers.get("If-Match"):
+        handler.answer(412, b"", {})
+        return True
+    return False
+
+
+def pooled(*, strict: bool) -> Fault:
+    """Respond as a pool of servers that give the same bytes different ETags, in turn.
+
+    strict: a server of the pool refuses the ETags of the others.
+    """
+    turn = itertools.count()
+
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        tag = f'"server-{next(turn) % 2}"'
+        if strict and handler.headers.get("If-Match") not in (None, tag):
+            handler.answer(412, b"", {"ETag": tag})
+        else:
+            handler.answer_range(path, start, stop, {"ETag": tag})
+        return True
+
+    return fault
+
+
+def compressing(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    """Fault: send whole objects compressed, whatever the request accepts, but ranges as they are."""
+    if handler.is_ranged:
+        return False
+    version = {"ETag": f'"{path.stat().st_size}"', "Content-Encoding": "gzip"}
+    handler.answer(200, gzip.compress(path.read_bytes(), 1), version)
+    return True
 
 
 def in_chunks(size: int) -> Fault:

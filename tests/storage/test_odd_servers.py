@@ -1,0 +1,379 @@
+"""Servers that redirect, limit the rate, compress, sign addresses or differ in their ETags."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_tar
+from tests.support.known_faults import known_fault
+from tests.support.servers import (
+    Handler,
+    Served,
+    compressing,
+    fine,
+    lead_to,
+    pooled,
+    requiring_no_version,
+    serving,
+    small_and_quick,
+    status,
+)
+
+ALWAYS = 10_000  # requests
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of 320 KB with an index, which holds checksums."""
+    folder = tmp_path_factory.mktemp("odd") / "set"
+    wt.pack(({"__key__": f"{n:02d}", "bin": data(n)} for n in range(32)), folder, num_shards=2)
+    return folder
+
+
+@pytest.fixture
+def bare(packed: Path, tmp_path: Path) -> Path:
+    """The same shards without an index."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for shard in packed.glob("*.tar"):
+        (folder / shard.name).write_bytes(shard.read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small_and_quick(monkeypatch, 64 << 10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
+
+
+def data(number: int) -> bytes:
+    return bytes([number]) * 20_000
+
+
+# --- jobs that read every byte of both shards; each checks what it read ---
+
+
+def load(url: str, folder: Path) -> None:
+    check(wt.Loader(url, batch_size=8, tail="keep"))
+
+
+def load_through_a_cache(url: str, folder: Path) -> None:
+    check(wt.Loader(url, batch_size=8, tail="keep", cache_dir=folder / "cache"))
+
+
+def check(loader: wt.Loader) -> None:
+    with closing(loader):
+        batches = list(loader.epoch(0, until=1))
+    keys = [key for batch in batches for key in batch["__key__"]]
+    assert sorted(keys) == [f"{n:02d}" for n in range(32)]
+    for batch in batches:
+        for key, content in zip(batch["__key__"], batch["bin"], strict=True):
+            assert content == data(int(key))
+
+
+def convert(url: str, folder: Path) -> None:
+    assert len(wt.convert_tars(url, folder / "converted")) == 32
+    assert wt.verify(folder / "converted").samples == 32
+
+
+def verify(url: str, folder: Path) -> None:
+    done = wt.verify(url)
+    assert (done.samples, done.findings) == (32, [])
+
+
+Job = Callable[[str, Path], None]
+JOBS: list[Job] = [load, load_through_a_cache, convert, verify]
+
+
+def jobs(mark: pytest.MarkDecorator, *right: Job) -> list[Any]:
+    """Return all jobs as parameters; those that do it right today have no mark."""
+    return [job if job in right else pytest.param(job, marks=mark) for job in JOBS]
+
+
+# --- redirects ---
+
+REDIRECTED = known_fault("remote/redirect_asked_for_each_range")
+
+
+@pytest.mark.parametrize("job", jobs(REDIRECTED, convert, verify))
+def test_a_redirected_shard_is_asked_for_once_or_twice(
+    packed: Path, tmp_path: Path, job: Job
+) -> None:
+    with serving(packed) as storage, serving(packed, faults=[lead_to(storage.url)] * ALWAYS) as hub:
+        job(hub.url, tmp_path)
+        asked = Counter(path for path, _ in hub.requests if path.endswith(".tar"))
+    assert len(asked) == 2
+    assert max(asked.values()) <= 2
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_redirect_whose_target_expires_is_asked_for_again(
+    packed: Path, tmp_path: Path, job: Job
+) -> None:
+    uses: Counter[str] = Counter()
+
+    def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        """Redirect to an address that is good for one request."""
+        handler.answer(302, b"", {"Location": f"{storage.url}/{path.name}?sig={len(hub.requests)}"})
+        return True
+
+    def expiring(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        uses[handler.path] += 1
+        return uses[handler.path] > 1 and status(403)(handler, path, start, stop)
+
+    with (
+        serving(packed, faults=[expiring] * ALWAYS) as storage,
+        serving(packed, faults=[signed] * ALWAYS) as hub,
+    ):
+        job(hub.url, tmp_path)
+
+
+# --- limits of the rate ---
+
+LIMITED = known_fault("remote/wait_that_the_server_asks_for", raises=wt.StorageError)
+
+
+@pytest.mark.parametrize(
+    ("code", "header", "value"),
+    [
+        pytest.param(429, "Retry-After", "1", marks=LIMITED),
+        pytest.param(503, "Retry-After", "1", marks=LIMITED),
+        pytest.param(429, "RateLimit", '"resolvers";r=0;t=1', marks=LIMITED),
+    ],
+)
+def test_a_wait_that_the_server_asks_for_is_no_silence(
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    header: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.3")
+    ends: list[float] = []
+    refusal = status(code, b"", **{header: value})
+
+    def limited(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        ends.append(ends[0] if ends else time.monotonic() + 0.9)
+        return time.monotonic() < ends[0] and refusal(handler, path, start, stop)
+
+    with serving(packed, faults=[limited] * ALWAYS) as server:
+        load(server.url, tmp_path)
+
+
+# --- versions ---
+
+REFUSED = known_fault("remote/precondition_412", raises=wt.ShardError)
+POOLED = known_fault("remote/two_etags_of_one_file", raises=wt.ShardError)
+
+
+@pytest.mark.parametrize("job", jobs(REFUSED, convert, verify))
+def test_a_server_that_refuses_its_own_version_is_read(
+    packed: Path, tmp_path: Path, job: Job
+) -> None:
+    with serving(packed, faults=[requiring_no_version] * ALWAYS) as server:
+        job(server.url, tmp_path)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("job", jobs(POOLED, convert, verify))
+def test_checksums_are_believed_where_the_servers_of_a_pool_give_different_versions(
+    packed: Path, tmp_path: Path, job: Job, strict: bool
+) -> None:
+    with serving(packed, faults=[pooled(strict=strict)] * ALWAYS) as server:
+        job(server.url, tmp_path)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_without_checksums_different_versions_are_read_or_the_error_names_the_index(
+    bare: Path, tmp_path: Path, strict: bool
+) -> None:
+    urls = f"/{sorted(bare.glob('*.tar'))[0].name}"
+    with serving(bare, faults=[pooled(strict=strict)] * ALWAYS) as server:
+        try:
+            loader = wt.Loader(server.url + urls, batch_size=8)
+            with closing(loader):
+                list(loader.epoch(0, until=1))
+        except wt.ShardError as error:
+            said = str(error)
+        else:
+            said = "wdstrain index"
+    assert "wdstrain index" in said
+
+
+# --- compression ---
+
+COMPRESSED = known_fault("remote/gzip_of_whole_objects")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "indexed"),
+    [
+        pytest.param(True, False, marks=COMPRESSED),
+        pytest.param(False, False, marks=COMPRESSED),
+        pytest.param(False, True, marks=COMPRESSED),
+        (True, True),
+    ],
+)
+def test_a_compressed_shard_is_read_or_refused_as_compressed(
+    packed: Path, bare: Path, tmp_path: Path, ranges: bool, indexed: bool
+) -> None:
+    folder = packed if indexed else bare
+    urls = [f"/{shard.name}" for shard in sorted(folder.glob("*.tar"))]
+    said = "gzip"
+    with serving(folder, ranges=ranges, faults=[compressing] * ALWAYS) as server:
+        try:
+            check(wt.Loader([server.url + url for url in urls], batch_size=8, tail="keep"))
+        except wt.WdstrainError as error:
+            said = str(error)
+    assert "gzip" in said or "compress" in said
+
+
+# --- reasons ---
+
+REASON = known_fault("remote/signed_address_expires")
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "reason"),
+    [
+        pytest.param(
+            403,
+            "<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>",
+            "expired",
+            marks=REASON,
+        ),
+        pytest.param(
+            400,
+            "<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>",
+            "expired",
+            marks=REASON,
+        ),
+        pytest.param(
+            403,
+            "<Error><Code>AuthenticationFailed</Code><AuthenticationErrorDetail>Signature not "
+            "valid in the specified time frame</AuthenticationErrorDetail></Error>",
+            "time frame",
+            marks=REASON,
+        ),
+        pytest.param(
+            403,
+            "<Error><Code>InvalidObjectState</Code><Message>The object is archived</Message></Error>",
+            "archived",
+            marks=REASON,
+        ),
+        pytest.param(401, '{"error": "token was revoked"}', "revoked", marks=REASON),
+    ],
+)
+def test_the_reason_that_a_server_gives_is_in_the_error(
+    packed: Path, tmp_path: Path, code: int, body: str, reason: str
+) -> None:
+    refused = [status(code, body.encode(), Content_Type="application/xml")] * ALWAYS
+    with serving(packed, faults=[fine(), fine(), *refused]) as server:
+        address = f"{server.url}?X-Amz-Expires=5&X-Amz-Signature=hush"
+        with pytest.raises(wt.StorageError) as stopped:
+            load(address, tmp_path)
+    assert "hush" not in str(stopped.value)
+    assert reason in str(stopped.value)
+
+
+@REASON
+def test_an_address_that_expired_before_the_start_is_named_as_expired(
+    packed: Path, tmp_path: Path
+) -> None:
+    body = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
+    refused = [status(403, body, Content_Type="application/xml")] * ALWAYS
+    with (
+        serving(packed, faults=refused, faulty=(".tar", ".json", ".arrow")) as server,
+        pytest.raises(wt.WdstrainError) as stopped,
+    ):
+        load(f"{server.url}?X-Amz-Expires=5&X-Amz-Signature=hush", tmp_path)
+    assert "expired" in str(stopped.value)
+
+
+# --- numbers of requests ---
+
+ORDERED = known_fault("remote/whole_object_requests_at_start")
+
+
+def opened(urls: str) -> None:
+    assert len(wt.open(urls)) == 32
+
+
+def counted(urls: str) -> None:
+    assert wt.info(urls).samples == 32
+
+
+def streamed(urls: str) -> None:
+    wt.stream(urls).close()
+
+
+def sizes(served: Served) -> list[int]:
+    """Return the body sizes of shards that were sent."""
+    return [size for path, size in served.sent if path.endswith(".tar")]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(opened, marks=ORDERED),
+        pytest.param(streamed, marks=ORDERED),
+        pytest.param(counted, marks=ORDERED),
+    ],
+)
+def test_a_later_start_orders_no_shard_whole(bare: Path, start: Callable[[str], None]) -> None:
+    with serving(bare) as server:
+        urls = server.url + "/train-{000000..000001}.tar"
+        opened(urls)  # scans the headers
+        server.sent.clear()
+        start(urls)
+        assert max(sizes(server), default=0) < 300_000
+
+
+@pytest.mark.parametrize("start", [opened, streamed, counted])
+@pytest.mark.parametrize("urls", [pytest.param("/train-{000000..000001}.tar", marks=ORDERED), ""])
+def test_a_start_asks_for_the_index_once(
+    packed: Path, start: Callable[[str], None], urls: str
+) -> None:
+    with serving(packed) as server:
+        start(server.url + urls)
+        asked = Counter(path for path, _ in server.requests)
+    assert asked["/index.json"] == 1
+    assert asked["/index.arrow"] == 1
+
+
+ONE_BY_ONE = known_fault("remote/bare_shards_scanned_one_by_one")
+
+
+def counted_exactly(urls: str) -> None:
+    assert wt.info(urls, exact=True).samples == 5
+
+
+def verified(urls: str) -> None:
+    assert wt.verify(urls, num_workers=4).samples == 5
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(wt.open, marks=ONE_BY_ONE),
+        counted_exactly,
+        verified,
+    ],
+)
+def test_a_loop_over_bare_shards_sends_requests_to_several_at_a_time(
+    tmp_path: Path, job: Callable[[str], object]
+) -> None:
+    for n in range(5):
+        write_tar(tmp_path / f"set/{n}.tar", [(str(n), {"bin": data(n)})])
+    with serving(tmp_path / "set", delay=0.01) as server:
+        job(server.url + "/{0..4}.tar")
+        assert server.most >= 2
