@@ -42,6 +42,15 @@ AUGMENTED: dict[str, dict[str, Any]] = {
     "augment: randaugment": dict(size=(14, 22), augment="flip+randaugment"),
 }
 
+# The same for the augmentation of batches, with four images.
+BATCHES: dict[str, dict[str, Any]] = {
+    "batch: rrc, flip, jitter": dict(
+        augment="rrc+flip", size=12, brightness=0.4, contrast=0.4, saturation=0.3, hue=0.2
+    ),
+    "batch: erasing": dict(random_erasing=0.8),
+    "batch: mixup, cutmix": dict(mixup=0.4, cutmix=1.0, mixup_prob=0.9, classes=3),
+}
+
 
 def needs(name: str) -> None:
     """Skip the test if this Pillow lacks an optional format."""
@@ -130,6 +139,24 @@ def test_an_augmented_image_shows_the_same_part(tmp_path: Path, name: str) -> No
     check_close("images", name, values, TOLERANCE)
 
 
+@pytest.mark.parametrize("name", BATCHES)
+def test_an_augmented_batch_shows_the_same_parts(tmp_path: Path, name: str) -> None:
+    images = ["png-rgb.png", "jpeg-444.jpg", "png-palette-4-bits.png", "gif-animated.gif"]
+    samples: list[Sample] = []
+    for number, (key, fields) in enumerate(map(sample, images)):
+        samples.append((key, {**fields, "cls": b"%d" % (number % 3)}))
+    shard = write_tar(tmp_path / "a.tar", samples)
+    wanted = {"image": wt.image(size=(14, 22)), "label": wt.label("cls")}
+    values: list[float] = []
+    with closing(wt.Loader(str(shard), wanted, batch_size=4, shuffle=False)) as loader:
+        for epoch in range(2):
+            batches = loader.epoch(epoch, until=epoch + 1)
+            for batch in wt.to_device(batches, "cpu", wt.Augmentation(**BATCHES[name])):
+                values += [value for image in batch["image"] for value in grid(255 * image)]
+                values += [round(255 * float(share), 1) for share in batch["label"].reshape(-1)]
+    check_close("images", name, values, TOLERANCE)
+
+
 def test_the_file_has_no_other_entries() -> None:
-    names = [*IMAGES, *(f"shape of {name}" for name in APPROXIMATE), *AUGMENTED]
+    names = [*IMAGES, *(f"shape of {name}" for name in APPROXIMATE), *AUGMENTED, *BATCHES]
     check_names("images", [*names, *(f"mask {name}" for name in MASKS)])
