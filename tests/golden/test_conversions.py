@@ -99,7 +99,7 @@ def flat_folder_with_masks(source: Path, out: Path, **options: Any) -> None:
         mask.parent.mkdir(parents=True, exist_ok=True)
         mask.write_bytes(png(int(path.stem), gray=True))
     wt.convert_folder(
-        source / "images", out, flat=True, masks=source / "masks", max_shard_size="20KB", **options
+        source / "images", out, flat=True, masks=source / "masks", max_shard_size=17_408, **options
     )
 
 
@@ -131,6 +131,9 @@ def json_lines_table(source: Path, out: Path, **options: Any) -> None:
         label="kind",
         where="angle > -0.5",
         limit=20,
+        split={"a": 0.5, "b": 0.3, "c": 0.2},
+        stratify="kind",
+        group_by="sender",
         max_shard_samples=6,
         **options,
     )
@@ -202,7 +205,8 @@ def tars_in_file_order(source: Path, out: Path, **options: Any) -> None:
 
 def torchvision_set(source: Path, out: Path, **options: Any) -> None:
     write_classes(source / "eurosat" / "2750")
-    wt.convert_torchvision("EuroSAT", out, str(source), **options)
+    # a sample has 2,048 bytes in its shard: these limits are met exactly, and missed by one byte
+    wt.convert_torchvision("EuroSAT", out, str(source), max_shard_size=17_407, **options)
 
 
 def packed_samples(source: Path, out: Path, **options: Any) -> None:
@@ -222,6 +226,19 @@ def packed_samples(source: Path, out: Path, **options: Any) -> None:
         wt.Label("tags", "multi", "json", "tags", ("ant", "bee")),
     ]
     wt.pack(samples, out, labels=labels, split={"train": 0.8, "val": 0.2}, **options)
+
+
+def packed_samples_with_odd_keys(source: Path, out: Path, **options: Any) -> None:
+    keys = ["a", "a", "b.c", "B.C", "ä/ö", "", "x" * 99, f"{'d' * 90}/{'e' * 90}", "l" * 300]
+    keys += [f"{'f' * 150}/{'g' * 120}", "sp ace", "a/b/../c", "/abs/olute", "🦆"]
+    samples = [{"__key__": key, "cls": n % 2, "bin": bytes(n)} for n, key in enumerate(keys) if key]
+    wt.pack(samples, out, shuffle=False, **options)
+
+
+def packed_samples_of_many_classes(source: Path, out: Path, **options: Any) -> None:
+    samples = [{"__key__": f"{n}", "cls": n * n % 11, "txt": "t" * (n % 3)} for n in range(90)]
+    split = {"train": 0.55, "val": 0.3, "test": 0.15}
+    wt.pack(samples, out, split=split, stratify="label", num_shards=7, seed=1, **options)
 
 
 def packed_pairs_with_bad_ones(source: Path, out: Path, **options: Any) -> None:
@@ -251,6 +268,8 @@ CONVERSIONS: dict[str, Callable[..., None]] = {
         tars_in_file_order,
         torchvision_set,
         packed_samples,
+        packed_samples_with_odd_keys,
+        packed_samples_of_many_classes,
         packed_pairs_with_bad_ones,
         a_set_that_grew_and_shrank,
     )

@@ -103,6 +103,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "mixture, 1 sample a step": dict(
         batch_size=1, shuffle_buffer=100, mix={"one": 0.2, "two": 0.5, "three": 0.3}
     ),
+    "mixture, 1 sample of a set": dict(
+        batch_size=4, mix={"one": 0.5, "two": 0.486, "three": 0.014}
+    ),
     "where": dict(batch_size=4, where="kind != 'rare' and year >= 2020", world=2),
     "sample of a share": dict(batch_size=4, choose=lambda index: index.sample(0.3, seed=1)),
     "sample of a number": dict(batch_size=4, choose=lambda index: index.sample(50)),
