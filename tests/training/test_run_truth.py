@@ -541,6 +541,18 @@ def test_batches_that_an_error_undid_are_counted_once(
     assert counts == [whole.epochs[0]["bad"]] * 4
 
 
+@known_fault("oracle/bad_samples_counted_twice")
+def test_bad_samples_that_ended_a_run_are_counted_once_after_a_resume(
+    spoiled: Path, tmp_path: Path
+) -> None:
+    options = {**SMALL, "batch_size": 6, "model": Linear, "on_error": "replace"}
+    whole = wt.train(spoiled, tmp_path / "whole", max_errors=1.0, **options)
+    with pytest.raises(wt.SampleError, match="Raise max_errors"):
+        wt.train(spoiled, tmp_path / "run", max_errors=0.01, **options)
+    resumed = wt.train(spoiled, tmp_path / "run", max_errors=1.0, resume=True, **options)
+    assert resumed.epochs[0]["bad"] == whole.epochs[0]["bad"]
+
+
 def test_patience_goes_on_after_a_resume(halves: Path, tmp_path: Path) -> None:
     options = {**STILL, "epochs": 6, "patience": 3}
     ends = []
