@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -519,6 +521,57 @@ def test_a_full_disk_leaves_the_old_set_and_the_same_call_resumes(
     else:
         wt.remove(str(tmp_path), where="n < 5")
         assert contents(tmp_path) == expected(range(5, 30))
+
+
+@known_fault("suspected/full_disk_hint_names_resume")
+def test_the_hint_of_a_full_disk_names_no_option_that_remove_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path, range(9))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(StorageError, match="cannot be written") as caught:
+            wt.remove(str(tmp_path), where="n < 5")
+    assert "resume" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "locks", [True, pytest.param(False, marks=known_fault("suspected/no_lock_without_flock"))]
+)
+@pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("first", [0, 20])
+def test_of_two_writers_one_wins_and_the_other_hears_of_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    locks: bool,
+    again: dict[str, bool],
+    first: int,
+) -> None:
+    """first: number of the first sample of the second writer; 0 is that of the first one."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    results: list[wt.Index | str] = []
+
+    def begin_another(step: object) -> None:
+        if not results:
+            results.append("begun")
+            options = {"num_workers": 1, **again}
+            results[0] = attempt(lambda: packed(tmp_path, range(first, first + 9), **options))
+
+    results += [attempt(lambda: packed(tmp_path, range(9), num_workers=1, progress=begin_another))]
+    errors = [result for result in results if isinstance(result, str)]
+    assert len(errors) == 1
+    assert any(word in errors[0] for word in ("another", "writing"))
+    winner = range(9) if isinstance(results[0], str) else range(first, first + 9)
+    assert contents(tmp_path) == expected(winner)
 
 
 def change(out: Path, verb: str, moment: int, count: Any) -> None:

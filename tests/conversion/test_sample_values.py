@@ -15,6 +15,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import picture
@@ -305,3 +306,41 @@ def test_packed_numbers_of_netcdf_are_unpacked_or_the_attributes_are_named(
         stored = np.array([np.load(io.BytesIO(data)) for _, data in members], float)
     present = [value for value in values if value is not None]
     assert stored[~np.isnan(stored)] == pytest.approx(present)
+
+
+# --- images ---
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
+
+
+@pytest.mark.parametrize("source", ["array", "PIL image", "arrays"])
+@known_fault("suspected/resized_pixels_are_encoded_twice")
+def test_resized_pixels_are_encoded_once_at_the_default_quality(
+    tmp_path: Path, source: str
+) -> None:
+    written = []
+    for options in ({"resize": 20}, {"resize": 20, "quality": 90}):
+        out = tmp_path / str(len(options))
+        if source == "arrays":
+            wt.convert_arrays({"jpg": PIXELS[None]}, out, **options)
+        else:
+            value = PIXELS if source == "array" else Image.fromarray(PIXELS)
+            wt.pack([{"__key__": "k", "jpg": value}], out, **options)
+        written.append(list(read_members(out).values()))
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(("field", "kind"), [("gif", "GIF"), ("webp", "WEBP"), ("tif", "TIFF")])
+@known_fault("suspected/resize_keeps_one_frame")
+def test_a_resized_animation_keeps_its_frames_or_the_user_is_told(
+    tmp_path: Path, field: str, kind: str
+) -> None:
+    frames = [Image.fromarray(np.full((60, 80, 3), 60 * n, np.uint8)) for n in range(4)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
+    samples = [{"__key__": "k", field: buffer.getvalue()}]
+    result = attempt(lambda: wt.pack(samples, tmp_path / "out", resize=20))
+    said = result if isinstance(result, str) else json.dumps(result.info)
+    if "frame" not in said and "animat" not in said:
+        (stored,) = read_members(tmp_path / "out").values()
+        assert getattr(Image.open(io.BytesIO(stored)), "n_frames", 1) == 4

@@ -25,6 +25,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import write_class_folder
 from tests.support.foreign_tars import write_set
+from tests.support.known_faults import known_fault
 from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
 from wdstrain.conversion.result import Step
@@ -248,6 +249,17 @@ def changes(photos: Path, new: Path, out: str) -> dict[str, list[str]]:
         "append": ["convert", "folder", str(new), out, "--append", *size],
         "remove": ["remove", out, "--where", "key < 'cat/014' or key == 'dog/new01'"],
     }
+
+
+@known_fault("suspected/finished_bucket_is_not_resumed", UsageError)
+def test_a_finished_conversion_into_a_bucket_can_be_resumed_like_one_on_the_disk(
+    bucket: str, photos: Path, tmp_path: Path
+) -> None:
+    for out in (str(tmp_path / "here"), f"{bucket}/p"):
+        wt.convert_folder(photos, out, max_shard_samples=40)
+        again = wt.convert_folder(photos, out, max_shard_samples=40, resume=True)
+        assert len(again) == 60
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
 def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
