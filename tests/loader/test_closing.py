@@ -15,6 +15,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
+from tests.support.known_faults import known_fault
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
@@ -303,3 +304,38 @@ def test_the_next_pass_closes_a_reader_that_ctrl_c_left_open(
         assert threads().count("wdstrain-watch") == 1
     loader.close()
     assert threads() == before
+
+
+class Hangs:
+    """A transform that waits at one sample until it is released."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.begun, self.released = number, threading.Event(), threading.Event()
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        number = int(sample["cls"])
+        if number == self.number:
+            self.begun.set()
+            assert self.released.wait(60)
+        return {"number": number}
+
+
+@pytest.mark.slow
+@known_fault("suspected/close_waits_for_a_hanging_transform")
+def test_close_ends_though_a_transform_hangs(tmp_path: Path) -> None:
+    """The transform may wait for a server of the user that never answers."""
+    write_shards(tmp_path, [50])
+    hanging = Hangs(6)
+    loader = wt.Loader(tmp_path, transform=hanging, batch_size=4, shuffle=False)
+    closing = threading.Thread(target=loader.close)
+    try:
+        next(iter(loader))
+        assert hanging.begun.wait(30)
+        closing.start()
+        closing.join(15)
+        is_closed = not closing.is_alive()
+    finally:
+        hanging.released.set()
+        loader.close()
+    closing.join()
+    assert is_closed

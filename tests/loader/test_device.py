@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, live_threads_and_children, picture, write_shards, write_tar
+from tests.support.known_faults import known_fault
 from tests.support.servers import Handler, serving, stall
 from wdstrain.loader.device import DeviceCopy, copy_ahead
 from wdstrain.loader.epoch import EpochBatches
@@ -203,3 +205,47 @@ def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:
     for step, _ in enumerate(copy_ahead(loader.epoch(0), Far())):
         assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
     loader.close()
+
+
+FORKED_WITH: list[list[str]] = []  # names of the threads of the package at each fork
+
+
+def _note_threads() -> None:
+    names = [thread.name for thread in threading.enumerate()]
+    FORKED_WITH.append([name for name in names if name.startswith("wdstrain")])
+
+
+@pytest.mark.slow
+@known_fault("suspected/fork_beside_a_thread_after_a_break")
+def test_workers_start_before_any_thread_after_a_break_at_a_silent_server(tmp_path: Path) -> None:
+    """A forked worker inherits the locks of threads that it does not have."""
+    write_shards(tmp_path, [20, 20, 20])
+    wt.index(tmp_path)
+    released = threading.Event()
+
+    def stall_at_the_last_shard(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        is_stalled = path.name == "part-002.tar" and not released.is_set()
+        return is_stalled and stall(0, released)(handler, path, start, stop)
+
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    with serving(tmp_path, faults=[stall_at_the_last_shard] * 100) as served:
+        loader = wt.Loader(
+            f"{served.url}/index.json", {"x": wt.text()}, batch_size=2, shuffle=False, **options
+        )
+        try:
+            copies = _Copies()
+            assert copies.begun.acquire(blocking=False) is False
+            for step, _ in enumerate(copy_ahead(iter(loader), copies)):
+                if step == 0:
+                    assert copies.begun.acquire(timeout=30)
+                if not copies.begun.acquire(timeout=3):  # the next batch does not arrive
+                    break
+            released.set()
+            os.register_at_fork(before=_note_threads)
+            FORKED_WITH.clear()
+            next(iter(copy_ahead(iter(loader), _Copies())))
+            forked_with = list(FORKED_WITH)
+        finally:
+            released.set()
+            loader.close()
+    assert all(names == [] for names in forked_with)

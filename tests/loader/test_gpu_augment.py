@@ -450,3 +450,16 @@ def test_a_marked_sample_is_mixed_into_no_other(
         assert "mark" in outcome
     else:
         assert outcome == pytest.approx((1, 200 / 255))
+
+
+@known_fault("suspected/mixup_label_outside_classes", raises=RuntimeError)
+@pytest.mark.parametrize("mixing", [{"mixup": 0.2}, {"cutmix": 0.2}], ids=["mixup", "cutmix"])
+def test_a_label_outside_the_classes_of_mixup_is_an_error_with_its_key(
+    mixing: dict[str, float], pictures: Path
+) -> None:
+    """On a GPU the wrong index would end the process without a word about the sample."""
+    augmentation = wt.Augmentation(classes=9, **mixing)  # sample s009 has the class 9
+    with closing(wt.Loader(pictures, FIELDS, batch_size=23, shuffle=False)) as loader:
+        batches = wt.to_device(loader.epoch(0, until=1), "cpu", augmentation)
+        with pytest.raises(wt.WdstrainError, match="s009"):
+            next(batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import multiprocessing
@@ -26,6 +27,7 @@ import webdataset as wds
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
 from tests.loader.test_device import _Copies
+from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 from wdstrain.loader.device import copy_ahead
 
@@ -476,3 +478,48 @@ def test_parent_and_child_hold_independent_copies_of_a_batch(
     closed.set()
     assert child.result() == [keys, True]
     loader.close()
+
+
+class SlowName(str):
+    """A class name whose hash is computed between two events."""
+
+    begun, released = threading.Event(), threading.Event()
+
+    def __hash__(self) -> int:
+        SlowName.begun.set()
+        assert SlowName.released.wait(30)
+        return str.__hash__(self)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="functools.cached_property has no lock")
+@known_fault("suspected/label_lock_at_fork")
+@pytest.mark.parametrize("multi", [False, True])
+def test_a_child_forked_while_a_label_is_prepared_decodes_labels(multi: bool) -> None:
+    """Another thread is about to number the classes of its field while the process forks."""
+
+    def decode(field: Any) -> None:
+        out = np.zeros(field.example.shape, field.example.dtype)
+        data = b'{"kind": ["cat"]}' if multi else b'{"kind": "cat"}'
+        field.read("json", memoryview(data), out, np.zeros(27))
+
+    SlowName.begun.clear()
+    SlowName.released.clear()
+    slow = wt.label("json", column="kind", classes=(SlowName("dog"), "cat"), multi=multi)
+    plain = wt.label("json", column="kind", classes=("dog", "cat"), multi=multi)
+    thread = threading.Thread(target=decode, args=[slow])
+    thread.start()
+    try:
+        assert SlowName.begun.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(1)  # ends the child if it waits for the lock of its parent
+            with contextlib.suppress(BaseException):
+                decode(plain)
+                os._exit(0)
+            os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        SlowName.released.set()
+        thread.join()
+    assert status == 0
