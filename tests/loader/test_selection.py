@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -299,9 +300,8 @@ def test_samples_that_are_repeated_often_are_all_delivered(
     fields = {"txt": wt.text()}
     with closing(wt.Loader(tmp_path / "out", fields, batch_size=20, **options)) as loader:
         for number in range(2):
-            counts = Counter(
-                "large" if len(text) > 1000 else "small"
-                for batch in loader.epoch(number, until=number + 1)
-                for text in batch["txt"]
-            )
+            counts = Counter[str]()
+            for batch in loader.epoch(number, until=number + 1):
+                counts.update("large" if len(text) > 1000 else "small" for text in batch["txt"])
+                time.sleep(0.004)  # the step of a model, during which the reader runs ahead
             assert counts == expected
