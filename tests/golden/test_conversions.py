@@ -231,6 +231,8 @@ def packed_samples(source: Path, out: Path, **options: Any) -> None:
 def packed_samples_with_odd_keys(source: Path, out: Path, **options: Any) -> None:
     keys = ["a", "a", "b.c", "B.C", "ä/ö", "", "x" * 99, f"{'d' * 90}/{'e' * 90}", "l" * 300]
     keys += [f"{'f' * 150}/{'g' * 120}", "sp ace", "a/b/../c", "/abs/olute", "🦆"]
+    # names of 100 bytes, and with a folder of 155, fit into the fields of a header exactly
+    keys += ["x" * 96, f"{'p' * 120}/q", f"{'r' * 155}/{'s' * 96}", f"{'r' * 156}/{'s' * 96}"]
     samples = [{"__key__": key, "cls": n % 2, "bin": bytes(n)} for n, key in enumerate(keys) if key]
     wt.pack(samples, out, shuffle=False, **options)
 
