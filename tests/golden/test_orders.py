@@ -82,6 +82,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "keep, ranks that end early": dict(
         batch_size=3, shuffle_buffer=6, tail="keep", world=4, where="year < 2025"
     ),
+    "keep, lanes that end early, 2 steps": dict(
+        batch_size=8, shuffle_buffer=6, tail="keep", world=2, lanes=4, where="year < 2018"
+    ),
+    "keep, ranks without samples, 1 step": dict(
+        batch_size=2, tail="keep", world=4, where="year < 2002"
+    ),
     "pad, samples for one lane": dict(batch_size=2, tail="pad", world=4, where="year < 2002"),
     "weights of an array": dict(batch_size=8, shuffle_buffer=6, weights=RAMP),
     "weights of a column, 2 ranks": dict(batch_size=8, tail="keep", world=2, weights="often"),
@@ -151,13 +157,13 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A field of the random numbers of a sample."""
+    """A field of the key of a sample, as its bytes say it, and of its random numbers."""
 
     names: tuple[str, ...] = ("json",)
     example: None = None
 
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> bytes:
-        return bytes(draws.astype("<f8").tobytes())
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> tuple[str, bytes]:
+        return str(json.loads(bytes(data))["year"] - 2000), draws.astype("<f8").tobytes()
 
 
 def loaders(sets: dict[str, Path], plan: dict[str, Any], fields: Any) -> list[wt.Loader]:
@@ -196,11 +202,13 @@ def test_a_plan_delivers_the_same_order_and_random_numbers(
                 for step, batch in enumerate(batches):
                     rows = rows_of(batch)
                     order.append(f"{epoch} {rank} {step}: {' '.join(rows)}")
-                    numbers += b"".join(batch["numbers"])
+                    numbers += b"".join(draws for _, draws in batch["numbers"])
                     delivered += len(rows)
                 for start in {len(batches) // 2, len(batches) - 1}:  # also what a resume delivers
                     rest = list(loader.epoch(epoch, start=start, until=epoch + 1))
                     assert list(map(rows_of, rest)) == list(map(rows_of, batches[start:]))
+                    for batch in [*batches, *rest]:
+                        assert [key for key, _ in batch["numbers"]] == batch["__key__"]
     value = {"rows": delivered, "order": digest("\n".join(order)), "numbers": digest(numbers)}
     check("orders", name, value)
 
