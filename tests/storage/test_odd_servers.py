@@ -377,3 +377,25 @@ def test_a_loop_over_bare_shards_sends_requests_to_several_at_a_time(
     with serving(tmp_path / "set", delay=0.01) as server:
         job(server.url + "/{0..4}.tar")
         assert server.most >= 2
+
+
+# --- other ranges than requested ---
+
+
+@pytest.mark.parametrize("shift", [-512, 512])
+@pytest.mark.parametrize("set_of", ["packed", "bare"])
+def test_a_range_that_begins_elsewhere_is_an_error_that_names_it(
+    set_of: str, shift: int, request: pytest.FixtureRequest
+) -> None:
+    """Without checksums in an index, nothing else would tell its bytes from the right ones."""
+
+    def shifted(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        if not handler.is_ranged or not start or stop + shift > path.stat().st_size:
+            return False
+        handler.answer_range(path, start + shift, stop + shift, {})
+        return True
+
+    with serving(request.getfixturevalue(set_of), says="nothing") as served:
+        served.faults += [shifted] * ALWAYS
+        with pytest.raises(wt.StorageError, match=r"range 'bytes \d+-\d+/\d+' for a request"):
+            load(f"{served.url}/train-{{000000..000001}}.tar", Path())
