@@ -773,6 +773,30 @@ def test_shards_are_filtered_and_fields_are_dropped_kept_and_renamed(
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize(
+    ("select", "numbers"),
+    [
+        ("1 < cls < 4", [2, 3]),
+        ("0 <= cls <= 3 != 2 < 9", [0, 1, 2, 3]),
+        ("4 > cls > 2 > 5", []),
+        ("cls", [1, 2, 3, 4, 5]),
+        ("not cls", [0]),
+        ("cls and txt == 'n'", [1, 2, 3, 4, 5]),
+    ],
+)
+def test_conditions_on_fields_are_those_of_python(
+    tmp_path: Path, select: str, numbers: list[int]
+) -> None:
+    rows = ({"__key__": f"k{n}", "cls": n, "txt": "n"} for n in range(6))
+    wt.pack(rows, tmp_path / "set", shuffle=False)
+    if not numbers:
+        with pytest.raises(SourceError):
+            wt.convert_tars(tmp_path / "set", tmp_path / "out", select=select)
+        return
+    chosen = wt.convert_tars(tmp_path / "set", tmp_path / "out", select=select, shuffle=False)
+    assert chosen.keys(np.arange(len(chosen))) == [f"k{n}" for n in numbers]
+
+
 def test_selected_keys_are_packed_even_if_a_sample_is_bad(tmp_path: Path) -> None:
     index = wt.pack(
         ({"__key__": f"k{n}", "bin": b"x" * 600, "cls": n} for n in range(4)),

@@ -75,10 +75,10 @@ def test_a_sheet_shows_the_caption_of_an_image(tmp_path: Path, make: Any, ending
 
 
 def colors(image: Pixels) -> int:
-    """Return the number of clearly different colors of areas; text and noise do not count."""
+    """Return the number of clearly different colors of areas; grays and noise do not count."""
     found, counts = np.unique((image // 8).reshape(-1, 3), axis=0, return_counts=True)
     distinct: list[Pixels] = []
-    for color in found[counts >= 200]:
+    for color in found[(counts >= 200) & (np.ptp(found, axis=1) >= 4)]:
         if all(np.abs(color - other).max() >= 2 for other in distinct):
             distinct.append(color)
     return len(distinct)
@@ -116,7 +116,7 @@ def test_a_sheet_shows_each_class_of_a_mask_in_its_own_color(
     sheet = tmp_path / f"sheet.{ending}"
     peeked.save(str(sheet))
     drawn = pixels(sheet if ending == "png" else last_image(sheet.read_text()))
-    assert colors(drawn) >= classes
+    assert colors(drawn) >= classes - 1  # one may be black
 
 
 def last_image(page: str) -> io.BytesIO:

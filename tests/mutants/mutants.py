@@ -260,7 +260,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         (
             "response-of-process",
             "response.process == os.getpid()\n",
-            "response.process <= os.getpid()\n",
+            "response.process != os.getpid()\n",
         ),
         ("missing-page", "is_page and urlsplit(address)", "is_page or urlsplit(address)"),
     ],
@@ -357,8 +357,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("first-failed", "failed[0] <= batch_number", "failed[0] == batch_number"),
         (
             "room",
-            "lane.begun < lane.needed or self._held",
-            "lane.begun < lane.needed and self._held",
+            "self._held(lane.number) < most",
+            "self._held(lane.number) >= most",
         ),
     ],
     "reader/arena_sink.py": [
@@ -385,7 +385,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         (
             "bytes-before",
             "(positions > direct.member) * direct.row",
-            "(positions >= direct.member) * direct.row",
+            "(positions < direct.member) * direct.row",
         ),
     ],
     # --- decode ---

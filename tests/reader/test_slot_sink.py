@@ -525,3 +525,18 @@ def test_an_array_beside_a_large_image_is_copied(tmp_path: Path) -> None:
         for key, x in zip(batch["__key__"], batch["x"], strict=True)
     )
     assert not reads_into_slots(loader)
+
+
+def test_arrays_of_equal_size_in_another_order_are_not_exchanged(tmp_path: Path) -> None:
+    samples: list[Sample] = []
+    for n in range(24):
+        fields = {"x.npy": npy(values(n)), "y.npy": npy(-values(n))}
+        samples.append((f"n{n:02d}", dict(sorted(fields.items(), reverse=n % 3 == 1))))
+    write_tar(tmp_path / "a.tar", samples)
+    fields = {name: wt.array(f"{name}.npy", shape=SHAPE, dtype="float32") for name in "xy"}
+    loader = wt.Loader(tmp_path, fields, batch_size=5)
+    for batch in loader:
+        for row, key in enumerate(batch["__key__"]):
+            assert np.array_equal(batch["x"][row], values(int(key[1:])))
+            assert np.array_equal(batch["y"][row], -values(int(key[1:])))
+    loader.close()

@@ -144,6 +144,27 @@ def test_an_index_round_trips_through_its_files(shards: Path) -> None:
     assert [row["nsamples"] for row in document["shardlist"]] == [7, 13, 1]
 
 
+def test_members_keep_the_order_of_their_own_sample(tmp_path: Path) -> None:
+    """The columns of index.arrow have one order of fields for all samples."""
+    one, two = {"a": b"1", "b": b"22"}, {"b": b"333", "a": b"4444"}
+    write_tar(tmp_path / "a.tar", [("k0", one), ("k1", two), ("k2", one)])
+    wt.index(tmp_path)
+    index = wt.open(tmp_path)
+    names = [[(name, size) for name, _, size in index.members(n)] for n in range(3)]
+    assert names == [[("a", 1), ("b", 2)], [("b", 3), ("a", 4)], [("a", 1), ("b", 2)]]
+
+
+@pytest.mark.parametrize("keys", [["\xe41", "\xf62"], ["a\xe4", "bcd"], ["\u4e2d", "abc"]])
+def test_keys_of_equal_bytes_may_have_other_letters_than_ascii(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    write_tar(tmp_path / "a.tar", [(key, {"txt": b"x"}) for key in keys])
+    assert {len(key.encode()) for key in keys} == {3}
+    assert wt.open(tmp_path).keys(np.arange(2)) == keys
+    with closing(wt.Loader(tmp_path, batch_size=2, shuffle=False)) as loader:
+        assert next(iter(loader))["__key__"] == keys
+
+
 def test_every_kind_of_address_names_the_same_shards(shards: Path) -> None:
     paths = [str(path) for path in sorted(shards.glob("*.tar"))]
     for urls in (
