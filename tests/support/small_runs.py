@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +53,16 @@ class Constant(torch.nn.Module):
         return self.bias.expand(len(image), -1) + 0 * image.sum()
 
 
+class Bias(wt.Callback):
+    """Callback that gives the model `Constant` these outputs, by epoch."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.model.bias.data[:] = self._values[trainer.state.epoch]
+
+
 class Stop(wt.Callback):
     """Callback that ends a run after a step of an epoch, both counted as in `trainer.state`."""
 
@@ -73,6 +83,16 @@ def two_classes(out: Path, count: int = 40, **options: Any) -> Path:
     """Write a set of small images of the classes a and b, and return its folder."""
     samples = ({"__key__": f"k{i:03d}", "png": small_image(i), "cls": i % 2} for i in range(count))
     wt.pack(samples, out, classes=["a", "b"], **options)
+    return out
+
+
+def numbers(out: Path, values: Sequence[float], name: str = "y") -> Path:
+    """Write a set of small images with the label `name`, and return its folder."""
+    samples = (
+        {"__key__": f"k{i:03d}", "png": small_image(i), "json": {name: value}}
+        for i, value in enumerate(values)
+    )
+    wt.pack(samples, out, labels=[wt.Label(name, "number", "json", name)])
     return out
 
 

@@ -23,11 +23,13 @@ import wdstrain as wt
 from tests.support.known_faults import known_fault
 from tests.support.small_runs import (
     SMALL,
+    Bias,
     Constant,
     Linear,
     Lines,
     Stop,
     last,
+    numbers,
     saved,
     small_image,
     two_classes,
@@ -43,30 +45,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return two_classes(out, split={"train": 0.6, "val": 0.4}, seed=1)
 
 
-def numbers(out: Path, values: Sequence[float], name: str = "y") -> Path:
-    """Write a set of small images with the label `name`, and return its folder."""
-    samples = (
-        {"__key__": f"k{i:03d}", "png": small_image(i), "json": {name: value}}
-        for i, value in enumerate(values)
-    )
-    wt.pack(samples, out, labels=[wt.Label(name, "number", "json", name)])
-    return out
-
-
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """16 images with the number 0 or 1 as label y."""
     return numbers(tmp_path_factory.mktemp("numbers") / "set", [i % 2 for i in range(16)])
-
-
-class Bias(wt.Callback):
-    """Callback that gives the model `Constant` these outputs, by epoch."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def on_step_end(self, trainer: Any) -> None:
-        trainer.model.bias.data[:] = self._values[trainer.state.epoch]
 
 
 STILL: dict[str, Any] = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay": 0.0}
