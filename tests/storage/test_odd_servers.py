@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -118,11 +119,11 @@ def test_a_redirected_shard_is_asked_for_once_or_twice(
 def test_a_redirect_whose_target_expires_is_asked_for_again(
     packed: Path, tmp_path: Path, job: Job
 ) -> None:
-    uses: Counter[str] = Counter()
+    uses, signatures = Counter[str](), itertools.count()
 
     def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
         """Redirect to an address that is good for one request."""
-        handler.answer(302, b"", {"Location": f"{storage.url}/{path.name}?sig={len(hub.requests)}"})
+        handler.answer(302, b"", {"Location": f"{storage.url}/{path.name}?sig={next(signatures)}"})
         return True
 
     def expiring(handler: Handler, path: Path, start: int, stop: int) -> bool:
