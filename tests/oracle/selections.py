@@ -76,14 +76,13 @@ class Choice:
         return self.weighting.total if self.weighting else len(self.data.samples)
 
 
-def draw_choice(rng: random.Random, data: DataSet, folder: Path) -> Choice:
-    """Return a random selection of a set with shards in `folder`, or all samples, with weights."""
-    selects = (choose_where, choose_where, choose_sample, choose_split, choose_folds)
-    select = rng.choice((*(None,) * 7, *selects))
-    weigh = rng.choice((*(None,) * 6, choose_weights, choose_balance))
-    if select is None and weigh is None:
-        return Choice(data, str(folder))
+def draw_choice(rng: random.Random, turn: int, data: DataSet, folder: Path) -> Choice:
+    """Return a random selection of a set with shards in `folder`, or all samples, with weights.
+
+    turn: number of the case, so that all kinds have their turn.
+    """
     index = wt.index(str(folder), columns=COLUMNS)
+    select, weigh = KINDS[turn % len(KINDS)]
     choice = Choice(data, str(folder)) if select is None else select(rng, data, index)
     return choice if weigh is None else weigh(rng, data, choice)
 
@@ -125,19 +124,27 @@ def draw_condition(rng: random.Random, data: DataSet) -> Condition:
 
 
 def choose_where(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
-    """Choose by a condition, as an option of the loader or of the index."""
+    """Choose by a condition of the index."""
     text, holds = draw_condition(rng, data)
     chosen = data.only(sample.number for sample in data.samples if holds(sample))
-    folder = str(Path(index.shards[0].path).parent)
     if not chosen.samples:
-        with pytest.raises(wt.WdstrainError, match=f"holds for none of {len(index)} samples"):
+        with pytest.raises(wt.UsageError, match=f"holds for none of {len(index)} samples"):
             index.where(text)
-        return Choice(data, folder)
-    if rng.random() < 0.5:
-        return Choice(chosen, folder, {"where": text}, kinds=("where",))
+        return Choice(data, index)
     selection = index.where(text)
     assert numbers_of(selection, data) == [sample.number for sample in chosen.samples], text
     return Choice(chosen, selection, kinds=("where",))
+
+
+def choose_option(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
+    """Choose by a condition that is an option of the loader."""
+    text, holds = draw_condition(rng, data)
+    chosen = data.only(sample.number for sample in data.samples if holds(sample))
+    if not chosen.samples:
+        with pytest.raises(wt.UsageError, match=f"holds for none of {len(index)} samples"):
+            wt.Loader(index, where=text)
+        return Choice(data, index)
+    return Choice(chosen, index, {"where": text}, kinds=("where of the loader",))
 
 
 def choose_sample(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
@@ -158,8 +165,10 @@ def choose_sample(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
 def choose_split(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
     """Choose a part of a split; check all parts."""
     shares = rng.choice(({"train": 0.75, "val": 0.25}, {"a": 0.5, "b": 0.3, "c": 0.2}))
-    by, stratify = rng.choice((None, None, "owner")), rng.choice((None, "kind"))
-    if len(index) * min(shares.values()) < (12 if by else 2):
+    by, stratify = rng.choice((None, "owner", "owner")), rng.choice((None, "kind"))
+    if len(index) * min(shares.values()) < 12:  # too few groups of three samples
+        by = None
+    if len(index) * min(shares.values()) < 2:
         return Choice(data, index)
     parts = index.split(shares, by=by, stratify=stratify, seed=rng.randrange(3))
     numbers = {name: numbers_of(part, data) for name, part in parts.items()}
@@ -221,10 +230,11 @@ def check_parts(
 def choose_weights(rng: random.Random, data: DataSet, choice: Choice) -> Choice:
     """Weigh the samples by an array, a list or a column."""
     chosen = choice.data.samples
-    given = data.samples if isinstance(choice.source, str) else chosen
+    # Of a condition of the loader, the weights are those of all samples.
+    given = data.samples if "where" in choice.options else chosen
     weights: Any = "weight"
     values = {sample.number: sample.weight for sample in given}
-    if rng.random() < 0.6:
+    if "where" in choice.options or rng.random() < 0.6:
         values = {sample.number: rng.choice(WEIGHTS) for sample in given}
         weights = rng.choice((list, np.array))(list(values.values()))
     by_weight: dict[float, list[int]] = {}
@@ -253,3 +263,20 @@ def choose_balance(rng: random.Random, data: DataSet, choice: Choice) -> Choice:
     kinds = (*choice.kinds, "balance")
     more = choice.options | {"balance": column}
     return Choice(choice.data, choice.source, more, weighting, kinds)
+
+
+KINDS = (
+    (choose_where, None),
+    (choose_option, choose_weights),
+    (choose_sample, None),
+    (choose_split, choose_balance),
+    (choose_folds, None),
+    (None, choose_weights),
+    (choose_option, choose_balance),
+    (choose_split, None),
+    (choose_folds, choose_weights),
+    (None, choose_balance),
+    (choose_option, None),
+    (choose_sample, choose_weights),
+    (choose_where, choose_weights),
+)

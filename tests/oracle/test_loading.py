@@ -26,12 +26,13 @@ from torch.utils.data import DataLoader
 import wdstrain as wt
 from tests.oracle.data_set import DataSet, Sample, draw_data_set, write
 from tests.oracle.mixtures import mixed_steps, mixture_refusal, shares_of, turns
-from tests.oracle.selections import COLUMNS, Weighting, check_parts, draw_choice
+from tests.oracle.selections import COLUMNS, Choice, Weighting, check_parts, draw_choice
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
 from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
 
 DEFAULT = 40  # cases of the default suite
+MIXTURES = 10  # further cases of the default suite
 BLOCK, BLOCKS = 75, 4  # cases of the slow part: BLOCKS tests of BLOCK cases each
 
 Batch = Mapping[str, Any]
@@ -43,6 +44,17 @@ def test_a_random_set_is_delivered_once_with_the_values_of_the_model(
 ) -> None:
     """This holds for any workers and ranks."""
     check_case(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + MIXTURES))
+def test_a_random_mixture_takes_the_steps_of_the_model(seed: int, tmp_path: Path) -> None:
+    """It is refused if the model has no step, or no sample of a source."""
+    rng = random.Random(seed)
+    data = draw_data_set(rng, most=rng.choice((4, 30)), raw=seed % 3 == 0)
+    paths = write(data, tmp_path / "set", rng)
+    drawn = draw_options(rng, len(data.samples))
+    case = Case(rng, data, paths, paths, drawn, "", rng.randrange(3))
+    check_mixture(case)
 
 
 @pytest.mark.slow
@@ -126,39 +138,36 @@ class Case:
 
 
 def draw_case(seed: int, folder: Path) -> tuple[Case, tuple[str, ...]]:
-    """Return a random case, and the kinds of its selection. In every third case arrays are raw."""
+    """Return a random case, and the kinds of its selection.
+
+    In every third case arrays are raw; every other case has a selection or weights.
+    """
     rng = random.Random(seed)
     raw = seed % 3 == 0
     data = draw_data_set(rng, most=30 if raw else 60, raw=raw)
     paths = write(data, folder / "set", rng)
-    choice = draw_choice(rng, data, folder / "set")
-    drawn = draw_options(rng, choice.samples)
+    choice = Choice(data, str(folder / "set"))
+    if seed % 2:
+        choice = draw_choice(rng, seed // 2, data, folder / "set")
+    drawn = draw_options(rng, choice.samples) | choice.options
     view, epoch = "raw" if raw else rng.choice(VIEWS), rng.randrange(3)
     if view == "raw" and drawn["tail"] == "pad" and rng.random() < 0.7:
         drawn["tail"] = "keep"  # padded arrays are not read straight into batches
-    case = Case(
-        rng,
-        choice.data,
-        paths,
-        choice.source,
-        drawn | choice.options,
-        view,
-        epoch,
-        choice.weighting,
-    )
+    case = Case(rng, choice.data, paths, choice.source, drawn, view, epoch, choice.weighting)
     return case, choice.kinds
 
 
-def draw_check(case: Case, kinds: tuple[str, ...]) -> Callable[[Case], None]:
-    """Return one more property to check. Some need a whole set."""
-    return case.rng.choice(CHECKS if kinds else CHECKS + 2 * OF_WHOLE_SETS)
+def check_of(seed: int, kinds: tuple[str, ...]) -> Callable[[Case], None]:
+    """Return one more property to check, all in turn. Some need a whole set."""
+    checks = CHECKS if kinds else CHECKS + OF_WHOLE_SETS
+    return checks[seed // 2 % len(checks)]
 
 
 def check_case(seed: int, folder: Path) -> None:
     """Compare one random case with the model, and check one more property of it."""
     case, kinds = draw_case(seed, folder)
     case.orders = check_epoch(case, case.source)
-    draw_check(case, kinds)(case)
+    check_of(seed, kinds)(case)
 
 
 def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
@@ -273,6 +282,7 @@ def check_resume(case: Case) -> None:
     after = list(loader)
     following = next(iter(loader), None)
     loader.close()
+    check_other_states(case, rank, state)
     case.compare(after)
     if stop == steps:
         before, after, following = [], before, after[0]
@@ -282,6 +292,23 @@ def check_resume(case: Case) -> None:
         assert case.numbers([following]) == case.numbers(expected[:1]), (
             "the epoch after a resume is not the next one"
         )
+
+
+def check_other_states(case: Case, rank: int, state: Mapping[str, Any]) -> None:
+    """Check that a state is refused with another selection or other weights."""
+    whole, given = wt.open(str(case.folder)), case.source
+    given = given if isinstance(given, wt.Index) else whole
+    others: list[tuple[str, Any, dict[str, Any]]] = []
+    if case.weighting is not None:
+        more = {"balance": None, "weights": [8.0] * len(given)}
+        others.append(("weights was", given, more))
+    if max(len(case.data.samples), case.global_batch) < len(whole):
+        others.append(("data was", whole, {"where": None, "weights": None, "balance": None}))
+    for difference, source, more in others:
+        other = case.loader(rank, source, **more)
+        with pytest.raises(wt.UsageError, match=difference):
+            other.load_state_dict(state)
+        other.close()
 
 
 def check_ranks(case: Case) -> None:
@@ -545,8 +572,17 @@ def check_device(case: Case) -> None:
     case.compare(batches)
 
 
-CHECKS = (check_workers, check_resume, check_resume, check_ranks, check_fork, check_device)
-OF_WHOLE_SETS = (check_bad_samples, check_part, check_server, check_mixture, check_stream)
+# Seven, and thirteen for a whole set: all meet raw arrays, which every third case has.
+CHECKS = (check_workers, check_resume, check_ranks, check_resume, check_fork, check_device)
+CHECKS += (check_resume,)
+OF_WHOLE_SETS = (
+    check_bad_samples,
+    check_bad_samples,
+    check_part,
+    check_server,
+    check_mixture,
+    check_stream,
+)
 
 
 def test_the_model_detects_a_changed_byte(tmp_path: Path) -> None:
@@ -570,14 +606,14 @@ def features(seed: int, folder: Path) -> Iterator[str]:
     """Yield what is drawn for a case."""
     case, kinds = draw_case(seed, folder)
     yield from kinds
-    yield draw_check(case, kinds).__name__
+    yield check_of(seed, kinds).__name__
     yield case.view
     if case.view == "raw" and case.options["tail"] != "pad":
         yield "raw without padding"
     if case.world_size > 1:
         yield "several ranks"
-    if "where" in case.options:
-        yield "where of the loader"
+    if "where" in case.options and "weights" in case.options:
+        yield "weights before a condition"
 
 
 def test_the_default_cases_cover_every_feature(tmp_path: Path) -> None:
@@ -587,7 +623,7 @@ def test_the_default_cases_cover_every_feature(tmp_path: Path) -> None:
     least = {"raw without padding": DEFAULT // 4, "several ranks": 12, "check_resume": 6}
     least |= dict.fromkeys(("where", "sample", "split", "folds", "weights", "balance"), 2)
     least |= dict.fromkeys((check.__name__ for check in CHECKS + OF_WHOLE_SETS), 1)
-    least |= {"where of the loader": 1, **dict.fromkeys(VIEWS, 2)}
+    least |= {"weights before a condition": 1, "where of the loader": 2, **dict.fromkeys(VIEWS, 2)}
     missing = {name: counts[name] for name in least if counts[name] < least[name]}
     assert not missing, f"too few of the default cases: {missing}"
 
