@@ -17,7 +17,7 @@ unpack_nginx() {
     timeout 10 "${bare[@]}" bash -c '
         cd "$1" && own="-o Dir::State::Lists=$1/lists" # without root the lists of the machine cannot be updated
         apt-get -qq download nginx || { apt-get -qq $own update && apt-get -qq $own download nginx; }
-        dpkg -x nginx_*.deb . && rm -f nginx_*.deb' - "$VENV/nginx" >/dev/null 2>&1
+        rm -rf new && dpkg -x nginx_*.deb new && mv new/usr . && rm -rf new nginx_*.deb' - "$VENV/nginx" >/dev/null 2>&1
 }
 if [ ! -x "$VENV/nginx/usr/sbin/nginx" ] && ! command -v nginx >/dev/null && ! unpack_nginx; then
     printf 'Tests with nginx are skipped: it was not unpacked within 10 s. To run them: apt install nginx\n' >&2

@@ -1,4 +1,4 @@
-"""Splits that a source has already: kept, refused, or the user is told what became of them."""
+"""Splits of a source are kept or refused, or a message names their new splits."""
 
 from __future__ import annotations
 

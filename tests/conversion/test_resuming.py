@@ -1,4 +1,4 @@
-"""Conversions that are interrupted: they end soon, and go on with what was read."""
+"""Interrupted conversions end soon, and resume without reading their source again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of samples: stored as they are, or a bad sample, or the user is told."""
+"""Values of samples are stored unchanged, or counted as bad, or a message names the change."""
 
 from __future__ import annotations
 

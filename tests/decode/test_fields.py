@@ -479,7 +479,7 @@ _FEW_LEVELS = known_fault("core/tars_and_fields_of_other_writers")
 def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An image of 4096 levels becomes more than 16 of 256, or the loader says what is lost."""
+    """An image of 4096 levels keeps more than 16 of 256, or a message names the lost levels."""
     ending = "tif" if kind[0] in "3f" else "png"
     write_tar(tmp_path / "a.tar", [("k", {ending: _gray(kind)})])
 

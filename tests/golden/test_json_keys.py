@@ -67,7 +67,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Json:
-    """Return a function that runs a command with --json and returns what it prints."""
+    """Return a function that runs a command with --json and returns its JSON object."""
 
     def run(*words: object, status: int = 0) -> Any:
         capsys.readouterr()

@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether tests see a mutant. test: the test that does. how: what it says, or what ran."""
+    """Result of a mutant. test: the test that failed. how: its message, or the tests that ran."""
 
     mutant: Mutant
     outcome: str

@@ -61,7 +61,7 @@ class Weighting:
 class Choice:
     """Some samples of a set, as a loader is given them.
 
-    data: the samples. source: for the loader. options: of the loader. kinds: what was drawn.
+    data: the samples. source: for the loader. options: of the loader. kinds: drawn features.
     """
 
     data: DataSet

@@ -1,4 +1,4 @@
-"""Model of the splits of a conversion: when they are refused, and what they promise.
+"""Model of the splits of a conversion: their refusals and their promises.
 
 This module does not import the package.
 """
