@@ -34,7 +34,7 @@ def compile_library(
     An existing library is removed, also if the compilation fails.
     """
     source_hash = int.from_bytes(blake2b(source.read_bytes(), digest_size=8).digest(), "little")
-    flags = ["-O2", "-shared", "-fPIC", "-pthread", f"-DSOURCE={source_hash}ULL"]
+    flags = ["-O2", "-shared", "-fPIC", f"-DSOURCE={source_hash}ULL"]
     library.unlink(missing_ok=True)
     # renamed at the end: another process must never load a part of the library
     temporary = library.with_name(f".{library.name}.{os.getpid()}")

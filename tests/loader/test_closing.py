@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import wdstrain as wt
@@ -19,7 +18,6 @@ from tests.support.known_faults import known_fault
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import Reader
 from wdstrain.storage import prefetch
 
@@ -245,42 +243,6 @@ def test_close_does_not_wait_for_the_first_batch(
         server.faults.clear()
         assert drained(loader) == 40
         loader.close()
-
-
-def test_a_loader_closed_during_a_reread_delivers_no_damaged_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrays = (
-        {"__key__": f"s{i:03d}", "x.npy": np.full((48, 48, 4), i, np.uint8)} for i in range(32)
-    )
-    wt.pack(arrays, str(tmp_path / "set"), shuffle=False)
-    index = wt.index(tmp_path / "set")
-    _, offset, size = next(iter(index.members(5)))
-    with open(index.shards[0].path, "r+b") as file:
-        file.seek(offset + size - 1)
-        file.write(b"\xff")
-    loader = wt.Loader(
-        tmp_path / "set",
-        {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")},
-        batch_size=8,
-        shuffle=False,
-    )
-    original, closers = DirectFields.reread, list[threading.Thread]()
-    stopped = stops_of_readers(monkeypatch)
-
-    def reread(self: DirectFields, number: int, row: int, slot: int) -> str | None:
-        closers.append(threading.Thread(target=loader.close))
-        closers[-1].start()
-        assert stopped.wait(20)
-        return original(self, number, row, slot)
-
-    monkeypatch.setattr(DirectFields, "reread", reread)
-    with pytest.raises(WdstrainError, match="crc32|stopped|closed"):
-        next(iter(loader))
-    assert closers
-    for closer in closers:
-        closer.join(20)
-    loader.close()
 
 
 def test_the_next_pass_closes_a_reader_that_ctrl_c_left_open(

@@ -82,11 +82,10 @@ class Laid(NamedTuple):
     memories: list[Memory]
     places: ScatterList
     summed: list[int]
-    joined: list[bool]
     sums: ChecksumJob
 
 
-def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
+def laid(sizes: list[int], order: Random) -> Laid:
     start, of, upto = (
         np.zeros(len(sizes), np.int64),
         ints(*(order.randrange(2) for _ in sizes)),
@@ -97,17 +96,9 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
         upto[of[i]] = int(start[i]) + sizes[i]
     memories = [Memory(upto[0] + 10), Memory(upto[1] + 10)]
     summed = [i for i, size in enumerate(sizes) if size and order.randrange(2)]
-    joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
     size, rows = ints(*sizes), ints(*summed)
-    sums = ChecksumJob(
-        memories,
-        of[rows],
-        start[rows],
-        size[rows],
-        size.cumsum()[rows],
-        joined=np.array(joined, bool),
-    )
-    return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
+    sums = ChecksumJob(memories, of[rows], start[rows], size[rows], size.cumsum()[rows])
+    return Laid(memories, ScatterList(memories, of, start, size, sums), summed, sums)
 
 
 def received_runs(sizes: list[int], there: bytes) -> list[bytes]:
@@ -135,16 +126,15 @@ def test_runs_are_filled_in_order_and_verified(
 ) -> None:
     """Runs of any place and size, up to the end of the file."""
     fd, content = file
-    laid_out, data = laid(sizes, order, joins=True), content[offset : offset + sum(sizes)]
+    laid_out, data = laid(sizes, order), content[offset : offset + sum(sizes)]
     assert filled(laid_out.places, fd, offset) == len(data)
     check_places(laid_out, sizes, data)
-    received, before = received_runs(sizes, data), 0
+    received = received_runs(sizes, data)
     for k, i in enumerate(laid_out.summed):
         if len(received[i]) < sizes[i]:
             assert not laid_out.sums.checksums[k:].any()
             break
-        before = zlib.crc32(received[i], before if laid_out.joined[k] else 0)
-        assert laid_out.sums.checksums[k] == before
+        assert laid_out.sums.checksums[k] == zlib.crc32(received[i])
 
 
 @thorough
@@ -153,7 +143,7 @@ def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
     file: File, sizes: list[int], bounds: list[float], order: Random
 ) -> None:
     fd, content = file
-    laid_out, total = laid(sizes, order, joins=False), sum(sizes)
+    laid_out, total = laid(sizes, order), sum(sizes)
     places, ends = (
         laid_out.places,
         sorted({0, total, *(int(fraction * total) for fraction in bounds)}),
@@ -191,7 +181,7 @@ def test_a_response_is_received_in_parts(
     file: File, sizes: list[int], missing: int, head: int, order: Random
 ) -> None:
     """The body comes in two halves and may end early; bytes after it stay in the socket."""
-    laid_out = laid(sizes, order, joins=False)
+    laid_out = laid(sizes, order)
     sent = file.data[: max(0, sum(sizes) - missing)]
     rest = sent[head:]
     for at in range(0, min(head, len(sent)), 16_000):
@@ -298,24 +288,16 @@ def test_a_read_only_buffer_is_refused() -> None:
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
 def test_bytes_between_samples_are_skipped(file: File, gaps: list[int]) -> None:
     fd, content = file
-    arena, rows, nobody = Memory(1000), Memory(1000), Memory(1000)
-    lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
-    start = np.stack((np.arange(3) * 20, np.arange(3)[::-1] * 30), axis=1)
-    upto = (lie - lie[0])[:, None] + ints(20, 50)
-    sums = ChecksumJob(
-        (arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1)
-    )
-    of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
-    places = scatter_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
-    assert filled(places, fd, 7) == 150 + sum(gaps)
-    samples = [content[at : at + 50] for at in lie.tolist()]
-    assert bytes(arena.view[:60]) == b"".join(sample[:20] for sample in samples)
-    assert bytes(rows.view[:90]) == b"".join(sample[20:] for sample in reversed(samples))
-    assert not any(arena.view[60:])
-    assert not any(rows.view[90:])
-    assert sums.checksums.tolist() == [
-        zlib.crc32(part) for sample in samples for part in (sample[:20], sample[20:])
-    ]
+    arena, nobody = Memory(1000), Memory(1000)
+    starts = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
+    places, sizes = np.arange(3)[::-1] * 60, ints(50, 50, 50)
+    sums = ChecksumJob([arena], np.zeros(3, np.int64), places, sizes, starts - starts[0] + 50)
+    target = scatter_samples((arena, nobody), places, sizes, starts, starts + 50, sums)
+    assert filled(target, fd, 7) == 150 + sum(gaps)
+    samples = [content[at : at + 50] for at in starts.tolist()]
+    assert bytes(arena.view[:170]) == bytes(10).join(reversed(samples))
+    assert not any(arena.view[170:])
+    assert sums.checksums.tolist() == [zlib.crc32(sample) for sample in samples]
 
 
 @pytest.mark.parametrize(

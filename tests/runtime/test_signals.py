@@ -66,7 +66,7 @@ def test_after_an_interrupt_at_any_moment_the_next_epoch_is_complete(
 
 
 @pytest.mark.slow
-def test_direct_reads_of_arrays_can_be_interrupted_at_any_moment(tmp_path: Path) -> None:
+def test_arrays_can_be_interrupted_at_any_moment(tmp_path: Path) -> None:
     samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(2048, n, np.int32)} for n in range(21))
     wt.pack(samples, str(tmp_path / "s"), shuffle=False)
     interrupt(str(tmp_path / "s"), "arrays")

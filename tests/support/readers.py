@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.order.order import Order
 from wdstrain.reader.blocks import step_blocks
-from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import CollectedBatch, Reader, ReadRun
 from wdstrain.reader.resources import ReadOptions, ReadResources
 from wdstrain.shards.index import Index
@@ -29,8 +28,7 @@ def collected_batches(
     """Yield the batches of epoch 0 from a step on. options: of `ReadOptions`."""
     slots = Slots(Layout.of({}, 1), busy=2, spare=0)
     read_options = ReadOptions(**{"ahead": 1, "in_flight": 1} | options)
-    direct = DirectFields(index, {}, slots)
-    reader = Reader(ReadResources(index, plans, 0, read_options, slots, direct))
+    reader = Reader(ReadResources(index, plans, 0, read_options, slots))
     try:
         run = reader.start(0, 0, step, until=1)
         for block in step_blocks(plans(0), 0, step):

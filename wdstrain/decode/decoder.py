@@ -55,8 +55,6 @@ class Decoder:
         own_process: the global random generators of this process belong to the decoder.
         """
         started = time.perf_counter()
-        if not task.unreadable and self._is_read_directly:
-            return Result(task.batch_number, task.slot, {}, [], started, started, started, 0.0, 0.0)
         cpu_start = time.thread_time()
         progress.begin(task.batch_number)
         slot_size = self.settings.layout.size
@@ -84,11 +82,6 @@ class Decoder:
         other = copy(self)
         other.arena = arena
         return other
-
-    @property
-    def _is_read_directly(self) -> bool:
-        """Whether the reader puts every value straight into the batch slot."""
-        return self.settings.fields == {}
 
     def _decode(self, task: Task, progress: ProgressCell, own_process: bool) -> DecodedRows:
         data = BatchBytes(task, self.arena, self.settings.field_names)

@@ -22,7 +22,7 @@ from wdstrain.decode.codecs import EXTENSIONS, decode_image, is_jpeg, resize
 from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import FLIP_DRAW, RATIO, SCALE, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json
+from wdstrain.shards.values import Array, npy_array, parsed_json
 
 _TORCH_DTYPES = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
@@ -170,23 +170,6 @@ class NumpyArray:
         out[...] = array
         return None
 
-    def has_plain_layout(self, head: bytes) -> bool:
-        """Return whether the numbers behind this .npy header can be read straight into a batch.
-
-        They can if shape and dtype are those of `example`, in C order and native byte order.
-        """
-        if (
-            self.example is None
-            or head[:8] != b"\x93NUMPY\x01\x00"
-            or int.from_bytes(head[8:10], "little") + 10 != len(head)
-        ):
-            return False
-        try:
-            dtype, fortran, shape = npy_head(head)
-        except ValueError:
-            return False
-        return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
-
 
 def image(
     names: str = ";".join(EXTENSIONS),
@@ -268,7 +251,7 @@ def array(
 
     names: tar fields to look for, separated by ";".
     shape, dtype: shape of every array without the batch dimension, and its dtype ("float32").
-    Give both if all arrays have the same: they are then read straight into batch memory, which is
+    Give both if all arrays have the same: they are then copied into reused batch memory, which is
     several times as fast. An array with another shape or dtype is a bad sample.
 
         wt.array("npy", shape=(3, 112, 112), dtype="float32")

@@ -365,8 +365,3 @@ def _whole(value: Any, classes: tuple[str, ...]) -> int:
             f"{number} is not a class: they are 0 to {len(classes) - 1 if classes else 'n'}"
         )
     return number
-
-
-def is_light(field: Field) -> bool:
-    """Return whether reading a field takes less time than sending it to another process."""
-    return isinstance(field, (Label, Number))

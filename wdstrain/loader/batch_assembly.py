@@ -159,7 +159,7 @@ class BatchRepair:
     """Decodes batches with bad samples again, in the calling thread."""
 
     def __init__(self, parts: PipelineParts) -> None:
-        self._parts, self._index, self._direct = parts, parts.index, parts.direct
+        self._parts, self._index = parts, parts.index
         self._progress = ProgressCell.unwatched()
         # Worker processes seed the global random generators for each sample.
         self._seeded = isinstance(parts.workers, WorkerProcesses)
@@ -177,13 +177,10 @@ class BatchRepair:
         if parts.options.cache is not None:
             for number in set(self._index.shard_of(batch.ids[rows]).tolist()):
                 parts.options.cache.forget(self._index.shards[number])
-        # The decoder may have copied other samples over the direct arrays in the rows of bad ones.
-        for row in {bad.row for bad in failed.bad} - batch.unreadable.keys():
-            self._direct.reread(int(batch.ids[row]), row, failed.slot)
         for row in rows:
             number, start = int(batch.ids[row]), int(batch.offset[row])
             with suppress(WdstrainError):  # then it stays as bad as it is
-                self._read(number, decoder.arena.view[start : start + self._arena_size(number)])
+                self._read(number, decoder.arena.view[start : start + self._size(number)])
         result = self._decode(
             decoder, failed, epoch, batch.ids, draws, batch.offset, batch.unreadable
         )
@@ -204,17 +201,14 @@ class BatchRepair:
             number %= len(self._index)
             if number in bad_ids:
                 continue
-            memory = Memory(self._arena_size(number))
+            memory = Memory(self._size(number))
             try:
                 self._read(number, memory.view)
             except (ShardError, StorageError):
                 continue
             rows, decoder = np.full(len(ids), number), self._parts.decoder.with_arena(memory)
             result = self._decode(decoder, failed, epoch, rows, rows, np.zeros_like(rows), {})
-            is_direct = not any(
-                self._direct.reread(number, row, failed.slot) for row in range(len(ids))
-            )
-            if not result.bad and is_direct:
+            if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
         return failed
 
@@ -235,17 +229,15 @@ class BatchRepair:
         with _generators_kept():
             return decoder(task, self._progress, own_process=self._seeded)
 
-    def _arena_size(self, number: int) -> int:
-        """Return the bytes of a sample in the arena."""
-        table = self._index.offsets
-        return int(table.stop[number] - table.start[number]) - self._direct.bytes
+    def _size(self, number: int) -> int:
+        """Return the bytes of a sample."""
+        return int(self._index.offsets.stop[number] - self._index.offsets.start[number])
 
     def _read(self, number: int, place: memoryview) -> None:
-        """Read the bytes of a sample that belong to the arena into `place`."""
+        """Read the bytes of a sample into `place`."""
         shard = self._index.shard_with(number)
         with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-            pieces = self._direct.arena_pieces(number, place)
-            source.read_into(pieces, int(self._index.offsets.start[number]))
+            source.read_into([place], int(self._index.offsets.start[number]))
 
 
 @contextmanager

@@ -174,7 +174,6 @@ class BatchStream:
     def _task(self, run: ReadRun, block: TaskBlock, steps: StepBlock, number: int) -> Task:
         """Return the task of a step of the block, once its samples are read."""
         batch = run.collect(steps, number)
-        self._parts.totals.reread += batch.reread
         rows = slice(*steps.firsts[number : number + 2])
         pending = PendingBatch(batch, block.keys[rows], steps.draws[rows])
         self._pending[batch.batch_number] = pending

@@ -9,21 +9,18 @@ from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_columns import LabelColumn, label_columns
-from wdstrain.decode.label_fields import is_light
 from wdstrain.decode.task import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, Flight, InlineDecoder, Workers, flight_of
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.order import Order
-from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.resources import ReadOptions, ReadResources, batches_begun
+from wdstrain.reader.resources import ReadOptions, ReadResources
 from wdstrain.runtime.options import size_setting
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
 
-# Bytes that are read ahead, beyond half a window; twice as many where arrays are read straight into
-# batches.
+# Bytes that are read ahead, beyond half a window.
 _READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
 
@@ -77,9 +74,8 @@ class StageTotals:
 class PipelineParts:
     """Parts of a pipeline, and the data that it is made for.
 
-    plans: returns the plan of an epoch. direct: fields whose arrays are read straight into
-    batches. columns: labels that the index gives, by name. totals: of the stages, without those of
-    `reader` and `slots`.
+    plans: returns the plan of an epoch. columns: labels that the index gives, by name.
+    totals: of the stages, without those of `reader` and `slots`.
     """
 
     index: Index
@@ -87,7 +83,6 @@ class PipelineParts:
     rank: int
     options: PipelineOptions
     reader: Reader
-    direct: DirectFields
     columns: Mapping[str, LabelColumn]
     slots: Slots
     task_builder: TaskBuilder
@@ -111,31 +106,26 @@ def build_parts(
         name: field.example for name, field in (fields or {}).items() if field.example is not None
     }
     layout = Layout.of(examples, plan.batch_size)
-    direct = find_direct_fields(index, fields, layout, plan)
-    decoded = needed = None
+    needed = None
     if fields is not None:
-        decoded = {name: field for name, field in fields.items() if name not in direct}
-        needed = {name for field in decoded.values() for name in field.names}
-    is_inline = _decodes_inline(options, decoded, has_direct=bool(direct))
+        needed = {name for field in fields.values() for name in field.names}
+    is_inline = not fields and options.transform is None  # bytes are taken from the arena itself
     batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
     flight = flight_of(options.num_workers, plan.batch_size, layout.size, batch_bytes)
     busy = 1 if is_inline else flight.batches
-    ahead = size_setting(*_READ_AHEAD) * (2 if direct else 1)
-    begun = batches_begun(index, plan, rank, ahead) if direct else 0
-    slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE_SLOTS)
-    direct_fields = DirectFields(index, direct, slots)
+    slots = Slots(layout, busy=busy + 1, spare=_SPARE_SLOTS)
     read_options = ReadOptions(
-        ahead=ahead,
+        ahead=size_setting(*_READ_AHEAD),
         in_flight=busy + 1,
         needed_fields=needed,
         skip_unreadable=replaces,
         cache=options.cache,
     )
-    reader = Reader(ReadResources(index, plans, rank, read_options, slots, direct_fields))
+    reader = Reader(ReadResources(index, plans, rank, read_options, slots))
     settings = DecoderSettings(
         field_names=index.fields,
         layout=layout,
-        fields=decoded,
+        fields=fields,
         transform=options.transform,
         takes_rng=options.takes_rng,
         collate_fn=options.collate_fn,
@@ -143,33 +133,19 @@ def build_parts(
         seed=plan.seed,
     )
     decoder = Decoder(settings, reader.memory, slots.memory)
-    builder = TaskBuilder(index, needed, direct_fields, with_keys=options.transform is not None)
+    builder = TaskBuilder(index, needed, with_keys=options.transform is not None)
     return PipelineParts(
         index=index,
         plans=plans,
         rank=rank,
         options=options,
         reader=reader,
-        direct=direct_fields,
         columns=columns,
         slots=slots,
         task_builder=builder,
         decoder=decoder,
         workers=InlineDecoder(decoder) if is_inline else _new_workers(decoder, flight, options),
     )
-
-
-def _decodes_inline(
-    options: PipelineOptions, decoded: Mapping[str, Field] | None, *, has_direct: bool
-) -> bool:
-    """Return whether the loop's own thread decodes.
-
-    It takes bytes from the arena itself, and reads a number beside an array sooner than it could
-    send the number to a decoder.
-    """
-    if options.transform is not None:
-        return False
-    return decoded is None or (has_direct and all(map(is_light, decoded.values())))
 
 
 def _new_workers(decoder: Decoder, flight: Flight, options: PipelineOptions) -> Workers:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from wdstrain.decode.task import Members, Task
 from wdstrain.memory.scatter import Bools
-from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 
@@ -78,7 +77,7 @@ class TaskBlock(NamedTuple):
         """Return the members of the samples [start, stop), which begin at these offsets."""
         block = self.members
         first = block.first[start : stop + 1]
-        if not len(block.row):  # all values are read straight into the batch
+        if not len(block.row):  # no field is decoded
             return Members(first, block.field, _NONE, _NONE, _NONE, _NO_CRC, block.common_fields)
         part = slice(first[0], first[-1])
         row, unsure, checksum = block.row[part], _NONE, _NO_CRC
@@ -100,13 +99,9 @@ class TaskBlock(NamedTuple):
 class TaskBuilder:
     """Builds tasks for the samples of an index."""
 
-    def __init__(
-        self, index: Index, needed_fields: set[str] | None, direct: DirectFields, *, with_keys: bool
-    ) -> None:
-        """needed_fields: fields that decoders need; None: all. direct: fields that the reader puts
-        into batches. with_keys: whether decoders need the keys.
-        """
-        self._index, self._direct, self._with_keys = index, direct, with_keys
+    def __init__(self, index: Index, needed_fields: set[str] | None, *, with_keys: bool) -> None:
+        """needed_fields: fields that decoders need; None: all. with_keys: decoders need the keys."""
+        self._index, self._with_keys = index, with_keys
         self._is_needed = index.field_mask(needed_fields)
 
     def build_block(self, epoch: int, ids: Ints, draws: Ints, firsts: list[int]) -> TaskBlock:
@@ -129,8 +124,6 @@ class TaskBuilder:
             sample, member = sample[kept], member[kept]
         first = np.append(0, np.bincount(sample, minlength=len(ids)).cumsum())
         start = table.member_offset[member] - table.start[ids][sample]
-        if self._direct.bytes:
-            start -= self._direct.bytes_before(member - table.member_first[ids][sample])
         field, each = table.member_field[member], int(first[1]) if len(ids) else 0
         if each and (np.diff(first) == each).all():
             by_sample = field.reshape(-1, each)

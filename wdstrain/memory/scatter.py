@@ -115,17 +115,14 @@ class ChecksumJob(Runs):
         complete_at: Ints,
         *,
         first_byte: int = 0,
-        joined: Bools | None = None,
     ) -> None:
         """memory_index, start, size: as in `Runs`.
 
         complete_at: offset in the shard at which each run ends, not decreasing. int64[n].
         first_byte: offset in the shard at which the scatter list begins.
-        joined: whether a run continues the checksum of the run before it. bool[n]; None: none does.
         """
         super().__init__(memories, memory_index, start, size)
         self._complete_at, self._first_byte = np.ascontiguousarray(complete_at), first_byte
-        self._joined = joined
         self.checksums: npt.NDArray[np.uint32] = np.zeros(len(self), np.uint32)
 
     def update(self, before: int = 0, now: int | None = None) -> None:
@@ -139,8 +136,7 @@ class ChecksumJob(Runs):
             return
         bounds = np.array([before, now]) + self._first_byte
         for i in range(*np.searchsorted(self._complete_at, bounds, side="right").tolist()):
-            joined = i and self._joined is not None and self._joined[i]
-            self.checksums[i] = crc32(self.run(i), int(self.checksums[i - 1]) if joined else 0)
+            self.checksums[i] = crc32(self.run(i))
 
     def within(self, before: int, now: int) -> ChecksumJob:
         """Return the runs that lie entirely in bytes [before, now) of the scatter list.
@@ -153,7 +149,6 @@ class ChecksumJob(Runs):
         part._keep(first, stop)
         part._first_byte = int(bounds[0])
         part._complete_at = self._complete_at[first:stop]
-        part._joined = None if self._joined is None else self._joined[first:stop]
         part.checksums = self.checksums[first:stop]
         return part
 
@@ -165,7 +160,6 @@ class ChecksumJob(Runs):
             len(self),
             self._address.ctypes.data,
             self._size.ctypes.data,
-            None if self._joined is None else self._joined.ctypes.data,
             self._complete_at.ctypes.data,
             self._first_byte,
             self.checksums.ctypes.data,
@@ -312,33 +306,31 @@ def as_scatter_list(target: ScatterList | Iterable[memoryview]) -> ScatterList:
 
 
 def scatter_samples(
-    memories: Sequence[Buffer],
-    memory_index: Ints,
+    memories: tuple[Buffer, Buffer],
     start: Ints,
     size: Ints,
     starts: Ints,
     stops: Ints,
     job: ChecksumJob | None = None,
 ) -> ScatterList:
-    """Return the scatter list of n samples, in shard order, with w runs each.
+    """Return the scatter list of n samples, in shard order.
 
-    memories: the last is scratch memory. Bytes of the shard between two samples go there; they
-    overwrite each other.
-    memory_index, start, size: as in `Runs`, int64[n, w] each.
+    memories: the first is that of the samples, the second is scratch memory. Bytes of the shard
+    between two samples go there; they overwrite each other.
+    start, size: of each sample in its memory, int64[n] each.
     starts, stops: first byte and end of each sample in the shard, int64[n] each.
     Raises ValueError if a run reaches beyond its memory.
     """
-    runs: tuple[Ints, Ints, Ints] = memory_index.reshape(-1), start.reshape(-1), size.reshape(-1)
+    runs = np.zeros_like(start), start, size
     gaps = starts[1:] - stops[:-1]
     if not gaps.any():
-        return ScatterList(memories[:-1], *runs, job)
-    count, width = start.shape
-    scratch = memories[-1].size
+        return ScatterList(memories[:1], *runs, job)
+    scratch = memories[1].size
     gap_runs = np.append(0, -(-gaps // scratch))  # runs of scratch memory before each sample
     gap_sizes = np.full(int(gap_runs.sum()), scratch)
     gap_sizes[np.cumsum(gap_runs)[1:][gaps > 0] - 1] -= (-gaps % scratch)[gaps > 0]
-    insert_at = np.repeat(np.arange(0, count * width, width), gap_runs)
-    gap_values: tuple[Any, ...] = (len(memories) - 1, 0, gap_sizes)
+    insert_at = np.repeat(np.arange(len(start)), gap_runs)
+    gap_values: tuple[Any, ...] = (1, 0, gap_sizes)
     with_gaps = [
         np.insert(column, insert_at, value) for column, value in zip(runs, gap_values, strict=True)
     ]

@@ -1,13 +1,10 @@
-/* Loops over many samples that run without the GIL: scatter reads, checksums, the queue of the I/O
- * thread pool, and JPEG decoding.
+/* Loops over many samples that run without the GIL: scatter reads, checksums and JPEG decoding.
  *
  * Python calls these functions through ctypes with the addresses of NumPy arrays. A change of a
  * signature or a struct must change `kernels.py` too. `source` is the hash of this file: a library
  * that was compiled from another source is not used. */
 #include <errno.h>
-#include <pthread.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -36,7 +33,6 @@ typedef struct {
     int64_t count;           /* of the runs */
     const uint64_t *address; /* of each run */
     const int64_t *size;
-    const uint8_t *joined;      /* where set, a run continues the crc32 of the run before; may be NULL */
     const int64_t *complete_at; /* offset in the file at which each run ends, not decreasing */
     int64_t first_byte;         /* offset in the file at which the read begins */
     uint32_t *crc;              /* gets the result of each run */
@@ -54,8 +50,7 @@ void update_checksums(const checksum_job *job, int64_t before, int64_t now) {
             i = middle + 1;
     }
     for (; i < job->count && job->complete_at[i] - job->first_byte <= now; i++)
-        job->crc[i] = job->crc32(i && job->joined && job->joined[i] ? job->crc[i - 1] : 0,
-                                 (const unsigned char *)(uintptr_t)job->address[i],
+        job->crc[i] = job->crc32(0, (const unsigned char *)(uintptr_t)job->address[i],
                                  (uint64_t)job->size[i]);
     clear_wide_registers();
 }
@@ -93,18 +88,16 @@ static int64_t next_buffers(const fill_request *request, int64_t i, int64_t done
     return bytes;
 }
 
-/* Read until `most` bytes are filled, the file or stream ends, a socket times out, an error
- * occurs, or *closed is set. Returns the number of bytes; -errno after an error before the first
- * byte. */
-static int64_t fill_until(const int *closed, const fill_request *request) {
+/* Read until `most` bytes are filled, the file or stream ends, a socket times out, or an error
+ * occurs. Returns the number of bytes; -errno after an error before the first byte. */
+int64_t fill(const fill_request *request) {
     struct iovec buffers[MAX_BUFFERS];
     int fd = (int)request->fd;
     int64_t i = 0, bytes_read = 0, done = request->filled, verified = request->verified;
     /* afterwards `done` bytes of run i are filled */
     for (; i < request->count && done >= request->size[i]; i++)
         done -= request->size[i];
-    while (i < request->count && bytes_read < request->most &&
-           !__atomic_load_n(closed, __ATOMIC_RELAXED)) {
+    while (i < request->count && bytes_read < request->most) {
         int buffer_count;
         int64_t wanted =
             next_buffers(request, i, done, request->most - bytes_read, buffers, &buffer_count);
@@ -128,125 +121,6 @@ static int64_t fill_until(const int *closed, const fill_request *request) {
             return bytes_read;
     }
     return bytes_read;
-}
-
-/* Fill runs in the calling thread. The result is that of `fill_until`. */
-int64_t fill(const fill_request *request) {
-    const int never = 0;
-    return fill_until(&never, request);
-}
-
-/* --- the queue of the I/O thread pool, whose threads do not hold the GIL --- */
-
-typedef struct job {
-    struct job *next;
-    int64_t number, result;
-    fill_request request;
-} job;
-
-typedef struct {
-    job *first, **end;
-} job_list;
-
-typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t job_added, job_done;
-    job_list waiting, done;
-    int closed;
-} queue;
-
-static void append(job_list *list, job *new_job) {
-    new_job->next = NULL;
-    *list->end = new_job;
-    list->end = &new_job->next;
-}
-
-/* Remove and return the first job; NULL if there is none. */
-static job *pop(job_list *list) {
-    job *first = list->first;
-    if (first && !(list->first = first->next))
-        list->end = &list->first;
-    return first;
-}
-
-/* Bytes that the caller must provide for a queue, all of them 0 before `queue_init`. */
-int64_t queue_size(void) { return sizeof(queue); }
-
-void queue_init(queue *queue) {
-    pthread_mutex_init(&queue->lock, NULL);
-    pthread_cond_init(&queue->job_added, NULL);
-    pthread_cond_init(&queue->job_done, NULL);
-    queue->waiting.end = &queue->waiting.first;
-    queue->done.end = &queue->done.first;
-}
-
-/* Add a job with a copy of the request, whose arrays must live until the job is done. Returns 0, or
- * -1 if there is no memory or the queue is closed; the job is then not done. */
-int queue_put(queue *queue, int64_t number, const fill_request *request) {
-    job *new_job = malloc(sizeof(job));
-    if (!new_job)
-        return -1;
-    *new_job = (job){NULL, number, 0, *request};
-    pthread_mutex_lock(&queue->lock);
-    int closed = queue->closed;
-    if (!closed) {
-        append(&queue->waiting, new_job);
-        pthread_cond_signal(&queue->job_added);
-    }
-    pthread_mutex_unlock(&queue->lock);
-    if (closed)
-        free(new_job);
-    return closed ? -1 : 0;
-}
-
-/* Run jobs until the queue is closed: the whole life of one thread of the pool. */
-void queue_work(queue *queue) {
-    pthread_mutex_lock(&queue->lock);
-    while (!queue->closed) {
-        job *next_job = pop(&queue->waiting);
-        if (!next_job) {
-            pthread_cond_wait(&queue->job_added, &queue->lock);
-            continue;
-        }
-        pthread_mutex_unlock(&queue->lock);
-        next_job->result = fill_until(&queue->closed, &next_job->request);
-        pthread_mutex_lock(&queue->lock);
-        if (queue->closed) {
-            free(next_job);
-            break;
-        }
-        append(&queue->done, next_job);
-        pthread_cond_signal(&queue->job_done);
-    }
-    pthread_mutex_unlock(&queue->lock);
-}
-
-/* Wait for a job to be done. Returns its number; *result gets the result of `fill_until`. Returns
- * -1 if the queue is closed. */
-int64_t queue_next(queue *queue, int64_t *result) {
-    pthread_mutex_lock(&queue->lock);
-    while (!queue->done.first && !queue->closed)
-        pthread_cond_wait(&queue->job_done, &queue->lock);
-    job *done_job = pop(&queue->done);
-    pthread_mutex_unlock(&queue->lock);
-    if (!done_job)
-        return -1;
-    int64_t number = done_job->number;
-    *result = done_job->result;
-    free(done_job);
-    return number;
-}
-
-/* Close the queue: drop waiting jobs and unread results, and stop running jobs after their present
- * read. */
-void queue_close(queue *queue) {
-    pthread_mutex_lock(&queue->lock);
-    __atomic_store_n(&queue->closed, 1, __ATOMIC_RELAXED);
-    for (job *dropped; (dropped = pop(&queue->waiting)) || (dropped = pop(&queue->done));)
-        free(dropped);
-    pthread_cond_broadcast(&queue->job_added);
-    pthread_cond_broadcast(&queue->job_done);
-    pthread_mutex_unlock(&queue->lock);
 }
 
 /* --- pixels --- */

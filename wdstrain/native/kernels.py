@@ -39,7 +39,7 @@ class ChecksumJob(ctypes.Structure):
     _fields_ = [
         ("crc32", ctypes.c_void_p),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("address", "size", "joined", "complete_at")),
+        *((name, ctypes.c_void_p) for name in ("address", "size", "complete_at")),
         ("first_byte", ctypes.c_int64),
         ("crc", ctypes.c_void_p),
     ]
@@ -94,16 +94,10 @@ def _declare(library: Any, keeping_gil: Any) -> None:
     functions, where releasing the GIL and waiting for it takes longer than the call.
     """
     array, integer, c_int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.queue_put, library.orientation = keeping_gil.queue_put, keeping_gil.orientation
+    library.orientation = keeping_gil.orientation
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "update_checksums": (None, (array, integer, integer)),
         "fill": (integer, (array,)),
-        "queue_size": (integer, ()),
-        "queue_init": (None, (array,)),
-        "queue_put": (c_int, (array, integer, array)),
-        "queue_work": (None, (array,)),
-        "queue_next": (integer, (array, array)),
-        "queue_close": (None, (array,)),
         "reverse_rows": (None, (array, array, integer, integer)),
         "copy_pixels": (None, (array, array, *[integer] * 4)),
         "orientation": (c_int, (array, integer)),

@@ -306,13 +306,6 @@ class Plan:
         return delivered
 
 
-def has_padding(plan: Plan) -> bool:
-    """Return whether the last step of any rank has positions of padding."""
-    if plan.tail == "pad":
-        return plan.samples % plan.global_batch > 0
-    return any(_repeats(plan, lane) for lane in range(plan.lane_count))
-
-
 def _lent(plan: Plan, lane: int) -> int:
     """With tail="keep": 1 if a lane moves a sample from its step before the last into its last.
 

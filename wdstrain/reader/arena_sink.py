@@ -15,7 +15,7 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory.scatter import Bools, ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
-from wdstrain.reader.lane import BatchSlot, Lane, ReadSamples, SampleRead, UnreadableSamples
+from wdstrain.reader.lane import Lane, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.reader.resources import ReadResources
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints, Offsets
@@ -25,11 +25,11 @@ from wdstrain.storage.remote import is_remote
 
 
 class ArenaSink:
-    """`Sink` of whole samples. Local reads run in the reader's thread."""
+    """Destination of the samples of one run. Local reads run in the reader's thread."""
 
     def __init__(self, resources: ReadResources) -> None:
         options = resources.options
-        self._index, self._slots = resources.index, resources.slots
+        self._index = resources.index
         self._memories = resources.arena.memory, resources.scratch
         self._needed_fields = self._index.field_mask(options.needed_fields)
         self.unreadable = UnreadableSamples(skip=options.skip_unreadable)
@@ -43,21 +43,13 @@ class ArenaSink:
             )
         target = scatter_samples(
             self._memories,
-            np.zeros((len(sizes), 1), np.int64),
-            samples.offsets[:, None],
-            sizes[:, None],
+            samples.offsets,
+            sizes,
             samples.starts,
             samples.stops,
             checksums.job if checksums is not None else None,
         )
         return ArenaRead(self, samples, target, checksums)
-
-    def slot(self, batch_number: int, ids: Ints) -> BatchSlot:
-        """Return a free slot: the decoder fills it."""
-        return BatchSlot(self._slots.take(), {}, 0)
-
-    def stop(self) -> None:
-        """Do nothing: the prefetcher ends remote reads."""
 
     def view(self, samples: ReadSamples, row: int, offset: int) -> memoryview:
         """Return the memory of a sample at this offset of the arena."""

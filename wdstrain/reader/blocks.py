@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.order.order import Order
-from wdstrain.order.plan import Plan
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.block_map import range_size
@@ -25,7 +24,6 @@ from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
 GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded
-READ_TOGETHER = 32 << 20  # most bytes of one read of arrays that go straight into batches
 _LOCAL = 16 << 20  # most bytes of one read of local shards
 _STEP_SAMPLES = 1024  # approximate size of a block of steps
 
@@ -128,8 +126,6 @@ class ReadBlock(NamedTuple):
     ids: sample ids. shards: numbers of their shards. starts, stops: extent of each sample in its
     shard. All int64[n]. end: number of places of the lane. breaks: ascending places after which a
     new read must begin; the last place of the block is one.
-    batch_rows: row of each sample in its batch, int64[n]; None if arrays are not read straight into
-    batches.
     """
 
     start: int
@@ -140,23 +136,16 @@ class ReadBlock(NamedTuple):
     starts: Ints
     stops: Ints
     breaks: Ints
-    batch_rows: Ints | None
 
     @classmethod
-    def of(
-        cls, index: Index, plan: Order, rank: int, lane: int, start: int, *, with_rows: bool
-    ) -> ReadBlock:
-        """Return the block from place `start` on. with_rows: for reads straight into batches.
+    def of(cls, index: Index, plan: Order, lane: int, start: int) -> ReadBlock:
+        """Return the block from place `start` on.
 
         It has more places than one read takes, or all the rest of the lane.
         """
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
-        batch_rows = None
-        if with_rows:
-            assert isinstance(plan, Plan)
-            batch_rows = _rows_in_batch(plan, rank, lane, start, stop)
         return cls(
             start,
             end,
@@ -166,7 +155,6 @@ class ReadBlock(NamedTuple):
             starts=index.offsets.start[ids],
             stops=index.offsets.stop[ids],
             breaks=start + np.append(np.flatnonzero(read_breaks(index, ids)), stop - start - 1),
-            batch_rows=batch_rows,
         )
 
     def covers_read(self, place: int) -> bool:
@@ -193,21 +181,3 @@ class ReadBlock(NamedTuple):
         """Return whether `place` is the end of the lane, or in another shard than the one before."""
         row = place - self.start
         return place == self.end or bool(self.shards[row] != self.shards[row - 1])
-
-
-def _rows_in_batch(plan: Plan, rank: int, lane: int, start: int, stop: int) -> Ints:
-    """Return the rows of the places [start, stop) of a lane in their batches. int64[stop - start].
-
-    Only for plans without padding.
-    """
-    position, share = plan.positions(lane, start, stop), plan.samples_per_step_per_lane
-    lanes = plan.lanes_of(rank)
-    rows = position % share + lanes.index(lane) * share
-    short = range(max(0, plan.steps - 2), plan.steps) if plan.tail == "keep" else range(0)
-    for step in short:  # lanes may give these steps different numbers of samples
-        first, end = plan.span(lane, step)
-        inside = (position >= first) & (position < end)
-        if inside.any():
-            spans = [plan.span(other, step) for other in lanes[: lanes.index(lane)]]
-            rows[inside] = position[inside] - first + sum(end - begin for begin, end in spans)
-    return rows

@@ -1,15 +1,10 @@
-"""Progress of one lane in one epoch, its reads, and the protocol of the sinks that they fill.
-
-A run plans reads and waits for them; its sink decides where in memory the bytes go. `ArenaSink`
-puts whole samples into the arena. `SlotSink` puts arrays straight into batch memory.
-"""
+"""Progress of one lane in one epoch, and its reads."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -132,7 +127,6 @@ class ReadSamples:
 
     count: places of the lane that the read covers. leaves_shard: whether the lane reads nothing of
     the shard after them. ids, starts, stops (extent in the shard), batch_numbers: int64[n].
-    batch_rows: their rows in the batches; None if a sink does not need them.
     places: positions in the rings of the lane. offsets: in the arena. int64[n] each.
     """
 
@@ -143,18 +137,8 @@ class ReadSamples:
     starts: Ints
     stops: Ints
     batch_numbers: Ints
-    batch_rows: Ints | None
     places: Ints
     offsets: Ints
-
-    def only(self, row: int) -> ReadSamples:
-        """Return one of the samples."""
-        names = ("ids", "starts", "stops", "batch_numbers", "batch_rows", "places", "offsets")
-        values = {name: getattr(self, name) for name in names}
-        return replace(
-            self,
-            **{name: value[row : row + 1] for name, value in values.items() if value is not None},
-        )
 
 
 class UnreadableSamples:
@@ -171,7 +155,7 @@ class UnreadableSamples:
 
 
 class SampleRead(LaneRead):
-    """A read of samples into a sink."""
+    """A read of samples into memory."""
 
     def __init__(self, samples: ReadSamples, unreadable: UnreadableSamples) -> None:
         super().__init__(samples.count)
@@ -194,31 +178,3 @@ class SampleRead(LaneRead):
                 return
             if error is not None:
                 self.unreadable.add(lane, self.samples, row, error)
-
-
-class BatchSlot(NamedTuple):
-    """The slot of a batch that was read; its receiver owns it.
-
-    unreadable: by row, why a sample is unreadable. reread: samples that were read again.
-    """
-
-    slot: int
-    unreadable: dict[int, str]
-    reread: int
-
-
-class Sink(Protocol):
-    """Destination of the samples of one run. It is stopped with the run, and not used again."""
-
-    @property
-    def unreadable(self) -> UnreadableSamples:
-        """Samples that could not be read."""
-
-    def plan(self, samples: ReadSamples) -> SampleRead:
-        """Return a read of these samples. The caller holds the lock of the run."""
-
-    def slot(self, batch_number: int, ids: Ints) -> BatchSlot:
-        """Return the slot of a batch that was read. ids: of its samples, int64[rows]."""
-
-    def stop(self) -> None:
-        """End reads in the background. Nothing is written to memory afterwards."""

@@ -11,8 +11,9 @@ import numpy as np
 
 from wdstrain.memory.scatter import Bools
 from wdstrain.order.order import Order
+from wdstrain.reader.arena_sink import ArenaSink
 from wdstrain.reader.blocks import ReadBlock
-from wdstrain.reader.lane import Lane, LaneRead, ReadSamples, Sink
+from wdstrain.reader.lane import Lane, LaneRead, ReadSamples
 from wdstrain.reader.resources import ReadResources
 from wdstrain.reader.run_state import ReadStats, RunState
 from wdstrain.storage.local import LocalFile
@@ -27,7 +28,7 @@ class ReadThread:
         resources: ReadResources,
         state: RunState,
         stats: ReadStats,
-        sink: Sink,
+        sink: ArenaSink,
         prefetcher: RangePrefetcher,
     ) -> None:
         self._resources, self._index = resources, resources.index
@@ -71,16 +72,14 @@ class ReadThread:
         first = plan.first_place(number, step) if step else 0
         ring = min(self._resources.limits.ring, plan.lane_places(number)) or 1
         index = self._index
-        # Of direct arrays the sink verifies the arrays alone, and the decoder all other fields.
-        decoder_verifies = self._resources.direct.bytes > 0
         return Lane(
             plan=plan,
             number=number,
             epoch_first_batch=batch_number,
             first_step=step,
             offsets=np.zeros(ring, np.int64),
-            unverified=np.full(ring, decoder_verifies),
-            any_unverified=decoder_verifies,
+            unverified=np.zeros(ring, bool),
+            any_unverified=False,
             stream=LaneStream(
                 lambda shard: LocalFile(shard.path, index.expected_state(shard)), self._prefetcher
             ),
@@ -159,15 +158,13 @@ class ReadThread:
 
     def _block_of(self, lane: Lane) -> ReadBlock:
         """Return the block with the next places of a lane; plan one if the last is used up."""
-        block, resources = lane.block, self._resources
+        block = lane.block
         if block is None or not block.covers_read(lane.begun):
             block = lane.block = ReadBlock.of(
                 self._index,
                 lane.plan,
-                resources.rank,
                 lane.number,
                 lane.begun,
-                with_rows=resources.direct.bytes > 0,
             )
         return block
 
@@ -194,9 +191,7 @@ class ReadThread:
         ids, starts, stops = block.ids[rows], block.starts[rows], block.stops[rows]
         batch_numbers = lane.epoch_first_batch + block.due[rows]
         places = (block.start + rows) % resources.limits.ring
-        offsets = resources.arena.place(
-            batch_numbers // resources.limits.bucket, stops - starts - resources.direct.bytes
-        )
+        offsets = resources.arena.place(batch_numbers // resources.limits.bucket, stops - starts)
         lane.offsets[places] = offsets
         shard = self._index.shards[block.shards[rows[0]]]
         return ReadSamples(
@@ -207,7 +202,6 @@ class ReadThread:
             starts=starts,
             stops=stops,
             batch_numbers=batch_numbers,
-            batch_rows=None if block.batch_rows is None else block.batch_rows[rows],
             places=places,
             offsets=offsets,
         )

@@ -10,7 +10,7 @@ remote reads are in flight; a lane counts as read up to the first of them that i
 
 `Reader` keeps the memory and the statistics, and alone starts and ends runs. Each `start` makes a
 `ReadRun`, which has the thread, the lanes, the sink and the errors, and is not used again after its
-end. `RunState` is what the threads of a run share, `ReadThread` starts reads, and a `Sink` says
+end. `RunState` is what the threads of a run share, `ReadThread` starts reads, and `ArenaSink` says
 where their bytes go.
 
 `batch_number` counts the batches of a run, across epochs. A bucket of the arena holds the samples
@@ -29,11 +29,10 @@ from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
 from wdstrain.reader.arena_sink import ArenaSink
 from wdstrain.reader.blocks import StepBlock
-from wdstrain.reader.lane import Lane, Sink
+from wdstrain.reader.lane import Lane
 from wdstrain.reader.read_thread import ReadThread
 from wdstrain.reader.resources import ReadResources
 from wdstrain.reader.run_state import ReadStats, RunState
-from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.offsets import Ints
@@ -47,7 +46,6 @@ class CollectedBatch(NamedTuple):
     offset: in the arena, int64[b]. valid: bool[b], False for padding.
     unverified: bool[b], True for samples whose checksums are not verified yet; None: all are.
     unreadable: by row, why a sample could not be read; its bytes are meaningless.
-    reread: samples that were read again.
     """
 
     batch_number: int
@@ -57,7 +55,6 @@ class CollectedBatch(NamedTuple):
     valid: Bools
     unverified: Bools | None
     unreadable: dict[int, str]
-    reread: int
 
 
 class Reader:
@@ -149,11 +146,7 @@ class ReadRun:
         self.generation = generation
         self._resources, self._stats = resources, stats
         self._state = RunState(resources.limits, stats)
-        self._sink: Sink = (
-            SlotSink(resources, self._state.settle_all)
-            if resources.direct.bytes
-            else ArenaSink(resources)
-        )
+        self._sink = ArenaSink(resources)
         self._prefetcher = RangePrefetcher(
             resources.options.cache, stats.fetch, self._state.settle_all, resources.index
         )
@@ -199,7 +192,6 @@ class ReadRun:
         if self._thread is not None:
             self._thread.join()
         self._prefetcher.stop()
-        self._sink.stop()
 
     def describe_wait(self) -> str | None:
         """Return what is being read, with the reader's stack, if the loop waits for a read."""
@@ -237,14 +229,12 @@ class ReadRun:
                 state.changed.notify_all()
         rows = slice(block.firsts[number], block.firsts[number + 1])
         ids = block.ids[rows]
-        slot, unreadable, reread = self._sink.slot(batch_number, ids)
+        slot, unreadable = self._resources.slots.take(), dict[int, str]()
         if reasons := self._sink.unreadable.reasons:
             for row in np.flatnonzero(offset < 0).tolist():
                 unreadable[row] = reasons[int(ids[row])]
         valid = block.valid[rows]
-        return CollectedBatch(
-            batch_number, slot, ids, offset, valid, unverified, unreadable, reread
-        )
+        return CollectedBatch(batch_number, slot, ids, offset, valid, unverified, unreadable)
 
     def release(self, batch_number: int) -> None:
         """Free the memory of the batches up to this one. Call this in order of batch numbers."""
@@ -276,7 +266,7 @@ class ReadRun:
         """Wait until the requested samples are read, or this batch fails."""
         state, before = self._state, self._stats.shuffle_seconds
         state.wait(lambda: state.error_of(batch_number) is not None or _are_read(lanes))
-        if self._resources.in_background:
+        if self._resources.is_remote:
             self._stats.read_seconds += self._stats.shuffle_seconds - before
 
     def _take(self, lanes: list[Lane], block: StepBlock, number: int) -> tuple[Ints, Bools | None]:

@@ -12,8 +12,7 @@ from wdstrain.errors import ShardError
 from wdstrain.memory.arena import Arena
 from wdstrain.memory.shared import Memory
 from wdstrain.order.order import Order
-from wdstrain.reader.blocks import GAP, READ_SAMPLES, READ_TOGETHER, read_bytes
-from wdstrain.reader.direct_fields import DirectFields
+from wdstrain.reader.blocks import GAP, READ_SAMPLES, read_bytes
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Index
 from wdstrain.storage.remote import is_remote
@@ -28,8 +27,7 @@ class ReadOptions:
 
     ahead: bytes that are read ahead, beyond half a shuffle window.
     in_flight: most batches that are collected and not yet released.
-    needed_fields: fields that are verified while they are read; None: all. Where arrays are read
-    straight into batches, only the arrays are verified, and the decoder verifies all other fields.
+    needed_fields: fields that are verified while they are read; None: all.
     skip_unreadable: deliver samples that a local file does not give as unreadable, instead of
     raising an error. cache: of remote shards.
     """
@@ -44,9 +42,9 @@ class ReadOptions:
 class ReadResources:
     """Index, limits and memory of a reader.
 
-    plans: returns the plan of an epoch; all plans must have the same sizes. direct: fields whose
-    arrays go straight into the slots of their batches. most_bytes: of one read. is_remote: whether any shard is. in_background: whether reads go on
-    while the reader's thread starts others. scratch: memory for bytes that are discarded.
+    plans: returns the plan of an epoch; all plans must have the same sizes. most_bytes: of one
+    read. is_remote: whether any shard is: reads then go on while the reader's thread starts others.
+    scratch: memory for bytes that are discarded.
     """
 
     def __init__(
@@ -56,18 +54,16 @@ class ReadResources:
         rank: int,
         options: ReadOptions,
         slots: Slots,
-        direct: DirectFields,
     ) -> None:
         """Reserve the memory. Raises ShardError for a sample too large for this machine."""
         self.index, self.plans, self.rank, self.options = index, plans, rank, options
-        self.slots, self.direct = slots, direct
+        self.slots = slots
         plan = plans(0)
         self.limits = ReadLimits.of(index, plan, rank, options.ahead)
-        self.arena = self.limits.arena(index, plan, rank, options.in_flight, direct.bytes)
+        self.arena = self.limits.arena(index, plan, rank, options.in_flight)
         self.scratch = Memory(GAP)
         self.is_remote = any(is_remote(shard.path) for shard in index.shards)
-        self.most_bytes = READ_TOGETHER if direct.bytes else read_bytes(index)
-        self.in_background = self.is_remote or direct.bytes > 0
+        self.most_bytes = read_bytes(index)
 
 
 @dataclass(frozen=True)
@@ -102,16 +98,13 @@ class ReadLimits:
             bucket=max(1, (window + ahead) // (per_step * _BUCKETS)),
         )
 
-    def arena(
-        self, index: Index, plan: Order, rank: int, in_flight: int, bytes_elsewhere: int
-    ) -> Arena:
+    def arena(self, index: Index, plan: Order, rank: int, in_flight: int) -> Arena:
         """Return an arena that is large enough for the samples held within these limits.
 
         in_flight: most batches that are collected and not yet released.
-        bytes_elsewhere: bytes of each sample that are not in the arena.
         Raises ShardError for a sample that is too large for this machine's memory.
         """
-        extents = index.offsets.stop - index.offsets.start - bytes_elsewhere
+        extents = index.offsets.stop - index.offsets.start
         largest, total = int(np.max(extents)), int(np.sum(extents))
         _check_sample_size(index, int(np.argmax(extents)), largest)
         lanes, per_step = plan.lanes_of(rank), plan.samples_per_step_per_lane
@@ -125,21 +118,6 @@ class ReadLimits:
             near=2 * _BUCKETS + in_flight // self.bucket + 4,
             farthest=farthest_batch // self.bucket + 1,
         )
-
-
-def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
-    """Return the most batches that are read in part at one time. It bounds the batch slots.
-
-    A sample leaves less than a window after its place, half a window on average. At the end of an
-    epoch the reader holds half a window and what is read ahead, then as much again and the other
-    half of a window for the next epoch. At most two epochs are started at a time.
-    """
-    smallest = int((index.offsets.stop - index.offsets.start).min())
-    at_once = min(READ_SAMPLES, READ_TOGETHER // smallest + 1)
-    longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
-    window, ahead = _reach(index, plan, rank, ahead)
-    begun = min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5))
-    return -(-begun // plan.samples_per_step_per_lane) + 4
 
 
 def _reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
 from wdstrain.errors import ShardError, StorageError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
-from wdstrain.storage.io_pool import IOThreadPool
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 
 
@@ -123,16 +122,6 @@ class LocalFile:
                 )
             offset += count
         self._check_state()
-
-    def start_read(
-        self, pool: IOThreadPool, target: ScatterList, offset: int, on_done: Callable[[], None]
-    ) -> None:
-        """Start to fill the target in an I/O thread.
-
-        on_done: called, from any thread, when no more can be read. Call `read_into` then: it fills
-        the rest or raises the error.
-        """
-        pool.fill(self._fd, offset, target, on_done)
 
     def close(self) -> None:
         """Close the file. Raises OSError, as a network file system may."""

@@ -47,10 +47,10 @@ class Reads(NamedTuple):
 def reads_of(index: Index, plan: Plan, rank: int, lane: int) -> Reads:
     """Return the reads of a lane in an epoch."""
     place, most, reads = 0, read_bytes(index), [(0, 0, 0, 0, 0)]
-    block = ReadBlock.of(index, plan, rank, lane, place, with_rows=False)
+    block = ReadBlock.of(index, plan, lane, place)
     while place < block.end:
         if not block.covers_read(place):
-            block = ReadBlock.of(index, plan, rank, lane, place, with_rows=False)
+            block = ReadBlock.of(index, plan, lane, place)
         count = block.places_of_read(place, 0, most)
         row, last = place - block.start, place - block.start + count - 1
         read = (block.ids[row], count, block.shards[row], block.starts[row], block.stops[last])

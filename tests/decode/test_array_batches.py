@@ -1,11 +1,10 @@
-"""Arrays that are read directly into batches equal arrays that are copied, and are verified too."""
+"""Arrays in batch memory of one shape equal arrays without a given shape, and are verified."""
 
 from __future__ import annotations
 
 import gc
 import io
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,14 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_tar
-from tests.support.os_faults import bytes_read
-from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.label_columns import label_columns
-from wdstrain.reader.direct_fields import find_direct_fields
+from tests.conftest import Sample, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SHAPE = (40, 40)
 FIELDS: dict[str, Any] = {"x": wt.array("x.npy", shape=SHAPE, dtype="float32"), "label": wt.label()}
 WITH_BYTES = {**FIELDS, "label": wt.text("cls")}  # the index delivers labels without their bytes
-COPIED: dict[str, Any] = {
-    "x": wt.array("x.npy"),
-    "label": wt.label(),
-}  # without a shape, arrays are copied
+LOOSE: dict[str, Any] = {"x": wt.array("x.npy"), "label": wt.label()}  # of any shape
 
 
 def npy(array: Any) -> bytes:
@@ -60,15 +52,6 @@ def epoch(
     ]
 
 
-def reads_into_slots(loader: wt.Loader) -> bool:
-    """Return whether arrays of this loader are read directly into batches."""
-    columns = label_columns(loader.fields or {}, loader.index)
-    fields = {name: field for name, field in (loader.fields or {}).items() if name not in columns}
-    examples = {name: field.example for name, field in fields.items() if field.example is not None}
-    layout = Layout.of(examples, loader.batch_size)
-    return bool(find_direct_fields(loader.index, fields, layout, loader.plan(0)))
-
-
 def same(first: list[Any], second: list[Any]) -> bool:
     rows = zip(first, second, strict=True)
     return all(a[0] == b[0] and a[2] == b[2] and np.array_equal(a[1], b[1]) for a, b in rows)
@@ -76,76 +59,50 @@ def same(first: list[Any], second: list[Any]) -> bool:
 
 @pytest.mark.parametrize("window", [1, 7, 40, None])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_directly_read_arrays_equal_copied_arrays(
+def test_arrays_of_a_given_shape_equal_those_of_any_shape(
     arrays: Path, window: int | None, num_workers: int
 ) -> None:
     options: dict[str, Any] = {"batch_size": 8, "seed": 3, "shuffle": window != 1}
     options["shuffle_buffer"] = None if window == 1 else window
-    direct = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
-    copied = wt.Loader(arrays, COPIED, **options)
+    shaped = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
+    loose = wt.Loader(arrays, LOOSE, **options)
     for number in range(3):
-        actual = epoch(direct, number)
-        assert same(actual, epoch(copied, number))
+        actual = epoch(shaped, number)
+        assert same(actual, epoch(loose, number))
         assert all(
             np.array_equal(x[i], values(int(key[1:])))
             for keys, x, _ in actual
             for i, key in enumerate(keys)
         )
-    assert reads_into_slots(direct)
-    assert not reads_into_slots(copied)
-    assert same(epoch(direct, 1, start=4), epoch(copied, 1)[4:])
-    direct.close()
-    copied.close()
+    assert same(epoch(shaped, 1, start=4), epoch(loose, 1)[4:])
+    shaped.close()
+    loose.close()
 
 
 @pytest.mark.parametrize(
     ("world_size", "lanes", "batch_size"),
     [(1, 1, 8), (1, 4, 8), (2, 4, 14), (2, 2, 13), (3, 3, 29)],
 )
-def test_a_short_last_batch_is_read_directly(
+def test_a_short_last_batch_has_the_rest_of_the_arrays(
     arrays: Path, world_size: int, lanes: int, batch_size: int
 ) -> None:
     keys: list[str] = []
     for rank in range(world_size):
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "lanes": lanes}
         options |= {"batch_size": batch_size, "tail": "keep", "shuffle_buffer": 20}
-        direct = wt.Loader(arrays, FIELDS, **options)
-        copied = wt.Loader(arrays, COPIED, **options)
-        actual = epoch(direct)
-        assert same(actual, epoch(copied))
-        assert reads_into_slots(direct)
-        assert same(epoch(direct, start=len(direct) - 1), actual[-1:])
+        shaped = wt.Loader(arrays, FIELDS, **options)
+        loose = wt.Loader(arrays, LOOSE, **options)
+        actual = epoch(shaped)
+        assert same(actual, epoch(loose))
+        assert same(epoch(shaped, start=len(shaped) - 1), actual[-1:])
         keys += [key for batch in actual for key in batch[0]]
-        direct.close()
-        copied.close()
+        shaped.close()
+        loose.close()
     assert sorted(keys) == sorted(set(keys))
     assert len(keys) == 90
 
 
-def test_the_number_of_open_shards_is_bounded(
-    tmp_path: Path,
-) -> None:
-    """With more shards, the reader's thread reads, also damaged ones."""
-    arrays = pack(tmp_path / "small", 200, max_shard_samples=1)
-    direct, copied = (
-        wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED)
-    )
-    for number in range(2):
-        assert same(epoch(direct, number), epoch(copied, number))
-    assert reads_into_slots(direct)
-    for number in range(0, 200, 3):
-        os.truncate(arrays / f"train-{number:06d}.tar", 5000)
-    loader = wt.Loader(arrays, FIELDS, batch_size=8, on_error="replace", max_errors=0.9)
-    actual = epoch(loader)
-    assert loader.report()["bad"] > 0
-    assert all(
-        np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in actual
-        for i, key in enumerate(keys)
-    )
-
-
-def test_ranks_and_lanes_read_directly_as_by_copies(arrays: Path) -> None:
+def test_ranks_and_lanes_deliver_arrays_of_either_kind_alike(arrays: Path) -> None:
     for world_size, lanes in ((2, 2), (2, 4), (1, 4)):
         for rank in range(world_size):
             loaders = [
@@ -158,14 +115,13 @@ def test_ranks_and_lanes_read_directly_as_by_copies(arrays: Path) -> None:
                     lanes=lanes,
                     shuffle_buffer=11,
                 )
-                for fields in (FIELDS, COPIED)
+                for fields in (FIELDS, LOOSE)
             ]
             actual = [[*epoch(loader, 0), *epoch(loader, 1)] for loader in loaders]
             assert same(*actual)
-            assert reads_into_slots(loaders[0])
 
 
-def test_several_arrays_are_read_directly_beside_copied_fields(tmp_path: Path) -> None:
+def test_several_arrays_are_delivered_beside_other_fields(tmp_path: Path) -> None:
     samples = (
         {
             "__key__": f"n{n:02d}",
@@ -193,7 +149,6 @@ def test_several_arrays_are_read_directly_beside_copied_fields(tmp_path: Path) -
                 assert np.array_equal(batch["x"][row], values(number))
                 count += 1
         assert count == 40
-        assert reads_into_slots(loader)
         loader.close()
 
 
@@ -227,30 +182,6 @@ def test_arrays_of_other_memory_layout_are_decoded_by_their_field(tmp_path: Path
     for number in range(2):
         for keys, x, _ in epoch(loader, number):
             assert all(np.array_equal(x[i], values(int(key[1:]))) for i, key in enumerate(keys))
-    assert reads_into_slots(loader)
-    assert loader.report()["reread"] > 0
-
-
-def test_no_array_is_read_directly_if_the_first_has_another_layout(tmp_path: Path) -> None:
-    samples: list[Sample] = [
-        (f"n{n:02d}", {"x.npy": npy(values(n).astype(">f4")), "cls": b"1"}) for n in range(20)
-    ]
-    write_tar(tmp_path / "a.tar", samples)
-    fields = {**FIELDS, "x": wt.array("x.npy", shape=SHAPE, dtype="float32")}
-    loader = wt.Loader(tmp_path, fields, batch_size=5)
-    with pytest.raises(wt.SampleError, match=r">f4\[40, 40\]"):
-        epoch(loader)
-    fortran: list[Sample] = [
-        (key, {"x.npy": npy(np.asfortranarray(values(n)))}) for n, (key, _) in enumerate(samples)
-    ]
-    write_tar(tmp_path / "f" / "a.tar", fortran)
-    loader = wt.Loader(tmp_path / "f", {"x": FIELDS["x"]}, batch_size=5)
-    for batch in loader:
-        assert all(
-            np.array_equal(x, values(int(key[1:])))
-            for key, x in zip(batch["__key__"], batch["x"], strict=True)
-        )
-    assert not reads_into_slots(loader)
 
 
 def test_an_array_of_another_shape_and_equal_size_is_a_bad_sample(tmp_path: Path) -> None:
@@ -340,29 +271,6 @@ def test_samples_missing_from_a_truncated_shard_are_replaced(tmp_path: Path) -> 
     )
 
 
-def test_arrays_that_cannot_be_read_directly_are_copied(tmp_path: Path, arrays: Path) -> None:
-    """Padding, samples of several kinds and small arrays: equal values through the arena."""
-    padded = wt.Loader(arrays, FIELDS, batch_size=8, tail="pad")
-    assert sum(int(batch["__valid__"].sum()) for batch in padded) == 90
-    assert not reads_into_slots(padded)
-    samples: list[Sample] = [
-        (f"n{n:02d}", {"x.npy": npy(values(n)), "cls": b"1"} | ({"txt": b"more"} if n == 3 else {}))
-        for n in range(20)
-    ]
-    write_tar(tmp_path / "a.tar", samples)
-    loader = wt.Loader(tmp_path, FIELDS, batch_size=5)
-    assert all(
-        np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in epoch(loader)
-        for i, key in enumerate(keys)
-    )
-    assert not reads_into_slots(loader)
-    mixed = wt.mix({"a": arrays, "b": arrays}, FIELDS, batch_size=8)
-    batch = next(iter(mixed))
-    assert np.array_equal(batch["x"][0], values(int(batch["__key__"][0][1:])))
-    mixed.close()
-
-
 # --- edge cases ---
 
 
@@ -401,14 +309,14 @@ def test_a_truncated_shard_with_gaps_delivers_its_intact_samples(
         index = wt.index(str(folder))
         os.truncate(folder / "a.tar", int(index.offsets.start[48]) + 100)
     delivered = {}
-    for name, fields in (("direct", FIELDS), ("copied", COPIED)):
+    for name, fields in (("shaped", FIELDS), ("loose", LOOSE)):
         loader = wt.Loader(
             str(folder), fields, batch_size=5, shuffle_buffer=20, on_error="replace", max_errors=0.9
         )
         delivered[name] = [epoch(loader, 1, start), loader.report()["bad"]]
         loader.close()
-    assert same(delivered["direct"][0], delivered["copied"][0])
-    assert delivered["direct"][1] == delivered["copied"][1]
+    assert same(delivered["shaped"][0], delivered["loose"][0])
+    assert delivered["shaped"][1] == delivered["loose"][1]
 
 
 def test_a_label_that_is_intact_when_reread_keeps_its_own_array(tmp_path: Path) -> None:
@@ -438,41 +346,6 @@ def test_a_label_that_is_intact_when_reread_keeps_its_own_array(tmp_path: Path) 
             assert np.array_equal(x, values(int(key[1:])))
             assert int(label) == int(key[1:]) % 7
     loader.close()
-
-
-@pytest.mark.parametrize(
-    ("count", "batch_size", "options"),
-    [
-        (3000, 1, {"shuffle": False}),
-        (3000, 8, {"shuffle_buffer": 24_000}),
-        (3000, 8, {"shuffle_buffer": 2990}),
-    ],
-)
-def test_slots_suffice_for_any_window_across_epochs(
-    tmp_path: Path, count: int, batch_size: int, options: dict[str, Any]
-) -> None:
-    samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(1024, n, np.int32)} for n in range(count))
-    wt.pack(samples, str(tmp_path), shuffle=False)
-    loader = wt.Loader(
-        tmp_path,
-        {"x": wt.array("x.npy", shape=(1024,), dtype="int32")},
-        batch_size=batch_size,
-        **options,
-    )
-    for number in range(4):
-        for step, batch in enumerate(loader.epoch(number)):
-            assert batch["x"][0, 0] == batch["x"][0, -1] == int(batch["__key__"][0][1:])
-            if step % 97 == 0:  # the reader is as far ahead as it may be
-                wait_until_all_is_read()
-    loader.close()
-
-
-def wait_until_all_is_read() -> None:
-    """Wait until this process reads no more bytes, at least 50 ms."""
-    before, end = -4096, time.monotonic() + 0.05
-    while time.monotonic() < end and (now := bytes_read()) - before >= 4096:
-        before = now  # reading the counter itself reads some bytes
-        time.sleep(0.005)
 
 
 def test_no_file_stays_open_after_interrupted_loops(arrays: Path) -> None:
@@ -509,22 +382,6 @@ def test_samples_of_a_missing_shard_are_replaced_until_it_returns(tmp_path: Path
         epoch(loader, number)
     assert loader.report()["bad"] == 0
     loader.close()
-
-
-def test_an_array_beside_a_large_image_is_copied(tmp_path: Path) -> None:
-    samples: list[Sample] = [
-        (f"n{n:02d}", {"x.npy": npy(np.full(1024, n, np.int32)), "png": picture(n)})
-        for n in range(20)
-    ]
-    write_tar(tmp_path / "a.tar", samples)
-    fields = {"x": wt.array("x.npy", shape=(1024,), dtype="int32"), "image": wt.image(size=96)}
-    loader = wt.Loader(tmp_path, fields, batch_size=5)
-    assert all(
-        int(x[0]) == int(key[1:])
-        for batch in loader
-        for key, x in zip(batch["__key__"], batch["x"], strict=True)
-    )
-    assert not reads_into_slots(loader)
 
 
 def test_arrays_of_equal_size_in_another_order_are_not_exchanged(tmp_path: Path) -> None:
