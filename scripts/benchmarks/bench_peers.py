@@ -148,14 +148,9 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     """As our workers do it: what can be decoded at once is, into one batch's memory again and again."""
     import wdstrain as wt
     from wdstrain.decode.jpeg_batch import EncodedImages
-    from wdstrain.runtime.watchdog import ProgressCell
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
-    out, bits, desk = (
-        np.empty((128, job.side, job.side, 3), np.uint8),
-        np.random.default_rng(0),
-        ProgressCell.unwatched(),
-    )
+    out, bits = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0)
 
     def decode(data: list[bytes]) -> None:
         draws, rows = bits.random((len(data), 27)), range(len(data))
@@ -165,7 +160,6 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
             rows,
             out,
             draws,
-            desk.row_address,
         )
         for row in set(rows) - done:
             field.read("jpg", memoryview(data[row]), out[row], draws[row])

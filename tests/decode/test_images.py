@@ -21,7 +21,6 @@ from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels
-from wdstrain.runtime.watchdog import ProgressCell
 
 pytestmark = pytest.mark.skipif(
     kernels.library is None or kernels.libjpeg_turbo() is None,
@@ -92,12 +91,11 @@ class Batch:
         assert field.size is not None
         self.draws = np.random.default_rng(len(images)).random((len(images), DRAWS))
         self.out = np.full((len(images), *field.size, 3), 7, np.uint8)
-        self.progress = ProgressCell.unwatched()
 
     def decode(self, rows: list[int] | None = None) -> set[int]:
         images = EncodedImages(self.start + self.data.ctypes.data, self.size)
         rows = list(range(len(self.size))) if rows is None else rows
-        return self.field.read_rows(images, rows, self.out, self.draws, self.progress.row_address)
+        return self.field.read_rows(images, rows, self.out, self.draws)
 
     def alone(self, row: int) -> Pixels:
         """Return the pixels of a row as the field decodes it alone."""
@@ -134,7 +132,6 @@ def test_a_batch_has_the_pixels_of_whole_images_cropped_and_resized(
     images += [saved(*side, progressive=True) for side in sides]
     batch = Batch(images, wt.image(size=size, augment=augment))
     assert batch.decode() == set(range(42))
-    assert batch.progress.state[1] == 41
     for row in range(42):
         batch.check(row)
 

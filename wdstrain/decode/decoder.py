@@ -35,7 +35,6 @@ from wdstrain.errors import SampleError
 from wdstrain.memory.shared import Memory
 from wdstrain.order.rng import uniform
 from wdstrain.runtime.machine import queued_seconds
-from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.shards.values import Array
 
 _MUCH_IDLE = 0.05  # of the computing time of a batch
@@ -48,19 +47,16 @@ class Decoder:
         """arena: memory with the encoded samples. slots: memory of all batch slots."""
         self.settings, self.arena, self.slots = settings, arena, slots
 
-    def __call__(self, task: Task, progress: ProgressCell, *, own_process: bool = False) -> Result:
+    def __call__(self, task: Task, *, own_process: bool = False) -> Result:
         """Return the decoded batch of a task. Bad samples are reported in the result.
 
-        progress: gets the batch and row, for the stall watchdog.
         own_process: the global random generators of this process belong to the decoder.
         """
         started = time.perf_counter()
         cpu_start = time.thread_time()
-        progress.begin(task.batch_number)
         slot_size = self.settings.layout.size
         self.slots.populate(task.slot * slot_size, slot_size)
-        rows = self._decode(task, progress, own_process)
-        progress.set_idle()
+        rows = self._decode(task, own_process)
         finished, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_start
         idle = finished - started - cpu_seconds
         # Asking costs 5 us, so batches that computed nearly all the time do not ask.
@@ -83,12 +79,12 @@ class Decoder:
         other.arena = arena
         return other
 
-    def _decode(self, task: Task, progress: ProgressCell, own_process: bool) -> DecodedRows:
+    def _decode(self, task: Task, own_process: bool) -> DecodedRows:
         data = BatchBytes(task, self.arena, self.settings.field_names)
         if self.settings.transform is not None:
-            return run_transform(self.settings, task, data, progress, own_process=own_process)
+            return run_transform(self.settings, task, data, own_process=own_process)
         if self.settings.fields is not None:
-            return decode_fields(self.settings, task, data, self.slots, progress)
+            return decode_fields(self.settings, task, data, self.slots)
         columns, bad = data.columns(), list(data.find_damaged().values())
         rows_done = time.perf_counter()
         bad = substitute(bad, task.ids, list(columns.values()), self.settings.on_error)
@@ -96,13 +92,13 @@ class Decoder:
 
 
 def decode_fields(
-    settings: DecoderSettings, task: Task, data: BatchBytes, slots: Memory, progress: ProgressCell
+    settings: DecoderSettings, task: Task, data: BatchBytes, slots: Memory
 ) -> DecodedRows:
     """Decode the fields of a batch. Values with a fixed size go to its slot, others are returned."""
     fields = settings.fields or {}
     slot_start = task.slot * settings.layout.size
     columns = settings.layout.arrays(slots.view, slot_start, len(task.ids))
-    batch = _FieldBatch(task, data, columns, settings.seed, progress)
+    batch = _FieldBatch(task, data, columns, settings.seed)
     # field by field: a label that is decoded between two images takes five times as long
     values = {name: batch.decode(name, field) for name, field in fields.items()}
     rows_done = time.perf_counter()
@@ -128,11 +124,10 @@ class _FieldBatch:
         data: BatchBytes,
         columns: Mapping[str, Array],
         seed: int,
-        progress: ProgressCell,
     ) -> None:
         """columns: arrays of the batch slot, by field name."""
         self.bad = data.find_damaged()  # by row
-        self._ids, self._data, self._columns, self._progress = task.ids, data, columns, progress
+        self._ids, self._data, self._columns = task.ids, data, columns
         self._draws = uniform(task.draws, DRAWS, "sample", seed, task.epoch)
         self._draws.flags.writeable = False  # all fields of a sample share its numbers
 
@@ -152,7 +147,6 @@ class _FieldBatch:
         ):
             if row in done or row in self.bad:
                 continue
-            self._progress.set_row(row)
             out = None if column is None else column[row, ...]
             try:
                 if data is None:
@@ -175,7 +169,7 @@ class _FieldBatch:
             return set()
         rows = [row for row in range(len(self._ids)) if row not in self.bad]
         with suppress(Exception):
-            return field.read_rows(images, rows, column, self._draws, self._progress.row_address)
+            return field.read_rows(images, rows, column, self._draws)
         return set()
 
 

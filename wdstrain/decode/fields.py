@@ -107,13 +107,12 @@ class Image:
         rows: Sequence[int],
         out: Array,
         draws: Draws,
-        row_address: int | None = None,
     ) -> set[int]:
         """Decode these rows of a batch together. Returns the rows that are done.
 
         `read` must decode the others. Arguments: see `wdstrain.decode.jpeg_batch.decode`.
         """
-        return jpeg_batch.decode(images, rows, out, self.augment, draws, row_address)
+        return jpeg_batch.decode(images, rows, out, self.augment, draws)
 
     def _read_whole(self, data: memoryview, draws: Draws) -> Array:
         """Return the image in its own size. uint8[3, height, width]"""

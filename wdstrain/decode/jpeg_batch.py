@@ -9,7 +9,6 @@ orientations and huge images, `wdstrain.decode.codecs` decides.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +66,6 @@ def decode(
     out: Pixels,
     augment: Augment,
     draws: Draws,
-    row_address: int | None = None,
 ) -> set[int]:
     """Decode these rows of a batch into `out`. Returns the rows that are done.
 
@@ -75,7 +73,6 @@ def decode(
     libjpeg-turbo 3 is missing.
 
     out: uint8[b, height, width, 3]. draws: float64[b, DRAWS].
-    row_address: address of an int64 that is set to each row before it is decoded.
     """
     library, functions = kernels.library, kernels.libjpeg_turbo()
     if library is None or functions is None or not out.flags.c_contiguous:
@@ -83,7 +80,7 @@ def decode(
     plain = _find_plain(library, functions, images, rows, out.shape[1:3], augment, draws)
     mirrored = (draws[plain.rows, FLIP_DRAW] < 0.5) & augment.flip
     done = set[int]()
-    for i, pixels in _decode_regions(functions, images, plain, mirrored, out, row_address):
+    for i, pixels in _decode_regions(functions, images, plain, mirrored, out):
         row = int(plain.rows[i])
         if pixels is not None:
             _finish(upright(pixels, int(plain.orientation[i])), out[row], bool(mirrored[i]))
@@ -98,13 +95,11 @@ def _decode_regions(
     plain: _PlainImages,
     mirrored: npt.NDArray[np.bool_],
     out: Pixels,
-    row_address: int | None,
 ) -> Iterator[tuple[int, Pixels | None]]:
     """Yield the number of each decoded image, and its region as stored. Failed images are left out.
 
     The pixels are valid until the next image is asked for; None: they are in `out`, complete.
     """
-    unwatched = ctypes.c_int64()
     arrays = (
         images.address[plain.rows],
         images.size[plain.rows],
@@ -123,8 +118,6 @@ def _decode_regions(
             scratch.ctypes.data,
             len(scratch),
             decoded[first:].ctypes.data,
-            ctypes.addressof(unwatched) if row_address is None else row_address,
-            plain.rows[first:].ctypes.data,
         )
         regions = decoded[first : first + count].tolist()
         for i, (start, top, left, height, width) in enumerate(regions, first):

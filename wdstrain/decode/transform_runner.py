@@ -23,7 +23,6 @@ from wdstrain.decode.task import (
     substitute,
 )
 from wdstrain.order.rng import key
-from wdstrain.runtime.watchdog import ProgressCell
 
 _DEFAULT_COLLATE = (None, default_collate)
 _NO_EXAMPLE = (
@@ -36,7 +35,6 @@ def run_transform(
     settings: DecoderSettings,
     task: Task,
     data: BatchBytes,
-    progress: ProgressCell,
     *,
     own_process: bool,
 ) -> DecodedRows:
@@ -48,7 +46,6 @@ def run_transform(
     examples: list[Any] = [None] * len(task.ids)
     bad = data.find_damaged()
     for row, members in enumerate(data.samples()):
-        progress.set_row(row)
         if row in bad:
             continue
         sample: dict[str, Any] = {"__key__": task.keys[row]}

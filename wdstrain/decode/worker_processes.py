@@ -10,11 +10,13 @@ module restores the order.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
@@ -25,7 +27,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
@@ -35,7 +37,6 @@ from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
-from wdstrain.runtime.watchdog import ProgressBoard, WorkerStacks
 
 _SMALL = 256 << 10  # most bytes of a tensor that is pickled by value
 _NUMPY_DTYPES = (
@@ -65,7 +66,6 @@ class WorkerProcesses:
     def __init__(self, decoder: Decoder, flight: Flight, context: str | None) -> None:
         """context: start method; None: Python's default."""
         self.count = flight.decoders
-        self.progress, self._stacks = ProgressBoard(self.count), WorkerStacks()
         self._decoder, self._context = decoder, context
         self._sampler = _MessageSampler(flight)
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
@@ -93,14 +93,10 @@ class WorkerProcesses:
                     iterator._try_put_index()
                 yield from map(pickle.loads, early.pop(number))
 
-    def stack(self, number: int) -> tuple[str, str]:
-        """Return (name, Python stack) of a worker process."""
-        process = self._processes[number] if number < len(self._processes) else None
-        has_begun = self.progress[number].state[0] != -2
-        if process is None or process.pid is None or not has_begun:
-            # The signal that asks for the stack would end a process that has no handler yet.
-            return f"worker process {number}", "  (it has not begun yet)"
-        return f"worker process {number} (pid {process.pid})", self._stacks.read(process.pid)
+    def describe(self) -> str:
+        """Return the process ids of the workers, and how to get their stacks."""
+        pids = " ".join(str(process.pid) for process in self._processes)
+        return f"worker processes {pids}. To print their Python stacks: kill -USR2 {pids}"
 
     def leave(self) -> None:
         """Leave the workers alone in a forked child: they belong to the parent.
@@ -148,9 +144,9 @@ class WorkerProcesses:
         context = interruptible_context(
             multiprocessing.get_context(self._context), (PREFETCH + 1) * self.count + 1
         )
-        begin = partial(_begin_worker, self._stacks, self.progress, self._decoder.slots)
+        begin = partial(_begin_worker, self._decoder.slots)
         return DataLoader(
-            _DecodingDataset(self._decoder, self.progress),
+            _DecodingDataset(self._decoder),
             batch_size=None,  # a message has whole batches
             sampler=self._sampler,
             num_workers=self.count,
@@ -276,15 +272,12 @@ class _DecodingDataset(Dataset[_Answer]):
     the loop would wait forever.
     """
 
-    def __init__(self, decoder: Decoder, progress: ProgressBoard) -> None:
-        self._decoder, self._progress = decoder, progress
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
 
     def __getitem__(self, message: _Message) -> _Answer:
         number, tasks = message
-        worker = get_worker_info()
-        assert worker is not None
-        cell = self._progress[worker.id]
-        return number, [_pickled(self._decoder(task, cell, own_process=True)) for task in tasks]
+        return number, [_pickled(self._decoder(task, own_process=True)) for task in tasks]
 
 
 def _pickled(result: Result) -> bytes:
@@ -328,11 +321,10 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _begin_worker(
-    stacks: WorkerStacks, progress: ProgressBoard, slots: Memory, worker: int
-) -> None:
-    """Set up a worker process."""
+def _begin_worker(slots: Memory, _: int) -> None:
+    """Set up a worker process. SIGUSR2 prints its Python stack, also while C code keeps the GIL."""
     child_process.set_up_worker()
     slots.map_shared()
-    stacks.answer_signals()
-    progress[worker].set_idle()
+    faulthandler.register(
+        signal.SIGUSR2, file=2, all_threads=False
+    )  # not sys.stderr: a notebook's has no descriptor

@@ -20,7 +20,7 @@ from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import Result, Task
 from wdstrain.runtime.machine import cores, memory, processes
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, thread_stack
+from wdstrain.runtime.watchdog import thread_stack
 
 _ResultBox = SimpleQueue["Result | BaseException"]  # of one task
 
@@ -86,11 +86,6 @@ class Workers(Protocol):
         """Number of decoders."""
         ...
 
-    @property
-    def progress(self) -> ProgressBoard:
-        """Progress of each decoder; empty if the loop's own thread decodes."""
-        ...
-
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Yield the results of a new stream of tasks. An older stream has ended before its start.
 
@@ -98,8 +93,8 @@ class Workers(Protocol):
         """
         ...
 
-    def stack(self, number: int) -> tuple[str, str]:
-        """Return (name, Python stack) of a decoder."""
+    def describe(self) -> str:
+        """Return the decoders, and the Python stacks of those that are threads."""
         ...
 
     def close(self) -> None:
@@ -113,16 +108,15 @@ class InlineDecoder:
     count = 1
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._cell = decoder, ProgressCell.unwatched()
-        self.progress = ProgressBoard(0)
+        self._decoder = decoder
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Yield the results of the tasks."""
-        return (self._decoder(task, self._cell) for task in tasks)
+        return map(self._decoder, tasks)
 
-    def stack(self, number: int) -> tuple[str, str]:
-        """Raise IndexError: the loop's own thread is the decoder."""
-        raise IndexError(number)
+    def describe(self) -> str:
+        """Return who decodes."""
+        return "the loop's own thread decodes"
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
@@ -138,7 +132,6 @@ class DecoderThreads:
     def __init__(self, decoder: Decoder, flight: Flight) -> None:
         self._decoder, self._flight = decoder, flight
         self.count = flight.decoders
-        self.progress = ProgressBoard(self.count)
         self._threads: list[threading.Thread] = []
         self._todo: SimpleQueue[tuple[Task, _ResultBox] | None] = SimpleQueue()
         self._boxes: deque[_ResultBox] = deque()  # of the tasks in flight, in order
@@ -160,10 +153,12 @@ class DecoderThreads:
         while self._boxes:
             yield self._result()
 
-    def stack(self, number: int) -> tuple[str, str]:
-        """Return (name, Python stack) of a thread."""
-        thread = self._threads[number].ident if self._threads else None
-        return f"decoder thread {number}", thread_stack(thread)
+    def describe(self) -> str:
+        """Return the stacks of the threads."""
+        return "\n".join(
+            f"decoder thread {number}:\n{thread_stack(thread.ident)}"
+            for number, thread in enumerate(self._threads)
+        )
 
     def close(self) -> None:
         """End the threads. Tasks that no thread has begun are dropped."""
@@ -193,7 +188,7 @@ class DecoderThreads:
         threads = [
             threading.Thread(
                 target=self._work,
-                args=(number, one_core),
+                args=(one_core,),
                 name=f"wdstrain-decoder_{number}",
                 daemon=True,
             )
@@ -204,15 +199,14 @@ class DecoderThreads:
                 thread.start()
         self._threads = threads
 
-    def _work(self, number: int, one_core: OneCorePerThread) -> None:
+    def _work(self, one_core: OneCorePerThread) -> None:
         """Decode tasks until the end. This is the function of each thread."""
         one_core()
-        cell = self.progress[number]
         while (job := self._todo.get()) is not None:
             task, box = job
             result: Result | BaseException
             try:
-                result = self._decoder(task, cell)
+                result = self._decoder(task)
             except BaseException as error:  # the loop raises it
                 result = error
             box.put(result)

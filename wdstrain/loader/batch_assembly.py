@@ -27,7 +27,6 @@ from wdstrain.loader.stats import Finding
 from wdstrain.memory.shared import Memory
 from wdstrain.order.order import Order
 from wdstrain.reader.reader import CollectedBatch
-from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import open_source
 
@@ -160,7 +159,6 @@ class BatchRepair:
 
     def __init__(self, parts: PipelineParts) -> None:
         self._parts, self._index = parts, parts.index
-        self._progress = ProgressCell.unwatched()
         # Worker processes seed the global random generators for each sample.
         self._seeded = isinstance(parts.workers, WorkerProcesses)
 
@@ -227,7 +225,7 @@ class BatchRepair:
         unverified = np.ones(len(ids), bool)
         task = block.task(0, failed.batch_number, failed.slot, offset, unreadable, unverified)
         with _generators_kept():
-            return decoder(task, self._progress, own_process=self._seeded)
+            return decoder(task, own_process=self._seeded)
 
     def _size(self, number: int) -> int:
         """Return the bytes of a sample."""

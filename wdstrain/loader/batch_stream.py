@@ -21,6 +21,9 @@ OVER = (
 )
 
 
+_SHOWN_KEYS = 16  # of the awaited batch in a message
+
+
 class PendingBatch(NamedTuple):
     """Samples of a batch that is being decoded. draws: see `Plan.draws`, int64[b]."""
 
@@ -111,49 +114,23 @@ class BatchStream:
         self.position = after if after[0] != self.until else None
 
     def describe_stall(self, thread: int) -> str:
-        """Return which stage is stuck, its shard and key, and its Python stack.
+        """Return which stage is stuck, with the awaited samples and Python stacks.
 
         thread: identity of the thread that waits for a batch. Runs in the watchdog's thread.
         """
-        parts = self._parts
         reading = self.run.describe_wait() if self.run is not None else None
         if reading is not None:
             return f"Stage read: {reading}"
-        progress = parts.workers.progress
-        decoders = [(number, *progress[number].state) for number in range(progress.count)]
-        busy = [
-            self._describe_decoder(number, batch_number, row)
-            for number, batch_number, row in decoders
-            if batch_number >= self._batch_number
-        ]
-        if busy:
-            return "Stage decode:\n" + "\n".join(busy)
-        stack = thread_stack(thread)
-        if not decoders:
-            return f"Stage decode, in the loop's own thread:\n{stack}"
-        idle = [parts.workers.stack(number) for number in range(progress.count)]
-        stacks = [("the thread that waits", stack), *idle]
-        return "Stage hand-off: no decoder has work; " + "\n".join(
-            f"{name}:\n{text}" for name, text in stacks
-        )
-
-    def _describe_decoder(self, number: int, batch_number: int, row: int) -> str:
-        """Return what a decoder works on, with its stack."""
-        name, stack = self._parts.workers.stack(number)
-        calls = stack.splitlines()
-        for i, call in enumerate(calls):  # the calls below the decoder start the thread or process
-            if "decoder.py" in call and call.endswith("in __call__"):
-                calls = calls[: i + 1]
-                break
-        stack, index = "\n".join(calls), self._parts.index
-        if batch_number not in self._pending:
-            return f"{name}:\n{stack}"
-        sample = int(self._pending[batch_number].batch.ids[row])
-        shard = index.shard_with(sample)
-        offset = int(index.offsets.start[sample])
+        pending, index = self._pending.get(self._batch_number), self._parts.index
+        waiting = f"the thread that waits:\n{thread_stack(thread)}"
+        if pending is None:
+            return f"Stage hand-off: {self._parts.workers.describe()}\n{waiting}"
+        first, more = int(pending.batch.ids[0]), len(pending.keys) - _SHOWN_KEYS
+        keys = ", ".join(pending.keys[:_SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")
         return (
-            f"{name} is at {shard.shown}: '{index.key(sample)}' at offset {offset} "
-            f"(row {row} of its batch):\n{stack}"
+            f"Stage decode: the awaited samples are {keys}; the first is in "
+            f"{index.shard_with(first).shown} at offset {int(index.offsets.start[first])}. "
+            f"{self._parts.workers.describe()}\n{waiting}"
         )
 
     @property

@@ -373,18 +373,15 @@ static int decode_region(const turbo *library, void *handle, const unsigned char
  * decoded: 5 numbers for each image: offset in scratch; top, left, height and width of what is
  * there. A height of 0: the pixels are in `to`. -1: libjpeg-turbo failed, or scratch is too small
  * for this image alone.
- * *current_row is set to rows[i] before image i, for messages about a stalled or crashed decoder.
  * Returns the number of images that were processed: fewer than `count` if scratch is full. */
 int64_t decode_regions(const turbo *library, int64_t count, const uint64_t *address,
                        const int64_t *size, const int32_t *box, const uint8_t *turned,
                        const uint8_t *mirrored, const uint64_t *to, int64_t height, int64_t width,
-                       unsigned char *scratch, int64_t scratch_size, int64_t *decoded,
-                       int64_t *current_row, const int64_t *rows) {
+                       unsigned char *scratch, int64_t scratch_size, int64_t *decoded) {
     int64_t used = 0;
     for (int64_t i = 0; i < count; i++, box += 4, decoded += 5) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         unsigned char *out = (unsigned char *)(uintptr_t)to[i];
-        *current_row = rows[i];
         decoded[3] = -1;
         void *handle = library->init(DECOMPRESS);
         if (!handle)

@@ -104,7 +104,7 @@ def _declare(library: Any, keeping_gil: Any) -> None:
         "read_headers": (None, (array, integer, *[array] * 3)),
         "decode_regions": (
             integer,
-            (array, integer, *[array] * 6, integer, integer, array, integer, *[array] * 3),
+            (array, integer, *[array] * 6, integer, integer, array, integer, array),
         ),
     }
     for name, (result, arguments) in signatures.items():
