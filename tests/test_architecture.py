@@ -189,8 +189,9 @@ def test_importing_starts_no_thread_and_imports_no_trainer_and_no_webdataset() -
     assert last == "False"
 
 
-def test_an_import_on_windows_is_an_error_with_the_next_step() -> None:
-    code = "import sys; sys.platform = 'win32'; import wdstrain"
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_an_import_on_another_system_is_an_error_with_the_next_step(platform: str) -> None:
+    code = f"import sys; sys.platform = '{platform}'; import wdstrain"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("Use WSL 2 or a Linux container.")
 

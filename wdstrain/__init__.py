@@ -10,10 +10,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if sys.platform == "win32":
+if sys.platform != "linux":
     raise ImportError(
-        "wdstrain does not run on Windows: it needs memfd and locks of Linux. Use WSL 2 or a "
-        "Linux container."
+        f"wdstrain does not run on {sys.platform}: it needs memfd and locks of Linux. Use WSL 2 or "
+        "a Linux container."
     )
 
 if TYPE_CHECKING:

@@ -275,7 +275,7 @@ def _file_size(path: str) -> tuple[int, int]:
 
 def _contents(path: str, size: int) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        fd = os.open(path, os.O_RDONLY)
         try:
             data = os.read(fd, size + 1)
             # One call returns at most 2 GB, and less from a network file system.

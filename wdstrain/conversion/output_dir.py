@@ -354,7 +354,7 @@ class FolderLock:
             elif not os.path.exists(self._folder):
                 return
             with suppress(FileNotFoundError):  # the directory was removed just now
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
                     # The file may have been deleted after it was opened.
                     if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):

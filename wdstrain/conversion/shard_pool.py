@@ -163,9 +163,7 @@ def _in_processes(
     board = Memory(16 * count)  # samples and bytes of each task so far, written by the workers
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     workers: list[BaseProcess] = []
-    context = child_process.recording_context(
-        multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers
-    )
+    context = child_process.recording_context(multiprocessing.get_context("fork"), workers)
     pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
     waiting: deque[Future[Any]] = deque()  # few, so that an interrupt waits for few tasks
     try:

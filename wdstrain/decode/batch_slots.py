@@ -217,13 +217,12 @@ class _ForkHooks:
 
 
 _instances: weakref.WeakSet[Slots] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    _hooks = _ForkHooks()
-    os.register_at_fork(
-        before=_hooks.before,
-        after_in_parent=_hooks.after_in_parent,
-        after_in_child=_hooks.after_in_child,
-    )
+_hooks = _ForkHooks()
+os.register_at_fork(
+    before=_hooks.before,
+    after_in_parent=_hooks.after_in_parent,
+    after_in_child=_hooks.after_in_child,
+)
 
 
 class PageLock:

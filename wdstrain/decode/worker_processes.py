@@ -176,8 +176,7 @@ def _leave_all() -> None:
         processes.leave()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def worker_death_error(error: RuntimeError) -> WdstrainError | None:

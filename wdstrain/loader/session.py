@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -177,11 +176,6 @@ class PassLink:
 @lru_cache(maxsize=1)
 def log_slow_paths() -> None:
     """Log once per process which parts of the platform are missing, so that slower code runs."""
-    if sys.platform != "linux":
-        _log.warning(
-            f"wdstrain is tested on Linux only, and this is {sys.platform}: batches are in temporary "
-            f"files instead of memfd, and cache_dir may fail."
-        )
     if kernels.library is None:
         _log.warning(
             "The compiled part of wdstrain is missing or older than its source, so slower generic "

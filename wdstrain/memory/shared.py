@@ -12,8 +12,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -61,7 +59,7 @@ class Memory:
 
         One page fault for each page takes four times as long.
         """
-        if size and start not in self._populated and sys.platform == "linux":
+        if size and start not in self._populated:
             self._populated.add(start)
             with suppress(OSError):  # Linux before 5.14: a first write maps its page
                 self.map.madvise(_POPULATE_READ, start, size)
@@ -81,10 +79,7 @@ class Memory:
 
     def map_shared(self) -> None:
         """In a forked worker: share all bytes with the parent again, also those of a `Snapshot`."""
-        if _system is not None:
-            _system.mmap(
-                self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0
-            )
+        _system.mmap(self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0)
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)
@@ -93,8 +88,7 @@ class Memory:
 class Snapshot:
     """Private copy of some bytes of a memory, which replaces them in a forked child.
 
-    The child then keeps their present values when the parent writes to the memory. Does nothing if
-    the system is not Linux.
+    The child then keeps their present values when the parent writes to the memory.
     """
 
     def __init__(self, memory: Memory, start: int, size: int) -> None:
@@ -104,31 +98,24 @@ class Snapshot:
             memory.address + start - before,
             -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE,
         )
-        self._copy: int | None = None
-        if _system is not None:
-            copy = _system.mmap(
-                None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-            )
-            if copy == _FAILED:
-                raise MemoryError
-            ctypes.memmove(copy, self._address, self._size)
-            self._copy = copy
+        self._copy = _system.mmap(
+            None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        )
+        if self._copy == _FAILED:
+            raise MemoryError
+        ctypes.memmove(self._copy, self._address, self._size)
 
     def install(self) -> None:
         """In the child: replace the shared pages with the copy."""
-        if _system is not None and self._copy is not None:
-            _system.mremap(self._copy, self._size, self._size, _MOVE, self._address)
+        _system.mremap(self._copy, self._size, self._size, _MOVE, self._address)
 
     def discard(self) -> None:
         """In the parent: free the copy."""
-        if _system is not None and self._copy is not None:
-            _system.munmap(self._copy, self._size)
+        _system.munmap(self._copy, self._size)
 
 
-def _linux() -> Any:
-    """Return libc for mapping memory at a given address; None if the system is not Linux."""
-    if sys.platform != "linux":
-        return None
+def _libc() -> Any:
+    """Return libc for mapping memory at a given address."""
     system = ctypes.CDLL(None)
     size, address = ctypes.c_size_t, ctypes.c_void_p
     system.mmap.argtypes, system.mmap.restype = (
@@ -147,7 +134,7 @@ _READ_WRITE = 3  # PROT_READ | PROT_WRITE
 _FIXED = 0x10  # MAP_FIXED
 _MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1  # MAP_FAILED
-_system = _linux()
+_system = _libc()
 
 
 class _ThreadLocks(dict[int, threading.Lock]):
@@ -166,11 +153,7 @@ def private_memory(size: int) -> memoryview:
     They go back to the system with the last reference. malloc would keep as much for every thread
     that once freed such a buffer.
     """
-    return memoryview(
-        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if sys.platform != "win32"
-        else bytearray(size)
-    )
+    return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _attach(handle: Any, size: int) -> Memory:
@@ -182,11 +165,7 @@ def _attach(handle: Any, size: int) -> Memory:
 
 def _anonymous(size: int) -> int:
     """Return the descriptor of a new file of `size` zero bytes without a name. Raises OSError."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("wdstrain", os.MFD_CLOEXEC)
-    else:  # not Linux: a temporary file, whose name is removed at once
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = os.memfd_create("wdstrain", os.MFD_CLOEXEC)
     try:
         os.truncate(fd, size)
     except BaseException:

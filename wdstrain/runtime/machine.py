@@ -25,11 +25,9 @@ def cores() -> int:
     torchrun or srun started on this machine share them. A process whose affinity is narrower
     than its parent's has its cores for itself, and shares only the quota.
     """
-    usable, sharing, has_own_cores = os.cpu_count() or 1, processes(), False
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-        with suppress(OSError):  # the parent has ended
-            has_own_cores = usable < len(os.sched_getaffinity(os.getppid()))
+    usable, sharing, has_own_cores = len(os.sched_getaffinity(0)), processes(), False
+    with suppress(OSError):  # the parent has ended
+        has_own_cores = usable < len(os.sched_getaffinity(os.getppid()))
     usable = usable if has_own_cores else usable // sharing
     return max(1, math.ceil(min(usable, _cpu_quota() / sharing)))
 

@@ -23,11 +23,7 @@ class DeferSignals:
 
     def __init__(self, *names: str) -> None:
         """names: the signals to defer; default: SIGINT and WORKER_DEATH."""
-        self._numbers = [
-            getattr(signal, name)
-            for name in names or ("SIGINT", WORKER_DEATH)
-            if hasattr(signal, name)
-        ]
+        self._numbers = [getattr(signal, name) for name in names or ("SIGINT", WORKER_DEATH)]
         self._arrived = set[int]()
         self._handlers = dict[int, Any]()  # the handlers that were set before, by signal
         self._deferring = False

@@ -33,7 +33,7 @@ def regular(path: str, flags: int) -> int:
 
     Raises OSError for a folder, a pipe or a device. Opening or reading a pipe could wait forever.
     """
-    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    fd = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", path)

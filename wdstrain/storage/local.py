@@ -64,7 +64,7 @@ class LocalFile:
         Raises ShardError for another state, StorageError if the file cannot be opened.
         """
         self.path, self._state = path, state
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._fd = os.open(path, flags)
         except OSError as error:
@@ -79,7 +79,7 @@ class LocalFile:
         except ShardError:
             self.close()
             raise
-        with suppress(OSError, AttributeError):  # a hint, which some systems do not know
+        with suppress(OSError):  # a hint, which some file systems do not know
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     @property

@@ -86,7 +86,7 @@ def share_in_page_cache(index: Index) -> float | None:
 
     None for remote shards, and where the file system cannot report it.
     """
-    if any(is_remote(shard.path) for shard in index.shards) or not hasattr(os, "RWF_NOWAIT"):
+    if any(is_remote(shard.path) for shard in index.shards):
         return None
     rows = np.linspace(0, len(index) - 1, 64).astype(np.int64)
     hits = 0
@@ -106,7 +106,7 @@ def share_in_page_cache(index: Index) -> float | None:
 def drop_page_cache(index: Index) -> None:
     """Ask the system to drop local shards from the page cache, so that they are read from disk."""
     for shard in index.shards:
-        if not is_remote(shard.path) and hasattr(os, "posix_fadvise"):
+        if not is_remote(shard.path):
             fd = os.open(shard.path, os.O_RDONLY)
             with suppress(OSError):
                 os.fsync(fd)
