@@ -32,7 +32,7 @@ LAYERS = [
     {"storage"},
     {"shards"},
     {"decode"},
-    {"reader"},
+    {"reader", "augment"},
     {"loader"},
     {"conversion"},
     {"inspection", "tuning"},
@@ -59,6 +59,7 @@ BUDGETS = {
     "order": 451,
     "report": 353,
     "memory": 323,
+    "augment": 280,
     "native": 60,
     "": 352,  # modules at the top
 }

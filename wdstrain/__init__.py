@@ -17,6 +17,7 @@ if sys.platform != "linux":
     )
 
 if TYPE_CHECKING:
+    from wdstrain.augment.gpu import Augmentation
     from wdstrain.conversion.api import (
         convert_arrays,
         convert_folder,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from wdstrain.inspection.show.api import Peek, peek
     from wdstrain.inspection.verify.api import Verification, verify
     from wdstrain.loader.device import to_device
-    from wdstrain.loader.gpu_augment import Augmentation
     from wdstrain.loader.loader import Loader
     from wdstrain.loader.mixture import mix
     from wdstrain.loader.stream import Stream, stream
@@ -140,7 +140,7 @@ _NAMES = {
     "inspection.show.api": "Peek peek",
     "inspection.verify.api": "Verification verify",
     "loader.device": "to_device",
-    "loader.gpu_augment": "Augmentation",
+    "augment.gpu": "Augmentation",
     "loader.loader": "Loader",
     "loader.mixture": "mix",
     "loader.stream": "Stream stream",

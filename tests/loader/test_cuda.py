@@ -11,8 +11,8 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
+from wdstrain.augment.gpu import DRAWS
 from wdstrain.decode.batch_slots import PageLock
-from wdstrain.loader.gpu_augment import DRAWS
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.label import Label
 from wdstrain.training.epoch_sums import EpochSums

@@ -17,11 +17,10 @@ from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
+from wdstrain.augment.gpu import DRAWS, IMAGENET
+from wdstrain.augment.mixing import beta_quantiles
 from wdstrain.decode.transforms import random_crop, random_crops, region
-from wdstrain.loader.gpu_augment import DRAWS, IMAGENET
-from wdstrain.loader.gpu_mixing import beta_quantiles
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # columns of a sample's draws that an augmentation uses
@@ -355,7 +354,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param({}, id="nothing"),
         pytest.param({"brightness": 0.2}, id="color"),
         *(
-            pytest.param(options, id=name, marks=known_fault("core/augmentation_and_mask"))
+            pytest.param(options, id=name)
             for name, options in {
                 "flip": {"augment": "flip"},
                 "random crop": {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
@@ -378,7 +377,6 @@ def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objec
     assert "mask" in outcome if isinstance(outcome, str) else outcome > 0.95
 
 
-@known_fault("core/augmentation_and_mask")
 def test_cutmix_moves_masks_with_pixels_or_is_refused() -> None:
     """A rectangle of another image brings the classes of its pixels along."""
     masks = torch.arange(8).view(-1, 1, 1).expand(8, 16, 16).contiguous()
@@ -392,7 +390,6 @@ def test_cutmix_moves_masks_with_pixels_or_is_refused() -> None:
         assert torch.equal((outcome["image"][:, 0] * 255 / 30).round().long(), outcome["mask"])
 
 
-@known_fault("core/augmentation_draws", raises=TypeError)
 @pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}, {}])
 def test_changes_without_randomness_need_no_random_numbers(options: dict[str, Any]) -> None:
     """A batch of another trainer has images only."""
@@ -401,7 +398,6 @@ def test_changes_without_randomness_need_no_random_numbers(options: dict[str, An
     assert torch.equal(augmentation({"image": images})["image"], expected)
 
 
-@known_fault("core/augmentation_draws", raises=TypeError)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_random_numbers_come_with_the_batch(num_workers: int, pictures: Path) -> None:
     """A loop, or a trainer that moves batches itself, gets the pixels of `to_device`."""
@@ -413,13 +409,11 @@ def test_the_random_numbers_come_with_the_batch(num_workers: int, pictures: Path
     assert all(torch.equal(a, b) for a, b in zip(own, moved, strict=True))
 
 
-@known_fault("core/augmentation_draws", raises=TypeError)
 def test_a_batch_without_random_numbers_is_refused_by_random_changes() -> None:
     with pytest.raises(wt.UsageError, match="random numbers"):
         wt.Augmentation("flip")({"image": _pictures(2)})
 
 
-@known_fault("core/mixing_with_marked")
 @pytest.mark.parametrize("mixing", [{"mixup": 1.0}, {"cutmix": 1.0}], ids=["mixup", "cutmix"])
 @pytest.mark.parametrize("bad", [5, 7], ids=["within the batch", "last of the batch"])
 def test_a_marked_sample_is_mixed_into_no_other(
@@ -452,7 +446,6 @@ def test_a_marked_sample_is_mixed_into_no_other(
         assert outcome == pytest.approx((1, 200 / 255))
 
 
-@known_fault("suspected/mixup_label_outside_classes", raises=RuntimeError)
 @pytest.mark.parametrize("mixing", [{"mixup": 0.2}, {"cutmix": 0.2}], ids=["mixup", "cutmix"])
 def test_a_label_outside_the_classes_of_mixup_is_an_error_with_its_key(
     mixing: dict[str, float], pictures: Path

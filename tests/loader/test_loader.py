@@ -613,6 +613,8 @@ def same_kind(empty: Any, full: Any) -> bool:
         return bool(empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:]))
     if isinstance(full, dict):
         return all(same_kind(empty[name], full[name]) for name in full)
+    if isinstance(full, np.ndarray):
+        return same_kind(torch.from_numpy(empty), torch.from_numpy(full))
     if isinstance(full, list) and isinstance(full[0], torch.Tensor):
         return same_kind(empty[0], full[0])
     return bool(empty == [])

@@ -66,7 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/loader/test_gpu_augment.py",
         "tests/loader/test_loader.py",
         "tests/order/test_mixture.py",
-        "tests/loader/test_webdataset.py",
+        "tests/webdataset/test_webdataset.py",
         "tests/loader/test_distributed.py",
     ),
     "conversion": (
@@ -119,11 +119,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     "storage/http_response.py": ("tests/storage/test_http.py",),
     "decode/masks.py": ("tests/decode/test_masks.py",),
     "decode/label_columns.py": ("tests/decode/test_label_columns.py",),
-    "loader/gpu_augment.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
-    "loader/gpu_mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
+    "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
+    "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader/planning.py": ("tests/loader/test_selection.py",),
     "loader/mixture.py": ("tests/order/test_mixture.py",),
-    "loader/shard_samples.py": ("tests/loader/test_webdataset.py",),
+    "loader/shard_samples.py": ("tests/webdataset/test_webdataset.py",),
     "loader/session.py": ("tests/loader/test_positions.py",),
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
@@ -507,13 +507,13 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "_exact(weights[name]) for name in weights",
         ),
     ],
-    "loader/gpu_augment.py": [
+    "augment/gpu.py": [
         ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
         ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
     ],
-    "loader/gpu_mixing.py": [
+    "augment/mixing.py": [
         ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),
-        ("mixed-with", "others = pixels.roll(1, 0)", "others = pixels.roll(-1, 0)"),
+        ("mixed-with", "np.roll(partners[is_sample], 1)", "np.roll(partners[is_sample], -1)"),
     ],
     "loader/shard_samples.py": [
         (

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import MISMATCH, BadSample, Result
 from wdstrain.decode.worker_processes import WorkerProcesses
@@ -26,6 +27,7 @@ from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
 from wdstrain.memory.shared import Memory
 from wdstrain.order.order import Order
+from wdstrain.order.rng import bits
 from wdstrain.reader.reader import CollectedBatch
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import open_source
@@ -79,6 +81,10 @@ class BatchAssembler:
         values: dict[str, Any] = self._parts.slots.lease(result.slot, rows)
         values |= result.values if rows else self._empty(result.values)
         values |= self._labels(ids[:rows], own[:rows])
+        if any(map(are_images, values.values())):
+            values[RNG] = bits(draws[:rows], "device", plan.seed, plan.epoch)
+            if self._parts.options.on_error == "mark":
+                values[RNG][~own[:rows]] = NO_SAMPLE
         values["__key__"] = self._index.keys(ids[:rows]) if result.bad else pending.keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from wdstrain.augment.gpu import DRAWS, Augmentation, Draws
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import EpochBatches, TakenBatch
-from wdstrain.loader.gpu_augment import DRAWS, Augmentation, Draws
 from wdstrain.runtime.signals import DeferSignals
 
 Batch = dict[str, Any]

@@ -35,10 +35,11 @@ from wdstrain.storage.addresses import Urls
 class Loader:
     """Batches of samples from tar shards; every `for` loop runs the next epoch.
 
-    A batch is a dict with a value for each field name, and "__key__": list[str]. With tail="pad" it
-    also has "__valid__": bool[b], False for padding. With `fields`, fields of fixed size are tensors
-    [b, ...], all others are lists. With `transform`, the examples are collated as torch does. With
-    neither, each field of the shards is a list of bytes, None where a sample lacks it.
+    A batch is a dict with a value for each field name, and "__key__": list[str]. A batch of images
+    also has "__rng__", from which `Augmentation` draws. With tail="pad" there is "__valid__": bool[b],
+    False for padding. With `fields`, fields of fixed size are tensors [b, ...], all others are
+    lists. With `transform`, the examples are collated as torch does. With neither, each field of
+    the shards is a list of bytes, None where a sample lacks it.
     Batch memory is not reused while you hold a reference to it.
 
     What to read:

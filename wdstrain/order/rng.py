@@ -60,9 +60,13 @@ def uniform(
     index: npt.NDArray[np.integer] | U64, columns: int, *words: int | str
 ) -> npt.NDArray[np.float64]:
     """Return `columns` uniform numbers in [0, 1) for each index. float64[len(index), columns]."""
-    seeds = bits(index, *words)[:, None]  # uint64[len(index), 1]
+    return stretched(bits(index, *words), columns)
+
+
+def stretched(seeds: U64, columns: int) -> npt.NDArray[np.float64]:
+    """Return uniform numbers in [0, 1) from 64 random bits each. float64[len(seeds), columns]."""
     steps = np.arange(1, columns + 1, dtype=np.uint64)[None, :] * _GOLDEN  # uint64[1, columns]
-    return np.asarray((_mix(seeds + steps) >> np.uint64(11)) * 2.0**-53)
+    return np.asarray((_mix(seeds[:, None] + steps) >> np.uint64(11)) * 2.0**-53)
 
 
 def _mix(z: U64) -> U64:

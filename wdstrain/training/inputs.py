@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from wdstrain.augment.gpu import IMAGENET, RNG, Augmentation
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
 from wdstrain.decode.label_fields import Label, Labels, Number
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.loader.gpu_augment import IMAGENET, Augmentation
 from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
 from wdstrain.training.heads import BinaryHead, ClassHead, Head
@@ -306,7 +306,7 @@ def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], titl
                 f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
                 f"model, so each needs a name such as image."
             )
-        if name == "__key__" or name.startswith(("target ", "true ")):
+        if name in ("__key__", RNG) or name.startswith(("target ", "true ")):
             raise UsageError(
                 f"{title}= names an input {name!r}, as a batch names its keys or targets. "
                 f"Use another name, such as image."

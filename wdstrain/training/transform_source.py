@@ -69,7 +69,7 @@ class TransformSource:
         function = _TransformInputs(transform, {}, source.label_names, {})
         options = source.loader_options(task, index) if reads_labels else {"transform": function}
         batch = next(few_batches(index, options, config, epochs=1))
-        left_out = ["__key__", *(f"target {head.name}" for head in task.heads)]
+        left_out = ["__key__", "__rng__", *(f"target {head.name}" for head in task.heads)]
         inputs = {name: value for name, value in batch.items() if name not in left_out}
         check_input_names(inputs, source.label_names, title)
         return replace(source, specs={name: _spec(value[0]) for name, value in inputs.items()})

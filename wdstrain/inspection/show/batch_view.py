@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wdstrain.augment.gpu import IMAGENET, RNG
 from wdstrain.decode.label_fields import Label, Labels
 from wdstrain.errors import UsageError
 from wdstrain.inspection.show.sample_view import SampleView, ViewBuilder
 from wdstrain.inspection.show.values import display_range, is_image_shape, to_image
-from wdstrain.loader.gpu_augment import IMAGENET
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.label import Label as IndexLabel
@@ -94,7 +94,7 @@ def _builders(
     ]
     notes = []
     for name, column in batch.items():
-        if name == "__key__":
+        if name in ("__key__", RNG):
             continue
         values, note = _values(column, count, normalize)
         notes += [f"{name}: {note}"] if note else []

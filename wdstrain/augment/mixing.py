@@ -81,11 +81,17 @@ def check_probability(name: str, value: float) -> None:
         raise UsageError(f"{name}={value}: must be in 0 to 1.")
 
 
-def mix(pixels: Tensor, labels: Tensor, mixing: Mixing, draws: Draws) -> tuple[Tensor, Tensor]:
+def mix(
+    pixels: Tensor, labels: Tensor, mixing: Mixing, draws: Draws, is_sample: npt.NDArray[np.bool_]
+) -> tuple[Tensor, Tensor]:
     """Return the images mixed with those before them, and the labels mixed by the same shares.
 
-    pixels: float32[b, h, w, 3]. labels: float32[b, classes].
+    pixels: float32[b, h, w, 3]. labels: float32[b, classes]. is_sample: bool[b], False for rows
+    that are empty and mixed into no other.
     """
+    partners = np.arange(len(draws))
+    partners[is_sample] = np.roll(partners[is_sample], 1)
+    order = on_device_of(partners, pixels)
     mixed = draws[:, _MIXED] < mixing.probability
     cuts = np.full(len(draws), bool(mixing.cutmix))
     if mixing.mixup and mixing.cutmix:
@@ -95,7 +101,7 @@ def mix(pixels: Tensor, labels: Tensor, mixing: Mixing, draws: Draws) -> tuple[T
         if rows.any():
             keep[rows] = np.interp(draws[rows, _MIX_SHARE], *beta_quantiles(alpha))
     cuts &= mixed
-    others = pixels.roll(1, 0)
+    others = pixels[order]
     if not cuts.all():
         weight = np.where(cuts, 1.0, keep).astype(np.float32)
         pixels = torch.lerp(others, pixels, on_device_of(weight, pixels).view(-1, 1, 1, 1))
@@ -112,7 +118,7 @@ def mix(pixels: Tensor, labels: Tensor, mixing: Mixing, draws: Draws) -> tuple[T
         pixels = torch.where(inside[..., None], others, pixels)
         keep = np.where(cuts, 1 - (right - left) * (bottom - top) / (width * height), keep)
     share = on_device_of(keep.astype(np.float32), labels).view(-1, 1)
-    return pixels, torch.lerp(labels.roll(1, 0), labels, share)
+    return pixels, torch.lerp(labels[order], labels, share)
 
 
 def _interval(

@@ -1,7 +1,6 @@
 """Augmentation of a batch of images at once, where the batch is: on a GPU or in memory.
 
-Each image is changed as by torchvision's v2 transforms, by the random numbers of its own sample
-(`EpochBatches.draws`). A resumed run, or a run with other workers or ranks, gets the same pixels.
+Each image is changed as by torchvision's v2 transforms, by the random numbers of its own sample. A resumed run, or a run with other workers or ranks, gets the same pixels.
 The distributions are those of torchvision (tested); the numbers are not.
 
 Crop, resize and flip are two matrix products per image, of weights for rows and for columns. The
@@ -15,14 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
+from wdstrain.augment.mixing import DRAWS as DRAWS
+from wdstrain.augment.mixing import Mixing, check_probability, erase, mix, on_device_of
 from wdstrain.decode.transforms import (
     FLIP_DRAW,
     RATIO,
@@ -32,12 +32,14 @@ from wdstrain.decode.transforms import (
     random_crops,
 )
 from wdstrain.errors import UsageError
-from wdstrain.loader.gpu_mixing import DRAWS as DRAWS
-from wdstrain.loader.gpu_mixing import Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.order.rng import stretched
 
 Batch = dict[str, Any]
 Draws = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+RNG = "__rng__"  # entry of a batch of images: 64 random bits for each sample, uint64[b]
+NO_SAMPLE = 0  # its value for a row whose sample is bad, and that is empty
 
 # Mean and standard deviation that pretrained models expect.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -69,7 +71,7 @@ class Augmentation:
     mixup_switch_prob   with mixup and cutmix, probability of cutmix
     random_erasing  probability that a rectangle of an image gets the mean color of `normalize`, or
                     black without it
-    classes         number of classes, for mixup and cutmix
+    classes         number of classes, which mixup and cutmix need
     dtype           of the result: torch.float32, float16 or bfloat16
     image, label    names of the fields in the batch
 
@@ -93,7 +95,7 @@ class Augmentation:
         mixup_prob: float = 1.0,
         mixup_switch_prob: float = 0.5,
         random_erasing: float = 0.0,
-        classes: int | None = None,
+        classes: int = 0,
         dtype: torch.dtype = torch.float32,
         image: str = "image",
         label: str = "label",
@@ -130,26 +132,28 @@ class Augmentation:
         self._normalize = _checked_normalization(normalize)
         self._random_erasing, self._classes = random_erasing, classes
         self._dtype, self._image, self._label = dtype, image, label
+        self._is_random = (
+            self._augment.rrc
+            or self._augment.flip
+            or self._mixing.is_used
+            or bool(self._jitter.any() or random_erasing)
+        )
 
-    def __call__(self, batch: Batch, draws: Draws) -> Batch:
-        """Return the batch with augmented images. draws: float64[b, DRAWS], a row for each sample.
+    def __call__(self, batch: Batch, draws: Draws | None = None) -> Batch:
+        """Return the batch with augmented images.
 
-        Raises UsageError for images or labels of another type.
+        draws: random numbers, float64[b, DRAWS]; default: those of the batch. Raises UsageError for
+        images or labels of another type, and for masks that would not follow their images.
         """
-        images = batch.get(self._image)
-        is_image = isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] == 3
-        if not isinstance(images, Tensor) or not is_image or images.dtype != torch.uint8:
-            raise UsageError(
-                f"batch[{self._image!r}] is {_described(images)}: must be uint8[b, 3, h, w]. "
-                f"Read it with wt.image(size=...)."
-            )
+        images = self.check(batch)
+        count, size = len(images), self._size or (int(images.shape[2]), int(images.shape[3]))
         result = dict(batch)
         if self._mixing.is_used:
-            result[self._label] = self._class_shares(batch)
-        size = self._size or (int(images.shape[2]), int(images.shape[3]))
-        if not len(images):  # the last batch of a rank without samples
+            result[self._label] = self._class_shares(batch[self._label])
+        if not count:  # the last batch of a rank without samples
             result[self._image] = images.new_zeros((0, 3, *size), dtype=self._dtype)
             return result
+        draws = self._draws(batch, count) if draws is None else draws
         pixels = _crop(images.permute(0, 2, 3, 1), self._augment, size, draws)
         if self._jitter.any():
             pixels = _jitter_colors(pixels, self._jitter, draws)
@@ -159,7 +163,8 @@ class Augmentation:
             pixels = erase(pixels, self._random_erasing, color, draws)
         if self._mixing.is_used:
             labels = result[self._label]
-            pixels, result[self._label] = mix(pixels, labels, self._mixing, draws)
+            is_sample = batch[RNG] != NO_SAMPLE if RNG in batch else np.ones(count, bool)
+            pixels, result[self._label] = mix(pixels, labels, self._mixing, draws, is_sample)
         if self._normalize is not None:
             mean, std = (
                 on_device_of(np.array(values, np.float32), pixels).view(1, 1, 1, 3)
@@ -169,16 +174,66 @@ class Augmentation:
         result[self._image] = pixels.to(self._dtype).permute(0, 3, 1, 2)
         return result
 
-    def _class_shares(self, batch: Batch) -> Tensor:
-        """Return the label of each sample as shares of classes. float32[b, classes]"""
+    def check(self, batch: Batch) -> Tensor:
+        """Return the images of a batch that can be augmented. Raises UsageError for others.
+
+        Labels are compared with `classes` only in host memory: a check on a GPU would wait for it.
+        """
+        images = batch.get(self._image)
+        if not are_images(images):
+            raise UsageError(
+                f"batch[{self._image!r}] is {_described(images)}: must be uint8[b, 3, h, w]. "
+                f"Read it with wt.image(size=...)."
+            )
+        if self._mixing.is_used:
+            self._check_labels(batch)
+        height, width = images.shape[2:]
+        moves = self._augment.rrc or self._augment.flip or self._mixing.is_used
+        if moves or self._size not in (None, (height, width)):
+            for name, value in batch.items():
+                if isinstance(value, Tensor) and value.shape[1:] == (height, width):
+                    raise UsageError(
+                        f"batch[{name!r}] is a mask of the images, which would not follow them. "
+                        f"Crop and flip both with wt.image(augment=...) and wt.mask(augment=...)."
+                    )
+        return images
+
+    def _check_labels(self, batch: Batch) -> None:
         label = batch.get(self._label)
         if not isinstance(label, Tensor) or label.ndim != 1 or label.dtype != torch.int64:
             raise UsageError(
                 f"batch[{self._label!r}] is {_described(label)}: mixup and cutmix need int64[b]. "
                 f"Read it with wt.label()."
             )
-        assert self._classes is not None
-        return one_hot(label, self._classes).float()
+        if label.is_cuda:
+            return
+        wrong = ((label < 0) | (label >= self._classes)).nonzero().flatten().tolist()
+        for row in wrong:
+            key = batch["__key__"][row] if "__key__" in batch else f"in row {row}"
+            raise UsageError(
+                f"sample '{key}' has the label {int(label[row])}, and classes={self._classes} "
+                f"allows 0 to {self._classes - 1}. Give classes= the number of all classes."
+            )
+
+    def _class_shares(self, label: Tensor) -> Tensor:
+        """Return the label of each sample as shares of classes. float32[b, classes]
+
+        A label outside the classes gives NaN, so that the loss shows it on a GPU, where `one_hot`
+        would end the process.
+        """
+        is_class = label[:, None] == torch.arange(self._classes, device=label.device)
+        return torch.where(is_class.any(1, keepdim=True), is_class.float(), math.nan)
+
+    def _draws(self, batch: Batch, count: int) -> Draws:
+        """Return the random numbers that came with a batch; any if none are needed."""
+        if not self._is_random:
+            return np.zeros((count, DRAWS))
+        if RNG not in batch:
+            raise UsageError(
+                f"the batch has no random numbers of its samples (batch[{RNG!r}]), which this "
+                f"augmentation needs. Keep that entry of the loader's batches."
+            )
+        return stretched(batch[RNG], DRAWS)
 
 
 # --- crop, resize, flip ---------------------------------------------------------------------------
@@ -328,6 +383,12 @@ def _checked_normalization(
             f'"imagenet".'
         )
     return value
+
+
+def are_images(value: object) -> TypeGuard[Tensor]:
+    """Return whether an entry of a batch is uint8[b, 3, h, w]."""
+    is_bytes = isinstance(value, Tensor) and value.dtype == torch.uint8
+    return isinstance(value, Tensor) and is_bytes and value.ndim == 4 and value.shape[1] == 3
 
 
 def _described(value: object) -> str:
