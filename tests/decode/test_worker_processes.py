@@ -170,27 +170,29 @@ def test_a_dropped_queue_closes_its_pipe_and_ends_its_thread(context: Any) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 96])
-@pytest.mark.parametrize("room", [0, 1, 3, 10, 50, 10_000])
-def test_batches_in_flight_of_threads_are_bounded_by_cores_and_room(count: int, room: int) -> None:
-    limits = workers.of_threads(count, room)
-    assert 2 <= limits.batches <= max(2, min(2 * count, room))
+@pytest.mark.parametrize("fits", [0, 1, 3, 10, 50, 10_000])
+def test_batches_in_flight_of_threads_are_bounded_by_cores_and_memory(
+    count: int, fits: int
+) -> None:
+    limits = workers.of_threads(count, fits)
+    assert 2 <= limits.batches <= max(2, min(2 * count, fits))
     assert 1 <= limits.decoders <= min(count, limits.batches)
-    if room >= 2 * count:
+    if fits >= 2 * count:
         assert limits == (2 * count, count, 0, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 @pytest.mark.parametrize("processors", [1, 2, 8, 96])
-@pytest.mark.parametrize("room", [0, 1, 3, 10, 50, 10_000])
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_room(
-    count: int, processors: int, room: int, together: int
+@pytest.mark.parametrize("fits", [0, 1, 3, 10, 50, 10_000])
+@pytest.mark.parametrize("batches_per_message", [1, 2, 4])
+def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_memory(
+    count: int, processors: int, fits: int, batches_per_message: int
 ) -> None:
-    limits = workers.of_processes(count, processors, room, together)
+    limits = workers.of_processes(count, processors, fits, batches_per_message)
     assert limits.decoders == count
     assert limits.messages > count  # each worker needs a message
     assert limits.messages <= max(count + 1, count + processors + max(2, processors // 2))
-    assert limits.messages * together <= max((count + 1) * together, room)
+    assert limits.messages * batches_per_message <= max((count + 1) * batches_per_message, fits)
 
 
 class CountsSamples:

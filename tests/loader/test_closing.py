@@ -14,7 +14,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from tests.support.known_faults import known_fault
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
@@ -283,7 +282,6 @@ class Hangs:
 
 
 @pytest.mark.slow
-@known_fault("suspected/close_waits_for_a_hanging_transform")
 def test_close_ends_though_a_transform_hangs(tmp_path: Path) -> None:
     """The transform may wait for a server of the user that never answers."""
     write_shards(tmp_path, [50])

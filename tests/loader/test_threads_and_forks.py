@@ -446,40 +446,6 @@ def test_a_child_and_its_parent_continue_reading_a_remote_file(tmp_path: Path) -
         file.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped anew by calls of Linux")
-@pytest.mark.parametrize("kind", ["landing", "decoded"])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_parent_and_child_hold_independent_copies_of_a_batch(
-    numbered: Path, kind: str, num_workers: int
-) -> None:
-    fields = {name: field for name, field in (FIELDS[kind] or {}).items() if name != "text"}
-    loader = wt.Loader(numbered, fields, batch_size=12, shuffle_buffer=60, num_workers=num_workers)
-    batches = iter(loader)
-    held = [next(batches), next(batches)]
-    closed, written = (
-        multiprocessing.get_context("fork").Event(),
-        multiprocessing.get_context("fork").Event(),
-    )
-
-    def use() -> list[Any]:
-        held[1]["x"].numpy()[:] = -1
-        written.set()
-        assert closed.wait(30)
-        return [check(held[0]), bool((held[1]["x"].numpy() == -1).all())]
-
-    child = Child(use)
-    assert written.wait(30)
-    keys, _ = map(check, held)
-    held.clear()
-    for _ in range(2):
-        for other in batches:
-            check(other)
-        batches = iter(loader)
-    closed.set()
-    assert child.result() == [keys, True]
-    loader.close()
-
-
 class SlowName(str):
     """A class name whose hash is computed between two events."""
 

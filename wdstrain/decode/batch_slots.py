@@ -5,8 +5,8 @@ of its batch exists: all of them refer to one small object, and a weak reference
 Users may therefore keep batches. Once they keep more batches than there are spare slots, further
 batches are copies, so decoding never waits for a user.
 
-A forked child keeps the batches of its parent as they are at the fork, in memory of its own: the
-parent reuses its slots, and does not see what the child writes.
+A forked child shares this memory with its parent. Once the parent drops a batch, its slot is
+reused, and the child sees the next batch there: a child that needs a batch clones it first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.shared import Memory, Snapshot
+from wdstrain.memory.shared import Memory
 
 _log = logging.getLogger("wdstrain")
 
@@ -86,7 +86,6 @@ class Slots:
         self._ended: deque[_Lease] = deque()
         self._page_lock_tried = not layout.columns
         self._page_lock: PageLock | None = None
-        _instances.add(self)
 
     def lock_pages(self) -> None:
         """Page-lock the memory for copies to a CUDA device, once.
@@ -143,22 +142,6 @@ class Slots:
             self._leases[slot] = lease
         return self._tensors(self.layout.arrays(base, 0, rows))
 
-    def pause(self) -> None:
-        """Let no slot change its state until `resume`: a process is about to be forked."""
-        self._lock.acquire()
-
-    def resume(self) -> None:
-        """Go on after the fork."""
-        self._lock.release()
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return copies of the batches that the user keeps. Call this while paused."""
-        self._collect()
-        return [
-            Snapshot(self.memory, slot * self.layout.size, self.layout.size)
-            for slot in self._leases
-        ]
-
     def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Return the columns as tensors; images have their channels before height and width."""
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -180,49 +163,6 @@ class _Lease(weakref.ref[Any]):
 
     __slots__ = ("slot",)
     slot: int
-
-
-class _ForkHooks:
-    """Give a forked child copies of the batches that the user keeps."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # two threads may fork at the same time
-        self._paused, self._snapshots = list[Slots](), list[Snapshot]()
-
-    def before(self) -> None:
-        """Pause all slots and copy the batches."""
-        self._lock.acquire()
-        for slots in list(_instances):
-            slots.pause()
-            self._paused.append(slots)
-            self._snapshots += slots.snapshots()
-
-    def after_in_parent(self) -> None:
-        """Drop the copies."""
-        for snapshot in self._snapshots:
-            snapshot.discard()
-        self._resume()
-
-    def after_in_child(self) -> None:
-        """Replace the batches by the copies."""
-        for snapshot in self._snapshots:
-            snapshot.install()
-        self._resume()
-
-    def _resume(self) -> None:
-        for slots in self._paused:
-            slots.resume()
-        self._paused, self._snapshots = [], []
-        self._lock.release()
-
-
-_instances: weakref.WeakSet[Slots] = weakref.WeakSet()
-_hooks = _ForkHooks()
-os.register_at_fork(
-    before=_hooks.before,
-    after_in_parent=_hooks.after_in_parent,
-    after_in_child=_hooks.after_in_child,
-)
 
 
 class PageLock:

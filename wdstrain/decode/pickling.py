@@ -1,10 +1,8 @@
 """Check that a user's functions and fields can be sent to worker processes, before any is started.
 
 A forked worker inherits everything. A spawned worker receives its parts by pickle, which sends
-functions and classes as names to import. A lambda has no such name: pickling fails. A function of
-a notebook has one that a worker cannot import: only the worker's start would fail, with a
-traceback. Names in `__main__` are therefore noted while pickling, and refused if a worker cannot
-run that module again.
+functions and classes as names to import. A lambda has no such name. A function of a notebook has
+one that a worker cannot import: only the worker's start would fail, with a traceback.
 
 Code itself is not sent (cloudpickle): it would take along the globals that it refers to, so that
 workers could get parts of different states of a notebook.
@@ -13,15 +11,17 @@ workers could get parts of different states of a notebook.
 from __future__ import annotations
 
 import functools
-import io
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
 from multiprocessing import context as starting
 from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 from types import FunctionType
 from typing import Any
+
+import torch
 
 from wdstrain.errors import UsageError
 
@@ -45,69 +45,50 @@ def check_picklable(
     if method == "fork":
         return
     parts = {f"fields[{name!r}]": field for name, field in (fields or {}).items()} | {**functions}
-    for name, part in parts.items():
-        reason = _obstacle(part)
-        if not reason:
-            continue
-        has_fork = "fork" in multiprocessing.get_all_start_methods()
-        fork = ", or multiprocessing_context='fork'" if has_fork else ""
-        raise UsageError(
-            f"{name} cannot be sent to worker processes, which {method} starts: {reason}. "
-            f"Use {instead}a function or class at the top of a .py file that you import{fork}."
-        )
-
-
-def _obstacle(part: object) -> str:
-    """Return why an object cannot be sent; empty if it can."""
-    pickler = _RecordingPickler(io.BytesIO())
     before = starting.get_spawning_popen()
-    starting.set_spawning_popen(_FakeProcess())  # type: ignore[arg-type]
+    starting.set_spawning_popen(_NoProcess())  # type: ignore[arg-type]
     try:
-        pickler.dump(part)
+        with open(os.devnull, "wb") as nowhere:
+            for name in parts:
+                # Protocol 5 hands the buffers of large arrays over instead of copying them.
+                _CheckingPickler(nowhere, 5, True, lambda _: None).dump(parts[name])
     except Exception as error:  # pickling runs code of the object, which may raise anything
-        if pickler.local:
-            name = _described(pickler.local[-1])
-            return f"{name} is not at the top of a module, from where they could import it"
-        return str(error).rstrip(".") or type(error).__name__
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise UsageError(
+            f"{name} cannot be sent to worker processes, which {method} starts: {reason}. Use "
+            f"{instead}a function or class at the top of a .py file that you import, or "
+            f"multiprocessing_context='fork'."
+        ) from None
     finally:
         starting.set_spawning_popen(before)
-    if pickler.in_main and not _can_import_main():
-        name = _described(pickler.in_main[0])
-        return f"{name} is of a notebook, a prompt or python -c, from where they cannot import it"
-    return ""
 
 
-class _RecordingPickler(ForkingPickler):
-    """Pickles as for a started process, and records objects that are sent by name."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.in_main: list[Any] = []  # objects of `__main__`
-        self.local: list[Any] = []  # lambdas, and objects defined within a function
+class _CheckingPickler(ForkingPickler):
+    """Pickler that refuses names which workers cannot import, and leaves out tensors."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):  # torch would move it to shared memory
+            return int, ()
         if isinstance(obj, _PICKLED_BY_NAME):
-            if obj.__module__ == "__main__":
-                self.in_main.append(obj)
-            if "<" in obj.__qualname__:  # <lambda>, <locals>
-                self.local.append(obj)
+            kind, name = "class" if isinstance(obj, type) else "function", obj.__qualname__
+            shown = "a lambda" if name.endswith("<lambda>") else f"the {kind} {obj.__name__!r}"
+            if obj.__module__ == "__main__" and not _can_import_main():
+                raise PicklingError(
+                    f"{shown} is of a notebook, a prompt or python -c, from where they cannot "
+                    f"import it"
+                )
+            if "<" in name:
+                raise PicklingError(
+                    f"{shown} is not at the top of a module, from where they could import it"
+                )
         return NotImplemented
 
 
-class _FakeProcess:
+class _NoProcess:
     """Process that is being started, for pickling: locks and shared memory can be sent to it."""
 
     DupFd = staticmethod(int)
-
-    def duplicate_for_child(self, handle: int) -> int:
-        return handle
-
-
-def _described(part: Any) -> str:
-    name = part.__qualname__.rpartition("<locals>.")[2]
-    if name == "<lambda>":
-        return "a lambda"
-    return f"the {'class' if isinstance(part, type) else 'function'} {name!r}"
+    duplicate_for_child = staticmethod(int)
 
 
 def _can_import_main() -> bool:
@@ -115,9 +96,5 @@ def _can_import_main() -> bool:
     main = sys.modules["__main__"]
     if main.__spec__ is not None:  # python -m; the __main__ of a package is not imported
         return main.__spec__.name.rpartition(".")[2] != "__main__"
-    file = getattr(main, "__file__", None)
-    return (
-        file is not None
-        and os.path.isfile(file)
-        and os.path.splitext(os.path.basename(file))[0] != "ipython"
-    )
+    file = getattr(main, "__file__", None) or ""
+    return os.path.isfile(file) and os.path.basename(file) not in ("ipython", "ipython.exe")

@@ -20,7 +20,6 @@ import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
-from functools import partial
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -32,9 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
 from wdstrain.decode.worker_queues import interruptible_context
-from wdstrain.decode.workers import PREFETCH, Flight
+from wdstrain.decode.workers import PREFETCH, InFlightLimits
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
@@ -63,11 +61,11 @@ class WorkerProcesses:
     again. A comment at each says which wait would never end without it.
     """
 
-    def __init__(self, decoder: Decoder, flight: Flight, context: str | None) -> None:
+    def __init__(self, decoder: Decoder, limits: InFlightLimits, context: str | None) -> None:
         """context: start method; None: Python's default."""
-        self.count = flight.decoders
+        self.count = limits.decoders
         self._decoder, self._context = decoder, context
-        self._sampler = _MessageSampler(flight)
+        self._sampler = _MessageSampler(limits)
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None  # of the DataLoader
@@ -144,7 +142,6 @@ class WorkerProcesses:
         context = interruptible_context(
             multiprocessing.get_context(self._context), (PREFETCH + 1) * self.count + 1
         )
-        begin = partial(_begin_worker, self._decoder.slots)
         return DataLoader(
             _DecodingDataset(self._decoder),
             batch_size=None,  # a message has whole batches
@@ -154,7 +151,7 @@ class WorkerProcesses:
             persistent_workers=True,
             in_order=torch.__version__ < "2.7",
             collate_fn=_unchanged,
-            worker_init_fn=begin,
+            worker_init_fn=_begin_worker,
             multiprocessing_context=child_process.recording_context(context, self._processes),
             generator=torch.Generator(),  # so that torch's global generator does not advance
         )
@@ -231,11 +228,11 @@ class _MessageSampler(Iterator[_Message]):
 
     tasks: Iterator[Task]
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, limits: InFlightLimits) -> None:
         self._workers, self._most, self._together = (
-            flight.decoders,
-            flight.messages,
-            flight.together,
+            limits.decoders,
+            limits.messages,
+            limits.batches_per_message,
         )
 
     def __iter__(self) -> _MessageSampler:
@@ -320,10 +317,9 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _begin_worker(slots: Memory, _: int) -> None:
+def _begin_worker(_: int) -> None:
     """Set up a worker process. SIGUSR2 prints its Python stack, also while C code keeps the GIL."""
     child_process.set_up_worker()
-    slots.map_shared()
     faulthandler.register(
         signal.SIGUSR2, file=2, all_threads=False
     )  # not sys.stderr: a notebook's has no descriptor

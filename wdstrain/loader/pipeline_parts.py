@@ -11,7 +11,7 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.label_columns import LabelColumn, label_columns
 from wdstrain.decode.task import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
-from wdstrain.decode.workers import DecoderThreads, Flight, InlineDecoder, Workers, flight_of
+from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
@@ -87,7 +87,7 @@ class PipelineParts:
     slots: Slots
     task_builder: TaskBuilder
     decoder: Decoder
-    workers: Workers
+    workers: DecoderThreads | WorkerProcesses
     totals: StageTotals = field(default_factory=StageTotals)
 
 
@@ -111,12 +111,13 @@ def build_parts(
         needed = {name for field in fields.values() for name in field.names}
     is_inline = not fields and options.transform is None  # bytes are taken from the arena itself
     batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
-    flight = flight_of(options.num_workers, plan.batch_size, layout.size, batch_bytes)
-    busy = 1 if is_inline else flight.batches
-    slots = Slots(layout, busy=busy + 1, spare=_SPARE_SLOTS)
+    limits = in_flight_limits(options.num_workers, plan.batch_size, layout.size, batch_bytes)
+    if is_inline:
+        limits = InFlightLimits(batches=1, decoders=0)
+    slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
     read_options = ReadOptions(
         ahead=size_setting(*_READ_AHEAD),
-        in_flight=busy + 1,
+        in_flight=limits.batches + 1,
         needed_fields=needed,
         skip_unreadable=replaces,
         cache=options.cache,
@@ -133,6 +134,9 @@ def build_parts(
         seed=plan.seed,
     )
     decoder = Decoder(settings, reader.memory, slots.memory)
+    workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
+    if options.num_workers and not is_inline:
+        workers = WorkerProcesses(decoder, limits, options.context)
     builder = TaskBuilder(index, needed, with_keys=options.transform is not None)
     return PipelineParts(
         index=index,
@@ -144,12 +148,5 @@ def build_parts(
         slots=slots,
         task_builder=builder,
         decoder=decoder,
-        workers=InlineDecoder(decoder) if is_inline else _new_workers(decoder, flight, options),
+        workers=workers,
     )
-
-
-def _new_workers(decoder: Decoder, flight: Flight, options: PipelineOptions) -> Workers:
-    """Return decoders in processes or threads."""
-    if options.num_workers:
-        return WorkerProcesses(decoder, flight, options.context)
-    return DecoderThreads(decoder, flight)

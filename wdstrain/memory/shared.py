@@ -77,64 +77,8 @@ class Memory:
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
-    def map_shared(self) -> None:
-        """In a forked worker: share all bytes with the parent again, also those of a `Snapshot`."""
-        _system.mmap(self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0)
-
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)
-
-
-class Snapshot:
-    """Private copy of some bytes of a memory, which replaces them in a forked child.
-
-    The child then keeps their present values when the parent writes to the memory.
-    """
-
-    def __init__(self, memory: Memory, start: int, size: int) -> None:
-        """Copies `size` bytes from offset `start` on. Raises MemoryError."""
-        before = start % mmap.PAGESIZE
-        self._address, self._size = (
-            memory.address + start - before,
-            -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE,
-        )
-        self._copy = _system.mmap(
-            None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-        )
-        if self._copy == _FAILED:
-            raise MemoryError
-        ctypes.memmove(self._copy, self._address, self._size)
-
-    def install(self) -> None:
-        """In the child: replace the shared pages with the copy."""
-        _system.mremap(self._copy, self._size, self._size, _MOVE, self._address)
-
-    def discard(self) -> None:
-        """In the parent: free the copy."""
-        _system.munmap(self._copy, self._size)
-
-
-def _libc() -> Any:
-    """Return libc for mapping memory at a given address."""
-    system = ctypes.CDLL(None)
-    size, address = ctypes.c_size_t, ctypes.c_void_p
-    system.mmap.argtypes, system.mmap.restype = (
-        (address, size, *[ctypes.c_int] * 3, ctypes.c_long),
-        address,
-    )
-    system.mremap.argtypes, system.mremap.restype = (
-        (address, size, size, ctypes.c_int, address),
-        address,
-    )
-    system.munmap.argtypes = (address, size)
-    return system
-
-
-_READ_WRITE = 3  # PROT_READ | PROT_WRITE
-_FIXED = 0x10  # MAP_FIXED
-_MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
-_FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1  # MAP_FAILED
-_system = _libc()
 
 
 class _ThreadLocks(dict[int, threading.Lock]):
