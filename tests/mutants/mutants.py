@@ -40,7 +40,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/storage/test_odd_servers.py",
         "tests/storage/test_http.py",
         "tests/storage/test_shard_cache.py",
-        "tests/storage/test_io_pool.py",
         "tests/oracle/test_loading.py",
         "tests/storage/test_object_store.py",
         "tests/fuzz",
@@ -335,12 +334,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "(np.diff(index.shard_of(ids)) < 0) | (gaps < 0)",
         ),
         ("break-backwards", "!= 0) | (gaps < 0) | (gaps > GAP)", "!= 0) | (gaps > GAP)"),
-        ("row-of-lane", "lanes.index(lane) * share\n", "lanes.index(lane)\n"),
-        (
-            "short-steps",
-            "max(0, plan.steps - 2), plan.steps)",
-            "max(0, plan.steps - 1), plan.steps)",
-        ),
+        ("steps-of-block", "max(1, _STEP_SAMPLES //", "max(0, _STEP_SAMPLES //"),
+        ("highest-place", "np.maximum.accumulate(places)", "np.minimum.accumulate(places)"),
     ],
     "reader/lane.py": [
         (
@@ -372,21 +367,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "replaced-remote",
             "if not self._index.needs_headers(samples.shard):",
             "if self._index.needs_headers(samples.shard):",
-        ),
-    ],
-    "reader/slot_sink.py": [
-        (
-            "suspect-numbers",
-            "(checksums[:, k, 1] != scatter.crc[:, k])",
-            "(checksums[:, k, 0] != scatter.crc[:, k])",
-        ),
-    ],
-    "reader/direct_fields.py": [
-        ("same-fields", "if (kinds != kinds[0]).any():", "if (kinds != kinds[0]).all():"),
-        (
-            "bytes-before",
-            "(positions > direct.member) * direct.row",
-            "(positions < direct.member) * direct.row",
         ),
     ],
     # --- decode ---
