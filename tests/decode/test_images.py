@@ -242,3 +242,18 @@ def test_a_subclass_of_the_image_field_decodes_every_image_itself(tmp_path: Path
         ) as loader:
             (batch,) = loader
             assert (batch["plain"] + batch["negative"] == 255).all()
+
+
+def test_a_random_crop_of_a_very_narrow_image_is_its_center_at_the_nearest_ratio(
+    tmp_path: Path,
+) -> None:
+    """No crop of 8 to 100 % of the area fits: the center with 3 : 4 is taken, as torchvision does."""
+    rows = (np.arange(800) % 250).astype(np.uint8)
+    pixels = np.broadcast_to(rows[:, None, None], (800, 6, 3))
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
+    write_tar(tmp_path / "a.tar", [("tall", {"png": file.getvalue()})])
+    field = wt.image(size=8, augment="rrc")  # 6 / (3 / 4) = 8 rows: not resized in height
+    with closing(wt.Loader(tmp_path, {"image": field}, batch_size=1, shuffle=False)) as loader:
+        (batch,) = loader
+    assert batch["image"][0, 0, :, 0].tolist() == rows[396:404].tolist()
