@@ -99,6 +99,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training/test_segmentation.py",
         "tests/training/test_trained.py",
         "tests/training/test_resuming.py",
+        "tests/training/test_torchrun.py",
     ),
 }
 
@@ -135,6 +136,13 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/shard_samples.py": ("tests/webdataset/test_webdataset.py",),
     "loader/session.py": ("tests/loader/test_positions.py",),
     "loader/loader.py": ("tests/loader/test_positions.py",),
+    "training/optim.py": ("tests/training/test_recipes.py",),
+    "training/weights.py": ("tests/training/test_recipes.py",),
+    "training/head_metrics.py": ("tests/training/test_scores.py",),
+    "training/data.py": ("tests/training/test_data.py",),
+    "training/run_state.py": ("tests/training/test_resuming.py",),
+    "conversion/external_shuffle.py": ("tests/conversion/test_resuming.py",),
+    "conversion/images.py": ("tests/conversion/test_sample_values.py",),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
     "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
 }
