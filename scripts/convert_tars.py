@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Convert existing shards.")
     parser.add_argument("urls", nargs="+", help="folder, index.json, tar, glob or brace pattern")
     parser.add_argument("out", help="folder for the new shards")
-    parser.add_argument("--select", help="condition on the fields, such as 'cls < 3'")
+    parser.add_argument("--where", help="condition on columns and fields, such as 'cls < 3'")
     parser.add_argument("--rename", action="append", default=[], help="OLD=NEW")
     parser.add_argument("--val", type=float, help="share of the split val (default: old splits)")
     parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
@@ -27,7 +27,7 @@ def main() -> None:
     index = wt.convert_tars(
         arguments.urls,
         arguments.out,
-        select=arguments.select,
+        where=arguments.where,
         rename=dict(pair.split("=", 1) for pair in arguments.rename),
         split=split,
         overwrite=arguments.overwrite,

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from wdstrain.loader.webdataset import WebDataset
     from wdstrain.order.plan import Plan
     from wdstrain.shards.index import Index, Shard
-    from wdstrain.shards.label import Label
+    from wdstrain.shards.kinds import ColumnInfo as Label
     from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.file_object import gopen
@@ -147,7 +147,8 @@ _NAMES = {
     "loader.to_example": "to_example",
     "loader.webdataset": "WebDataset",
     "order.plan": "Plan",
-    "shards.index": "Index Label Shard",
+    "shards.index": "Index Shard",
+    "shards.kinds": "Label",
     "storage.file_object": "gopen",
     "training.api": "evaluate train",
     "training.callbacks": "Callback",
@@ -160,7 +161,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
     "index": "shards.make_index",
     "open": "shards.resolve",
 }
-_OWN_NAMES = {"open": "open_index"}
+_OWN_NAMES = {"Label": "ColumnInfo", "open": "open_index"}
 
 
 def __getattr__(name: str) -> Any:

@@ -434,7 +434,7 @@ def test_resume_refuses_other_options(tmp_path: Path) -> None:
 
 def test_resume_keeps_the_counts_of_skipped_input(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", [400])
-    options: dict[str, Any] = {"select": "cls != 3", "max_shard_samples": 40}
+    options: dict[str, Any] = {"where": "cls != 3", "max_shard_samples": 40}
     with pytest.raises(EnoughError):
         wt.convert_tars(str(tmp_path / "in"), str(tmp_path / "out"), progress=broken_off, **options)
     wt.convert_tars(str(tmp_path / "in"), str(tmp_path / "out"), resume=True, **options)
@@ -1209,7 +1209,7 @@ def test_shards_are_not_replaced_by_a_selection_of_themselves(tmp_path: Path, ca
         )
         == 40
     )
-    assert len(wt.convert_tars(folder, folder, select="split == 'train'", overwrite=True)) < 40
+    assert len(wt.convert_tars(folder, folder, where="split == 'train'", overwrite=True)) < 40
 
 
 def test_a_dropped_field_cannot_be_renamed(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
     assert found == {value: column.count(value) for value in column}
     assert set(found) <= set(label.classes)
     assert sum(found.values()) == rows
-    field = wt.label(label.field, column=label.column)
+    field = wt.label(label.field, column=label.entry)
     loader = wt.Loader(index, {"y": field}, batch_size=rows, tail="keep", shuffle=False)
     try:
         delivered = [label.classes[number] for batch in loader for number in batch["y"].tolist()]

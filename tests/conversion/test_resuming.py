@@ -28,7 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rename": {"rename": {"txt": "said"}},
     "keep": {"keep": ["txt", "cls", *(f"field{n}" for n in range(8))]},
     "drop": {"drop": [f"field{n}" for n in range(8)]},
-    "select": {"select": "cls == 1"},
     "keys": {"keys": "keys.txt"},
 }
 RUN = """
@@ -85,7 +84,7 @@ _AGAIN = known_fault("conversion/archives_are_read_again_on_resume")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[_AGAIN] if name in ("keep", "drop", "select", "keys") else [])
+        pytest.param(name, marks=[_AGAIN] if name in ("keep", "drop", "keys") else [])
         for name in VARIANTS
     ],
 )

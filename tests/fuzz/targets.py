@@ -56,7 +56,7 @@ from wdstrain.shards import make_index
 from wdstrain.shards.header_scans import recall
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (
     NO_KEY,
@@ -414,7 +414,10 @@ def _indexed() -> Index:
         file.write(tar_of(_SAMPLES))
     index = scan([path])
     crcs = [crc32(body) for _, of in _SAMPLES for body in of.values()]
-    labels = (Label("cls", "class", "cls", None, ("no", "yes")), Label("n", "number", "json", "n"))
+    labels = (
+        ColumnInfo("cls", "class", "cls", None, ("no", "yes")),
+        ColumnInfo("n", "number", "json", "n"),
+    )
     return replace(
         index, offsets=index.offsets.replaced(member_crc=np.array(crcs, np.uint32)), labels=labels
     )
@@ -514,10 +517,10 @@ def _check_index(index: Index, folder: str) -> None:
             label.name,
             label.field,
             *label.classes,
-            *([] if label.column is None else [label.column]),
+            *([] if label.entry is None else [label.entry]),
         )
         _must(all(isinstance(word, str) for word in words), "labels are words", label)
-        _must(label.kind in ("class", "number", "multi"), "labels are of a kind", label)
+        _must(label.kind in ("class", "flag", "number", "multi"), "labels are of a kind", label)
     _must(isinstance(index.fingerprint, str) and bool(repr(index)), "an index can be shown", index)
 
 

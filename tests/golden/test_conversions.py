@@ -188,8 +188,7 @@ def tars_with_conditions(source: Path, out: Path, **options: Any) -> None:
     wt.convert_tars(
         write_source_shards(source),
         out,
-        where="angle < 2",
-        select="json.sender != 's3'",
+        where="angle < 2 and json.sender != 's3'",
         rename={"png": "image.png"},
         drop=["json"],
         max_shard_samples=9,

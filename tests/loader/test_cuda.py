@@ -14,7 +14,7 @@ from tests.conftest import Sample, picture, write_tar
 from wdstrain.augment.gpu import DRAWS
 from wdstrain.decode.batch_slots import PageLock
 from wdstrain.memory.shared import Memory
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.heads import ClassHead
 from wdstrain.training.inputs import Normalization, normalize
@@ -163,7 +163,7 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
 
 
 def test_loss_and_metrics_of_a_step_do_not_synchronize_with_the_device() -> None:
-    label = Label(name="kind", field="cls", kind="class", classes=("a", "b", "c"))
+    label = ColumnInfo(name="kind", field="cls", kind="class", classes=("a", "b", "c"))
     task = Task((ClassHead(label),))
     pixels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
     outputs, target = torch.randn(8, 3, device="cuda"), torch.arange(8, device="cuda") % 3

@@ -111,10 +111,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/selection.py": ("tests/shards/test_selection.py",),
     "shards/index_table.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
     "shards/tar.py": ("tests/shards/test_tar.py",),
-    "shards/expressions.py": (
-        "tests/conversion/test_sources.py::test_conditions_select_the_packed_samples",
-        "tests/conversion/test_sources.py::test_values_of_a_text_column_are_compared_as_text",
-    ),
+    "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
     "storage/http.py": ("tests/storage/test_http.py",),
     "storage/http_response.py": (
         "tests/storage/test_odd_servers.py::test_a_range_that_begins_elsewhere_is_an_error_that_names_it",
@@ -212,13 +209,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "is_number = text.isdecimal() and int(text) <= len(classes)",
         ),
     ],
-    "shards/expressions.py": [
-        ("chain-of-comparisons", "left = right\n", "left = left\n"),
-        (
-            "zero-is-false",
-            "bool(len(self)) and self.number != 0",
-            "bool(len(self)) or self.number != 0",
-        ),
+    "shards/where.py": [
+        ("chain-of-comparisons", "values[i], values[i + 1]", "values[0], values[i + 1]"),
+        ("zero-is-false", "return pc.not_equal(value, 0)", "return pc.not_equal(value, 1)"),
     ],
     "shards/offsets.py": [
         (

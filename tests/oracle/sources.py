@@ -264,7 +264,7 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
         items.append(Item(sample.fields["number"], fields, labels))
 
     def convert(out: str, **options: Any) -> wt.Index:
-        fields = {"select": select, "drop": drop, "rename": rename}
+        fields = {"where": select, "drop": drop, "rename": rename}
         return wt.convert_tars(str(folder / "tars"), out, **fields, **declared, **options)
 
     def change() -> None:

@@ -25,7 +25,7 @@ from wdstrain.decode import transforms
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead
@@ -43,13 +43,13 @@ from wdstrain.training.optim import (
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import freeze, load, train_mode
 
-KIND = Label("kind", "class", "cls", classes=("a", "b", "c"))
-TWO = Label("two", "class", "json", "two", ("no", "yes"))
-TAGS = Label("tags", "multi", "json", "tags", ("x", "y", "z"))
-LIGHT = Label("light", "number", "json", "light")
+KIND = ColumnInfo("kind", "class", "cls", classes=("a", "b", "c"))
+TWO = ColumnInfo("two", "class", "json", "two", ("no", "yes"))
+TAGS = ColumnInfo("tags", "multi", "json", "tags", ("x", "y", "z"))
+LIGHT = ColumnInfo("light", "number", "json", "light")
 
 
-def index_of(*labels: Label) -> Index:
+def index_of(*labels: ColumnInfo) -> Index:
     return Index((), ("jpg", "cls", "json"), Offsets.of([], []), labels)
 
 

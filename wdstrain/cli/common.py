@@ -9,7 +9,6 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from wdstrain.errors import UsageError
@@ -157,9 +156,9 @@ def facts(index: Index) -> dict[str, Any]:
         "bytes": sum(shard.bytes for shard in index.shards),
         "splits": _splits(index),
         "fields": list(index.fields),
-        "labels": [asdict(label) for label in index.labels],
+        "labels": [label.row for label in index.labels],
         "columns": [
-            {**column.described, "missing": column.values.null_count} for column in index.columns
+            {**column.row, "missing": column.values.null_count} for column in index.columns
         ],
     }
 

@@ -15,9 +15,8 @@ import numpy as np
 from wdstrain.conversion.catalog import Catalog
 from wdstrain.conversion.result import ConversionResult, merged_counts
 from wdstrain.errors import UsageError
-from wdstrain.shards.columns import NOT_A_COLUMN
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
@@ -55,7 +54,7 @@ def check_keys(former: Index, catalog: Catalog, numbers: Ints, out: str) -> None
         )
 
 
-def check_labels(former: Index, labels: Sequence[Label], out: str) -> None:
+def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
     """Raise UsageError unless the class numbers of the new samples mean the classes of the set."""
     for name in dict.fromkeys(label.name for label in [*former.labels, *labels]):
         old, new = _named(former.labels, name), _named(labels, name)
@@ -149,11 +148,11 @@ def _all_null(*columns: Any) -> bool:
     )
 
 
-def _named(labels: Sequence[Label], name: str) -> Label | None:
+def _named(labels: Sequence[ColumnInfo], name: str) -> ColumnInfo | None:
     return next((label for label in labels if label.name == name), None)
 
 
-def _shown(label: Label | None) -> str:
+def _shown(label: ColumnInfo | None) -> str:
     if label is None:
         return "missing"
     names = ", ".join(label.classes[:8]) + (", ..." if len(label.classes) > 8 else "")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 
@@ -34,7 +34,7 @@ def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
 
 def fixed_classes(
     classes: Sequence[str], like: Urls | None, asked: Sequence[tuple[str, str | None]]
-) -> dict[str, Label]:
+) -> dict[str, ColumnInfo]:
     """Return the labels whose classes are given, by name.
 
     classes: names of the only label that is asked for; like: shards that have all labels. asked:
@@ -51,7 +51,7 @@ def fixed_classes(
                 f"{', '.join(able) or 'none'}. Use like=... for several labels, or write "
                 "LABEL:number for numbers."
             )
-        return {able[0]: Label(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
+        return {able[0]: ColumnInfo(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
         return {}
     labels = {label.name: label for label in open_index(like).labels}

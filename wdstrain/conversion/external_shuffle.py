@@ -15,7 +15,6 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -30,7 +29,7 @@ from wdstrain.conversion.sample_meta import MetaBuilder, SampleMeta
 from wdstrain.conversion.shard_writer import IndexBuilder
 from wdstrain.errors import StorageError
 from wdstrain.runtime.options import as_bytes
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.files import sync_folder, write_whole
 
@@ -49,7 +48,7 @@ def shuffle_stream(
     bad_samples: BadSamples,
     progress: Progress,
     first_key: int = 0,
-) -> tuple[SpanCatalog, tuple[Label, ...], int]:
+) -> tuple[SpanCatalog, tuple[ColumnInfo, ...], int]:
     """Write a stream, or its first `limit` samples, into files in `folder`.
 
     Returns the samples, their labels, and the number of entries that were read, bad ones included.
@@ -78,7 +77,7 @@ def shuffle_stream(
 
 def restore_shuffle(
     stream: Stream, folder: str, options: Options, bad_samples: BadSamples
-) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
+) -> tuple[SpanCatalog, tuple[ColumnInfo, ...], int] | None:
     """Return the result of `shuffle_stream` in an earlier run; None if it did not finish."""
     try:
         with open(os.path.join(folder, _ABOUT), encoding="utf-8") as file:
@@ -105,7 +104,7 @@ def restore_shuffle(
     for row in about["bad"]:
         bad_samples.put(BadSample(*row))
     stream.ignored.update(about["ignored"])
-    labels = tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in about["labels"])
+    labels = tuple(map(ColumnInfo.of_row, about["labels"]))
     return catalog, labels, about["entries"]
 
 
@@ -223,7 +222,7 @@ class _BucketWriter:
     def save(
         self,
         identity: str,
-        labels: tuple[Label, ...],
+        labels: tuple[ColumnInfo, ...],
         bad: list[BadSample],
         entries: int,
         ignored: dict[str, int],
@@ -241,7 +240,7 @@ class _BucketWriter:
             "renamed": made.renamed,
             "original": made.names,
             "bad": bad,
-            "labels": [asdict(label) for label in labels],
+            "labels": [label.row for label in labels],
             "entries": entries,
             "ignored": ignored,
         }

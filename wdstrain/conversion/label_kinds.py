@@ -23,7 +23,7 @@ from wdstrain.conversion.label_values import (
     with_classes,
 )
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 KINDS = ("class", "number", "multi")
 _FEW = 0.05  # cells of another type that do not make a column ambiguous
@@ -42,7 +42,7 @@ class Decision:
     values: one per row. bad: {row: why its cell cannot be used}. lines: the decision, for people.
     """
 
-    label: Label
+    label: ColumnInfo
     values: list[Any]
     bad: dict[int, str]
     lines: list[str]
@@ -239,7 +239,7 @@ def _guess_lists(column: LabelCells, rows: list[int]) -> str:
 # --- lines for people -----------------------------------------------------------------------------
 
 
-def _lines(label: Label, column: LabelCells) -> list[str]:
+def _lines(label: ColumnInfo, column: LabelCells) -> list[str]:
     """Return lines about the decision and the number of values that fit."""
     good = [value for _, value in column.good()]
     counts = f"{len(good)} of {len(column.values)} values fit"

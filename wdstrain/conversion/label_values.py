@@ -9,7 +9,7 @@ from typing import Any
 
 from wdstrain.conversion.classes import RANGE, shown
 from wdstrain.errors import UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 _LARGEST = 3.4028234663852886e38  # of a float32, the type of numbers in training
 _SHOWN = 8  # notes about names with blanks
@@ -48,7 +48,7 @@ class LabelCells:
         )
 
 
-def number_label(column: LabelCells, names: tuple[str, ...]) -> Label:
+def number_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
     """Return a label of numbers; the values become int or float."""
     for row, value in column.good():
         number: Any = value
@@ -64,10 +64,10 @@ def number_label(column: LabelCells, names: tuple[str, ...]) -> Label:
             column.refuse(row, "which is too large for a float32")
         else:
             column.values[row] = number
-    return Label(column.name, "number", "json", column.name)
+    return ColumnInfo(column.name, "number", "json", column.name)
 
 
-def class_label(column: LabelCells, names: tuple[str, ...]) -> Label:
+def class_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
     """Return a label of classes; the values become names or class numbers.
 
     names: of the column's class numbers, as the table has them.
@@ -83,7 +83,7 @@ def class_label(column: LabelCells, names: tuple[str, ...]) -> Label:
                     row,
                     "which means no label" if value == -1 else f"none of the {len(names)} classes",
                 )
-        return Label(column.name, "class", "json", column.name, names)
+        return ColumnInfo(column.name, "class", "json", column.name, names)
     for row, value in column.good():
         if isinstance(value, (list, dict, bytes)):
             column.refuse(row, "which is not a class")
@@ -97,8 +97,8 @@ def class_label(column: LabelCells, names: tuple[str, ...]) -> Label:
         distinct = sorted(set(whole))
         if distinct[0] >= 0 and distinct[-1] < max(RANGE, 2 * len(distinct)):
             distinct = list(range(distinct[-1] + 1))  # the numbers stay the class numbers
-        return Label(column.name, "class", "json", column.name, tuple(map(str, distinct)))
-    return Label(
+        return ColumnInfo(column.name, "class", "json", column.name, tuple(map(str, distinct)))
+    return ColumnInfo(
         column.name, "class", "json", column.name, tuple(sorted({str(value) for _, value in good}))
     )
 
@@ -117,7 +117,7 @@ def _strip(column: LabelCells) -> None:
         )
 
 
-def with_classes(column: LabelCells, label: Label, classes: tuple[str, ...]) -> Label:
+def with_classes(column: LabelCells, label: ColumnInfo, classes: tuple[str, ...]) -> ColumnInfo:
     """Return the label with the given classes, whose names its values must be.
 
     If no value is a name, and all are numbers below the number of classes, they are class numbers.
@@ -146,7 +146,7 @@ def with_classes(column: LabelCells, label: Label, classes: tuple[str, ...]) -> 
     return replace(label, classes=classes)
 
 
-def multi_label(column: LabelCells, names: tuple[str, ...]) -> Label:
+def multi_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
     """Return a label of several classes at once; the values become lists.
 
     names: as in `class_label`.
@@ -164,7 +164,7 @@ def multi_label(column: LabelCells, names: tuple[str, ...]) -> Label:
             column.values[row] = classes
             members.update(dict.fromkeys(map(str, classes)))
     order = sorted(members, key=int) if all(map(WHOLE.fullmatch, members)) else sorted(members)
-    return Label(column.name, "multi", "json", column.name, names or tuple(order))
+    return ColumnInfo(column.name, "multi", "json", column.name, names or tuple(order))
 
 
 def _member(value: Any, names: tuple[str, ...]) -> str | int | None:

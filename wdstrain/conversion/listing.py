@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.storage.remote import is_remote
 
 # Files that operating systems leave in folders.
@@ -120,7 +120,7 @@ class Listing:
 
     name: str
     items: list[FileSample]
-    labels: tuple[Label, ...]
+    labels: tuple[ColumnInfo, ...]
     source: dict[str, Any]
     ignored: dict[str, int] = field(default_factory=dict)
     bad: list[BadSample] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Stream:
 
     name: str
     entries: Callable[[BadSamples], Iterator[StreamSample]]
-    labels: Callable[[], tuple[Label, ...]]
+    labels: Callable[[], tuple[ColumnInfo, ...]]
     source: dict[str, Any]
     total: int | None = None
     mark: str | None = None

@@ -57,7 +57,7 @@ from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import TABLE_NAME, json_bytes, save_index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.tar_headers import END
 from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import write_whole
@@ -197,7 +197,7 @@ class Packer:
         self._transaction.check_names(list(writer.tally.samples))
         return self._finish(writer.packed, writer.tally, stream.labels(), folder, writer.listed, 0)
 
-    def _catalog(self) -> tuple[FileCatalog | SpanCatalog, tuple[Label, ...], int]:
+    def _catalog(self) -> tuple[FileCatalog | SpanCatalog, tuple[ColumnInfo, ...], int]:
         """Return the samples, their labels, and the number of samples, bad ones included."""
         source, options, bad = self._source, self._options, self._bad
         if isinstance(source, Listing):
@@ -242,7 +242,7 @@ class Packer:
         self,
         packed: list[Packed],
         tally: Tally,
-        labels: tuple[Label, ...],
+        labels: tuple[ColumnInfo, ...],
         folder: str,
         listed: int,
         limited: int,

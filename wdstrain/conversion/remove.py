@@ -23,12 +23,12 @@ from wdstrain.conversion.sources.shards import changed_field, read_keys, stored_
 from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.runtime.options import takes
-from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
+from wdstrain.shards.where import matching
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.object_store import is_object
 from wdstrain.storage.remote import is_remote, redacted

@@ -23,7 +23,7 @@ from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.shard_writer import Packed
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.files import read_whole, write_whole
 
@@ -142,7 +142,7 @@ class Tally:
         """Number of images that samples of different splits have."""
         return _in_several(self._images)
 
-    def sorted_samples(self, labels: Iterable[Label]) -> ClassCounts:
+    def sorted_samples(self, labels: Iterable[ColumnInfo]) -> ClassCounts:
         """Return `samples` with the classes of each split in the order of the labels."""
         order = {name: place for label in labels for place, name in enumerate(label.classes)}
         return {split: sorted_counts(counts, order) for split, counts in self.samples.items()}
@@ -180,7 +180,7 @@ def sorted_counts(counts: dict[str, int], order: dict[str, int]) -> dict[str, in
     return dict(rows)
 
 
-def merged_counts(parts: Iterable[Any], labels: Iterable[Label]) -> ClassCounts:
+def merged_counts(parts: Iterable[Any], labels: Iterable[ColumnInfo]) -> ClassCounts:
     """Return the sum of several counts by split and class."""
     order = {name: place for label in labels for place, name in enumerate(label.classes)}
     merged: dict[str, Counter[str]] = {}

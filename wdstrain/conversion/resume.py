@@ -22,7 +22,7 @@ from wdstrain.conversion.upload import deliver_result, outgoing
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import check_sizes, load
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import ARRAYS
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.object_store import is_object
@@ -171,7 +171,7 @@ def _contents(index: Index) -> dict[tuple[str, str], list[tuple[str, int, int]]]
     }
 
 
-def _shown(label: Label | None) -> str:
+def _shown(label: ColumnInfo | None) -> str:
     if label is None:
         return "none"
     if not label.classes:

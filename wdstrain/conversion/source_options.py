@@ -9,7 +9,7 @@ from typing import Any
 from wdstrain.conversion.options import Options, Path
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.options import (
     progress_option,
     shard_urls,
@@ -53,7 +53,7 @@ class PackOptions(Options):
         (), "names of the classes of `cls`, in the order of their numbers"
     )
     like: Urls | None = _like()
-    labels: Sequence[Label] = option((), "labels to declare beside `cls`")
+    labels: Sequence[ColumnInfo] = option((), "labels to declare beside `cls`")
     group: Callable[[Any], str] | None = option(
         None, "function of a sample; samples of equal groups go to the same split"
     )
@@ -194,11 +194,6 @@ class TarsOptions(Options):
     drop: Sequence[str] = option((), "fields to leave out", metavar="F[,F...]", parse=parse_list)
     rename: Mapping[str, str] | None = option(
         None, "new names of fields", metavar="F=G[,F=G...]", parse=parse_pairs
-    )
-    select: str | None = option(
-        None,
-        "pack samples whose fields meet a condition, such as 'cls < 3 and json.width > 640'",
-        metavar="CONDITION",
     )
     where: str | None = where_option("pack samples")
     keys: str | None = option(

@@ -18,12 +18,12 @@ from wdstrain.decode.fields import Example, Field, field_names
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label as IndexLabel
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 
 # the labels of one set that differ from those of other sets: ((field, column), label) each
-OwnLabels = tuple[tuple[tuple[str, str | None], IndexLabel | None], ...]
+OwnLabels = tuple[tuple[tuple[str, str | None], ColumnInfo | None], ...]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -243,7 +243,7 @@ def with_classes(field: Field, index: Index | None) -> Field:
     return replace(field, parts=tuple(zip(firsts, read, strict=False)))
 
 
-def _numbered(field: Label, label: IndexLabel | None, *, is_alone: bool) -> Label:
+def _numbered(field: Label, label: ColumnInfo | None, *, is_alone: bool) -> Label:
     """Return the field that reads a label from shards whose index has it as `label`.
 
     is_alone: no other shards number their classes differently.
@@ -302,28 +302,28 @@ def _unknown(field: Label) -> Label:
     return replace(field, by_name=True) if field.is_ambiguous else field
 
 
-def _label_of(field: Label | Labels, labels: Sequence[IndexLabel]) -> IndexLabel | None:
+def _label_of(field: Label | Labels, labels: Sequence[ColumnInfo]) -> ColumnInfo | None:
     """Return the label among these that a field reads, if any."""
     for label in labels:
         if (
             label.field in field.names
-            and label.column == field.column
+            and label.entry == field.column
             and (label.kind == "multi") == isinstance(field, Labels)
         ):
             return label
     return None
 
 
-def field_of(label: IndexLabel) -> Label | Labels | Number:
+def field_of(label: ColumnInfo) -> Label | Labels | Number:
     """Return the field that reads a label of an index."""
     if label.kind == "number":
-        return Number((label.field,), label.column)
-    return (Labels if label.kind == "multi" else Label)((label.field,), label.column, label.classes)
+        return Number((label.field,), label.entry)
+    return (Labels if label.kind == "multi" else Label)((label.field,), label.entry, label.classes)
 
 
-def reader_of(label: IndexLabel) -> str:
+def reader_of(label: ColumnInfo) -> str:
     """Return the call that makes the field of a label, as a user types it."""
-    where = f'"{label.field}"' + (f', column="{label.column}"' if label.column is not None else "")
+    where = f'"{label.field}"' + (f', column="{label.entry}"' if label.entry is not None else "")
     if label.kind == "number":
         return f"wt.number({where})"
     return (

@@ -27,7 +27,7 @@ from wdstrain.order.rng import key
 _DEFAULT_COLLATE = (None, default_collate)
 _NO_EXAMPLE = (
     "transform returned None, and each sample must give an example; "
-    "filter samples when they are packed (wdstrain convert tars --select)"
+    "filter samples when they are packed (wdstrain convert tars --where)"
 )
 
 

@@ -25,11 +25,11 @@ from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.conditions import column_values
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.selection import group_codes
+from wdstrain.shards.where import column_values
 from wdstrain.storage.addresses import Urls
 
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
@@ -190,7 +190,7 @@ def warn_of_class_numbers(index: Index) -> None:
     """Log a warning if raw class numbers mean different classes in different sets of shards."""
     labels_by_shard = index.shard_labels
     for field in dict.fromkeys(
-        label.field for labels in labels_by_shard for label in labels if label.column is None
+        label.field for labels in labels_by_shard for label in labels if label.entry is None
     ):
         class_labels = [
             next((label for label in labels if label.place == (field, None)), None)

@@ -15,6 +15,7 @@ text      string                         texts of at most 256 characters
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -26,19 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
+from wdstrain.shards.kinds import KINDS, LONGEST_TEXT, NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.values import npy_array, parsed_json, scalar
 
-NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
-TYPES = {
-    "class": pa.dictionary(pa.int32(), pa.string()),
-    "integer": pa.int64(),
-    "number": pa.float64(),
-    "flag": pa.bool_(),
-    "multi": pa.list_(pa.string()),
-    "text": pa.string(),
-    NOT_A_COLUMN: pa.null(),
-}
-LONGEST_TEXT = 256  # characters; longer texts stay in their field
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
 PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
 CONTENT_FIELDS = ("txt", "text", "transcript", "bin")  # read whole, not scalars
@@ -46,35 +37,26 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _NOT_FINITE = ("nan", "inf", "-inf")  # texts that are numbers among numbers
 _LARGEST_NPY = 256  # bytes of a .npy file with one number
 
-Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
-
 
 @dataclass(frozen=True)
-class Column:
-    """The values of one label or scalar. values: an Arrow array of TYPES[kind]; null: no value."""
+class Column(ColumnInfo):
+    """The values of one label or scalar. values: an Arrow array of its kind's type; null: no value."""
 
-    name: str
-    kind: str
-    field: str
-    entry: str | None
-    values: pa.Array
+    values: pa.Array = dataclasses.field(kw_only=True)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    @property
-    def place(self) -> Place:
-        return self.field, self.entry
+    @classmethod
+    def stored(cls, row: dict[str, Any], values: pa.Array) -> Column:
+        """Return the column of a row of index.json."""
+        classes = tuple(values.dictionary.to_pylist()) if row["kind"] == "class" else ()
+        return cls(**row, classes=classes, is_label=False, values=values)
 
     @property
-    def described(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """The column without its values, as index.json lists it."""
         return {"name": self.name, "kind": self.kind, "field": self.field, "entry": self.entry}
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of their numbers; () if it is no class column."""
-        return tuple(self.values.dictionary.to_pylist()) if self.kind == "class" else ()
 
     def take(self, ids: Any) -> Column:
         """Return the column of these samples (int64[k])."""
@@ -149,7 +131,7 @@ class ColumnBuilder:
                 if isinstance(document, dict):
                     return [((field, name), value) for name, value in document.items()]
             elif self._fields is not None or field in PLAIN_FIELDS:
-                return [((field, None), plain_value(data))]
+                return [((field, None), scalar(memoryview(data), None))]
             elif self._own_names and "." not in field and field not in CONTENT_FIELDS:
                 return [((field, None), _short_value(data))]
             elif field.endswith("npy") and len(data) <= _LARGEST_NPY:
@@ -166,9 +148,14 @@ def is_json(field: str) -> bool:
     return field.rpartition(".")[2] == "json"
 
 
-def plain_value(data: bytes | memoryview) -> Any:
-    """Return the number or text of a field such as `cls`; digits like 007 are a text."""
-    value = scalar(memoryview(data), None)
+def _as_numbers(values: list[Any]) -> list[Any]:
+    """Return the texts of a field such as `cls` as numbers if all are; digits like 007 are not."""
+    numbers = [_number_or_text(value) for value in values]
+    texts = {value for value in numbers if isinstance(value, str)}
+    return numbers if texts <= set(_NOT_FINITE) else values
+
+
+def _number_or_text(value: Any) -> Any:
     if isinstance(value, str) and (match := _NUMBER.fullmatch(value)):
         return float(value) if match[1] or match[2] else int(value)
     return value
@@ -177,7 +164,7 @@ def plain_value(data: bytes | memoryview) -> Any:
 def _short_value(data: bytes | memoryview) -> Any:
     """Return the number or short text of a field; other bytes as a value that fits no column."""
     try:
-        value = plain_value(data) if len(data) <= 4 * LONGEST_TEXT else b""
+        value = scalar(memoryview(data), None) if len(data) <= 4 * LONGEST_TEXT else b""
     except (WdstrainError, ValueError):
         return b""
     return b"" if isinstance(value, str) and not value.isprintable() else value
@@ -227,7 +214,7 @@ def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column |
     if not kinds:
         kind = first.kind
     pieces = [
-        pa.nulls(count, TYPES[kind]) if column is None else _cast(column, kind)
+        pa.nulls(count, KINDS[kind].arrow) if column is None else _cast(column, kind)
         for column, count in zip(columns, counts, strict=True)
     ]
     return replace(first, kind=kind, values=pa.concat_arrays(pieces))
@@ -266,9 +253,8 @@ def _joined_classes(
             table = pa.array([numbers[name] for name in column.classes], pa.int32())
             pieces.append(table.take(column.values.indices))
     codes = pa.concat_arrays(pieces)
-    return replace(
-        first, values=pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
-    )
+    values = pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
+    return replace(first, classes=classes, values=values)
 
 
 def _has_names(classes: tuple[str, ...]) -> bool:
@@ -279,10 +265,10 @@ def _cast(column: Column, kind: str) -> pa.Array:
     if column.kind == kind:
         return column.values
     if column.values.null_count == len(column):
-        return pa.nulls(len(column), TYPES[kind])
+        return pa.nulls(len(column), KINDS[kind].arrow)
     if kind == "text":
         return pa.array([_spelled(value) for value in column.values.to_pylist()], pa.string())
-    return column.values.cast(TYPES[kind], safe=False)
+    return column.values.cast(KINDS[kind].arrow, safe=False)
 
 
 def as_label(column: Column, name: str, kind: str, classes: Sequence[str] = ()) -> Column:
@@ -295,8 +281,10 @@ def as_label(column: Column, name: str, kind: str, classes: Sequence[str] = ()) 
     elif kind == "number":
         values = _mapped(column, _as_number, pa.float64())
     else:
-        values = column.values if column.kind == "multi" else pa.nulls(len(column), TYPES["multi"])
-    return replace(column, name=name, kind=kind, values=values)
+        values = (
+            column.values if column.kind == "multi" else pa.nulls(len(column), KINDS["multi"].arrow)
+        )
+    return replace(column, name=name, kind=kind, classes=tuple(classes), values=values)
 
 
 def _class_codes(column: Column, classes: tuple[str, ...]) -> pa.Array:
@@ -340,7 +328,7 @@ def _spelled(value: Any) -> Any:
 
 def _inferred(place: Place, values: list[Any]) -> Column:
     """Return the column of raw values, with the kind that fits all of them."""
-    values = _with_not_a_number(values)
+    values = _with_not_a_number(_as_numbers(values) if place[1] is None else values)
     kinds = {_kind(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
         kinds = {"number"}
@@ -356,8 +344,8 @@ def _inferred(place: Place, values: list[Any]) -> Column:
         values = [None if v is None else [_valid_text(_spelled(one)) for one in v] for v in values]
     elif kind == "number":
         values = [None if value is None else float(value) for value in values]
-    array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, TYPES[kind])
-    return Column(column_name(place), kind, *place, values=array)
+    array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, KINDS[kind].arrow)
+    return Column(column_name(place), kind, *place, is_label=False, values=array)
 
 
 def _with_not_a_number(values: list[Any]) -> list[Any]:

@@ -16,18 +16,11 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
-from wdstrain.shards.columns import (
-    NOT_A_COLUMN,
-    PLAIN_FIELDS,
-    Column,
-    Place,
-    as_label,
-    column_name,
-    is_json,
-)
+from wdstrain.shards.columns import PLAIN_FIELDS, Column, as_label, column_name, is_json
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
+from wdstrain.shards.where import Names, names_in
 from wdstrain.storage.files import read_whole
 
 KINDS = ("class", "number", "multi")
@@ -52,7 +45,20 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     return replace(index, columns=(*kept, *fresh))
 
 
-def with_labels(index: Index, labels: Sequence[Label]) -> Index:
+def with_columns_of(index: Index, condition: str) -> Index:
+    """Return the index with columns of the fields that a condition names and that have none."""
+    known = Names(index, condition)
+    names = [
+        name
+        for name in names_in(condition)
+        if known.column(name) is None
+        and (place := _place_in(index, name)) is not None
+        and not index.disagreement(*place)
+    ]
+    return with_columns(index, names) if names else index
+
+
+def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
     """Return `index` with these labels, and with its columns typed by them.
 
     A column that no Arrow type can hold is left out. A label without a column stays without one.
@@ -82,7 +88,7 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     known = () if kind == "number" else _classes(column, kind, classes)
     plain = place[1] is None and place[0] in PLAIN_FIELDS
     title = "label" if plain else column_name(place)
-    label = Label(title, kind, *place, tuple(known))
+    label = ColumnInfo(title, kind, *place, tuple(known))
     typed = as_label(column, title, kind, known)
     _check_values(index, column, typed, label)
     labels = [other for other in index.labels if other.place != place and other.name != title]
@@ -105,7 +111,7 @@ def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
             f"ones. Name them in the order of their numbers: background,cat,dog, or give their "
             f"number: 21"
         )
-    label = Label(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
+    label = ColumnInfo(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
     others = (other for other in index.labels if other.name != label.name)
     return replace(index, labels=(label, *others))
 
@@ -141,13 +147,19 @@ def column_rows(index: Index) -> list[tuple[str, str]]:
 
 def _place(index: Index, name: str) -> Place:
     """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
+    if (place := _place_in(index, name)) is not None:
+        return place
+    shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
+    raise UsageError(f"there is no field {name!r} in these shards. Use one of: {shown}.")
+
+
+def _place_in(index: Index, name: str) -> Place | None:
     for field in sorted(index.fields, key=len, reverse=True):
         if name == field and not is_json(field):
             return field, None
         if is_json(field) and name.startswith(f"{field}.") and len(name) > len(field) + 1:
             return field, name[len(field) + 1 :]
-    shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
-    raise UsageError(f"there is no field {name!r} in these shards. Use one of: {shown}.")
+    return None
 
 
 def _place_and_kind(index: Index, name: str) -> tuple[Place, str]:
@@ -162,7 +174,7 @@ def _raw(index: Index, places: Sequence[Place]) -> list[Column]:
     by_place = {column.place: column for column in read_columns(index, places).columns}
     columns = [by_place[place] for place in places]
     for column in columns:
-        name = column.field if column.entry is None else f"{column.field}.{column.entry}"
+        name = column.stored_as
         if column.kind == NOT_A_COLUMN:
             raise UsageError(
                 f"{name} holds values that no column can hold: long texts, documents, or values of "
@@ -210,7 +222,7 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
     return tuple(names)
 
 
-def _check_values(index: Index, raw: Column, typed: Column, label: Label) -> None:
+def _check_values(index: Index, raw: Column, typed: Column, label: ColumnInfo) -> None:
     """Raise UsageError for the first sample whose value is none that the label can have."""
     wrong = np.asarray(typed.values.is_null()) & ~np.asarray(raw.values.is_null())
     if label.kind == "multi" and raw.kind == "multi":

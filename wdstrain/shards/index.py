@@ -24,11 +24,12 @@ from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column, join_columns
-from wdstrain.shards.conditions import matching
 from wdstrain.shards.index_table import to_table
-from wdstrain.shards.label import Label, disagreement, joined_labels
+from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.label import disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
+from wdstrain.shards.where import matching
 from wdstrain.storage.local import ShardFile, open_source
 from wdstrain.storage.remote import is_remote, name_of, shown_path
 
@@ -75,9 +76,9 @@ class Index:
     shards: tuple[Shard, ...]
     fields: tuple[str, ...]
     offsets: Offsets
-    labels: tuple[Label, ...] = ()
+    labels: tuple[ColumnInfo, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
-    shard_labels: tuple[tuple[Label, ...], ...] = ()
+    shard_labels: tuple[tuple[ColumnInfo, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict, repr=False)
     columns: tuple[Column, ...] = field(default=(), repr=False)
     is_selection: bool = False
@@ -146,7 +147,7 @@ class Index:
         """Position of each shard, by name."""
         return {shard.name: i for i, shard in enumerate(self.shards)}
 
-    def label_in_sample(self, label: Label, number: int) -> Label:
+    def label_in_sample(self, label: ColumnInfo, number: int) -> ColumnInfo:
         """Return `label` with its classes numbered as in the shard of sample `number`."""
         if not self.shard_labels:
             return label

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from wdstrain.errors import ShardError
 from wdstrain.runtime.machine import memory
-from wdstrain.shards.columns import TYPES
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import KINDS, ColumnInfo
 from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
@@ -81,7 +79,7 @@ def parsed(data: bytes) -> Any:
     return json.loads(data)
 
 
-def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
+def labels_of(document: dict[str, Any]) -> tuple[ColumnInfo, ...]:
     """Return the labels in an index.json."""
     return tuple(map(_label, document["wdstrain"]["labels"]))
 
@@ -128,13 +126,13 @@ def shard_beside(path: str, name: str) -> str:
     return beside(path, name)
 
 
-def _label(row: dict[str, Any]) -> Label:
-    label = Label(**{**row, "classes": tuple(map(word, row["classes"]))})
-    if label.kind not in ("class", "number", "multi") or not (
-        label.column is None or isinstance(label.column, str)
-    ):
-        raise ValueError(f"its label has the kind {label.kind!r} and the column {label.column!r}")
-    return replace(label, name=word(label.name), field=word(label.field))
+def _label(row: dict[str, Any]) -> ColumnInfo:
+    label = ColumnInfo.of_row(row)
+    word(label.name), word(label.field)
+    known = label.kind in KINDS and KINDS[label.kind].can_be_label
+    if not known or not (label.entry is None or isinstance(label.entry, str)):
+        raise ValueError(f"its label has the kind {label.kind!r} and the column {label.entry!r}")
+    return label
 
 
 def fields_of(names: object) -> tuple[str, ...]:
@@ -161,7 +159,8 @@ def described_columns(rows: object) -> list[dict[str, Any]]:
         raise ValueError("its columns must be a list")
     for row in rows:
         word(row["name"]), word(row["field"])
-        if row["kind"] not in TYPES or not (row["entry"] is None or isinstance(row["entry"], str)):
+        has_type = row["kind"] in KINDS and KINDS[row["kind"]].arrow is not None
+        if not has_type or not (row["entry"] is None or isinstance(row["entry"], str)):
             raise ValueError(f"its column {row['name']!r} has the kind {row['kind']!r}")
     return rows
 

@@ -78,8 +78,8 @@ def save_index(index: Index, folder: str) -> None:
             "table": TABLE_NAME,
             "samples": len(index),
             "fields": list(index.fields),
-            "labels": [asdict(label) for label in index.labels],
-            "columns": [column.described for column in index.columns],
+            "labels": [label.row for label in index.labels],
+            "columns": [column.row for column in index.columns],
             "info": index.info,
         },
     }
@@ -131,7 +131,7 @@ def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
         "id": _identity(index),
         "shards": [asdict(shard) | {"path": shard.name} for shard in index.shards],
         "fields": index.fields,
-        "columns": [column.described for column in index.columns],
+        "columns": [column.row for column in index.columns],
         "extra": extra,
     }
     data: bytes = _arrow_file(index.table, json.dumps(head).encode()).to_pybytes()
@@ -284,7 +284,7 @@ def _identity(index: Index) -> str:
     for array in index.offsets.arrays().values():
         digest.update(array.data)
     if index.columns:
-        names = [column.described for column in index.columns]
+        names = [column.row for column in index.columns]
         digest.update(json.dumps(names).encode())
         values = pa.table([column.values for column in index.columns], names=[""] * len(names))
         digest.update(_arrow_file(values, b""))

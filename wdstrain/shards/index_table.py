@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from wdstrain.shards.columns import TYPES, Column
+from wdstrain.shards.columns import Column
+from wdstrain.shards.kinds import KINDS
 from wdstrain.shards.offsets import Ints, Members, Offsets, firsts
 
 _BASE = ("key", "shard", "offset", "size")
@@ -125,7 +126,7 @@ def from_batch(
     )
     labels = batch.columns[len(_BASE) + 3 * len(fields) :]
     columns = [
-        Column(row["name"], row["kind"], row["field"], row["entry"], values)
+        Column.stored({name: row[name] for name in ("name", "kind", "field", "entry")}, values)
         for row, values in zip(described, labels, strict=True)
     ]
     return offsets, tuple(columns)
@@ -180,7 +181,7 @@ def _check_schema(
     for row in described:
         name = free_name(row["name"], taken)
         taken.add(name)
-        expected.append((name, TYPES[row["kind"]]))
+        expected.append((name, KINDS[row["kind"]].arrow))
     actual = list(zip(schema.names, schema.types, strict=True))
     if actual != expected:
         odd = next(

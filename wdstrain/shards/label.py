@@ -6,58 +6,14 @@ Sets may number their classes differently. Class numbers are joined by the names
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from wdstrain.shards.columns import Place
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label: a training target that is stored in `field`, in the entry `column` if it is JSON.
-
-    kind: "class": the value is a class number or one of `classes`; "number": a float; "multi": a
-    list of `classes`; "mask": an image of class numbers. An index that is stored has no masks.
-    """
-
-    name: str
-    kind: str
-    field: str
-    column: str | None = None
-    classes: tuple[str, ...] = ()
-
-    @property
-    def place(self) -> Place:
-        """(field, column) of its value."""
-        return self.field, self.column
-
-    @property
-    def has_names(self) -> bool:
-        """Whether the classes have names other than their numbers."""
-        return self.classes != tuple(map(str, range(len(self.classes))))
-
-    @property
-    def summary(self) -> str:
-        """The kind of its values and the first classes, for people."""
-        if self.kind == "number":
-            return "a number"
-        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
-        some_of = "any of " if self.kind == "multi" else ""
-        return f"{some_of}{len(self.classes)} class{'es' * (len(self.classes) != 1)}: {names}"
-
-    @property
-    def numbering(self) -> str:
-        """The first classes with their numbers, for error messages."""
-        if self.kind == "number":
-            return "numbers, no classes"
-        if not self.has_names:
-            return f"{len(self.classes)} classes without names"
-        shown = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
-        return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
+from wdstrain.shards.kinds import ColumnInfo, Place
 
 
 def joined_labels(
-    shard_labels: tuple[tuple[Label, ...], ...],
-) -> tuple[tuple[Label, ...], tuple[tuple[Label, ...], ...]]:
+    shard_labels: tuple[tuple[ColumnInfo, ...], ...],
+) -> tuple[tuple[ColumnInfo, ...], tuple[tuple[ColumnInfo, ...], ...]]:
     """Return (labels of all shards together, labels of each shard or () if they are all equal).
 
     shard_labels: labels of each shard; at least one shard.
@@ -84,7 +40,7 @@ def joined_labels(
 
 
 def disagreement(
-    shard_labels: Sequence[tuple[Label, ...]], shards: Iterable[str], place: Place
+    shard_labels: Sequence[tuple[ColumnInfo, ...]], shards: Iterable[str], place: Place
 ) -> str:
     """Return the class numbering of each set at a place, and the first shard that has it.
 
@@ -102,10 +58,9 @@ def disagreement(
     return f"the label in {shown} differs between these sets: {parts}"
 
 
-def place_named(shard_labels: Sequence[tuple[Label, ...]], name: str) -> Place | None:
+def place_named(shard_labels: Sequence[tuple[ColumnInfo, ...]], name: str) -> Place | None:
     """Return the place of the first label with a name, or stored there (`cls`, `json.kind`)."""
     for label in dict.fromkeys(label for labels in shard_labels for label in labels):
-        stored = label.field if label.column is None else f"{label.field}.{label.column}"
-        if name in (label.name, stored):
+        if name in (label.name, label.stored_as):
             return label.place
     return None

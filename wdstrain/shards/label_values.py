@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.columns import Column, ColumnBuilder, Place
+from wdstrain.shards.columns import Column, ColumnBuilder
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo, Place
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
 from wdstrain.storage.local import LocalFile, open_source
@@ -34,7 +34,7 @@ def even_part(index: Index, most: int) -> Ints:
     return np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
 
 
-def complete_column(index: Index, label: Label) -> Column | None:
+def complete_column(index: Index, label: ColumnInfo) -> Column | None:
     """Return the column of a label if it has a value for every sample."""
     for column in index.columns:
         if column.place == label.place and column.kind == label.kind and len(column):
@@ -42,7 +42,7 @@ def complete_column(index: Index, label: Label) -> Column | None:
     return None
 
 
-def recorded_counts(index: Index, label: Label) -> dict[str, int]:
+def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
     """Return the number of samples of each class, from the label's column or the conversion.
 
     {} if the index does not say it. A sample of several classes counts for each of them.
@@ -61,7 +61,7 @@ def recorded_counts(index: Index, label: Label) -> dict[str, int]:
         counts = by_split.get(split, {})
         sums.update(counts if isinstance(counts, dict) else {})
     is_complete = sums and set(sums) <= set(label.classes) and sums.total() == len(index)
-    if label.column is None and is_complete:
+    if label.entry is None and is_complete:
         return {name: sums.get(name, 0) for name in label.classes}
     return {}
 

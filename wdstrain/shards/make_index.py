@@ -119,7 +119,7 @@ def _with_former(index: Index, index_path: str) -> Index:
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
-        if label.kind == "class" and label.column is None:
+        if label.kind == "class" and label.entry is None:
             _log.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
@@ -158,7 +158,7 @@ def class_counts(index: Index) -> dict[str, dict[str, int]]:
     names = dict.fromkeys(range(len(index)), "")
     if label is not None:
         for i, data in label_bytes(index, label.field, np.arange(len(index))):
-            names[i] = next(iter(classes_in(data, label.column, label.classes)), "")
+            names[i] = next(iter(classes_in(data, label.entry, label.classes)), "")
     order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
     by_split: dict[str, dict[str, int]] = {}
     for number, shard in enumerate(index.shards):

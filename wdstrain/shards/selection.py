@@ -16,9 +16,8 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer, is_number
 from wdstrain.order.rng import bits
-from wdstrain.shards.conditions import column_values
 from wdstrain.shards.index_table import key_array
-from wdstrain.shards.names import Samples
+from wdstrain.shards.where import Samples, column_values
 
 Ints = npt.NDArray[np.int64]
 

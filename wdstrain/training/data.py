@@ -157,7 +157,7 @@ def with_task_labels(index: Index, task: Task, *, undeclared: bool) -> Index:
         if target.kind == "mask":
             index = with_mask(index, target.field, target.classes)
         elif not declares:
-            entry = "" if target.column is None else f".{target.column}"
+            entry = "" if target.entry is None else f".{target.entry}"
             name = f"{target.field}{entry}:{target.kind}"
             index = with_label(index, name, target.classes or None)
     return index
@@ -199,7 +199,7 @@ def _label_of(index: Index, field: Field) -> tuple[str | None, str | None]:
     if kind is None:
         return None, None
     for label in index.labels:
-        if label.field in field.names and label.column == column:
+        if label.field in field.names and label.entry == column:
             return (label.name if len(index.labels) > 1 else None), None
     name = next((name for name in field.names if name in index.fields), None)
     if index.labels or index.shard_labels or name is None:
@@ -348,7 +348,7 @@ def _read_numbers(index: Index, head: Head) -> npt.NDArray[np.float64]:
     values = []
     for _, data in label_bytes(index, head.target.field, even_part(index, _AVERAGED_LABELS)):
         with suppress(WdstrainError, ValueError, TypeError):
-            values.append(float(scalar(data, head.target.column)))
+            values.append(float(scalar(data, head.target.entry)))
     return np.array(values, np.float64)
 
 
@@ -360,7 +360,7 @@ def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
     samples = 0
     for i, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_LABELS)):
         label = index.label_in_sample(head.target, i)
-        counts.update(set(classes_in(data, head.target.column, label.classes)))
+        counts.update(set(classes_in(data, head.target.entry, label.classes)))
         samples += 1
     return {name: counts.get(name, 0) for name in head.classes}, samples
 

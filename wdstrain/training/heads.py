@@ -21,7 +21,7 @@ from torch.nn import functional
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import Number, label
 from wdstrain.errors import SampleError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Head(ABC):
     learned at the pace of other heads.
     """
 
-    target: Label
+    target: ColumnInfo
     mean: float = 0.0
     deviation: float = 1.0
 
@@ -64,7 +64,7 @@ class Head(ABC):
 
         image: field of the images, which masks follow.
         """
-        return label(self.target.field, column=self.target.column, classes=self.classes)
+        return label(self.target.field, column=self.target.entry, classes=self.classes)
 
     def checked_target(self, value: Any) -> Any:
         """Return a label that a transform returned, as `field` reads it.
@@ -251,7 +251,7 @@ class MultiLabelHead(Head):
 
     def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target: float32[b, classes], 0 or 1."""
-        return label(self.target.field, column=self.target.column, classes=self.classes, multi=True)
+        return label(self.target.field, column=self.target.entry, classes=self.classes, multi=True)
 
     def checked_target(self, value: Any) -> Tensor:
         """Return flags, float32[classes]. value: names of classes, or a flag for each class."""
@@ -329,7 +329,7 @@ class NumberHead(Head):
 
         float32 is too coarse for times and coordinates before the mean is subtracted.
         """
-        column = self.target.column
+        column = self.target.entry
         return Number((self.target.field,), column, is_finite=True, dtype="float64")
 
     def checked_target(self, value: Any) -> float:

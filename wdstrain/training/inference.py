@@ -233,7 +233,7 @@ def _target_text(head: Head, reader: Field, number: int, data: bytes) -> tuple[s
         if not data:
             raise LookupError(f"it has no {head.target.field}")
         if isinstance(head, NumberHead):  # all digits, which a float32 would not hold
-            return number_text(float(scalar(memoryview(data), head.target.column))), ""
+            return number_text(float(scalar(memoryview(data), head.target.entry))), ""
         own = reader
         if isinstance(reader, Label) and reader.parts:
             own = reader.readers(np.array([number]))[0]

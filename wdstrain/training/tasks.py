@@ -17,7 +17,7 @@ from torch import Tensor
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.mask_head import MaskHead
 
@@ -166,7 +166,7 @@ class Task:
         return ", ".join(f"{head.name} ({head.describe()})" for head in self.heads)
 
 
-def _check_numbering(index: Index, known: Mapping[str, Label], labels: str | None) -> None:
+def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str | None) -> None:
     """Raise UsageError for a label whose classes differ between the shards of the index."""
     differing = {
         label.name: label
@@ -181,7 +181,7 @@ def _check_numbering(index: Index, known: Mapping[str, Label], labels: str | Non
             )
 
 
-def _parse_head(known: Mapping[str, Label], word: str) -> Head:
+def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     """Return the head that NAME or NAME:KIND describes."""
     name, kind = word.strip(), ""
     if name not in known:
@@ -228,7 +228,7 @@ _KINDS = {
 }
 
 
-def make_head(target: Label, kind: str = "") -> Head:
+def make_head(target: ColumnInfo, kind: str = "") -> Head:
     """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
 
     Raises UsageError for a kind that cannot learn the label.
@@ -238,7 +238,7 @@ def make_head(target: Label, kind: str = "") -> Head:
         name
         for name in _KINDS[target.kind]
         if (name != "binary" or is_binary)
-        and (name != "number" or target.kind == "number" or target.column is not None)
+        and (name != "number" or target.kind == "number" or target.entry is not None)
     ]
     if kind and kind not in possible:
         is_class = target.kind == "class"
@@ -258,11 +258,11 @@ def make_head(target: Label, kind: str = "") -> Head:
 
 def head_state(head: Head) -> dict[str, Any]:
     """Return a head as plain values, for a checkpoint."""
-    target = {**vars(head.target), "classes": list(head.classes)}
+    target = {**head.target.row, "classes": list(head.classes)}
     return {"target": target, "kind": head.kind, "mean": head.mean, "deviation": head.deviation}
 
 
 def head_from_state(state: Mapping[str, Any]) -> Head:
     """Return the head that `head_state` describes."""
-    target = {**state["target"], "classes": tuple(state["target"]["classes"])}
-    return HEADS[state["kind"]](Label(**target), state["mean"], state["deviation"])
+    target = ColumnInfo.of_row(state["target"])
+    return HEADS[state["kind"]](target, state["mean"], state["deviation"])

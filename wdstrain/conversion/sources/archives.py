@@ -30,7 +30,6 @@ from wdstrain.conversion.listing import (
 from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
 from wdstrain.loader.tar_stream import members, open_tar, shown
 from wdstrain.report.printing import printable
-from wdstrain.shards.expressions import Expression
 from wdstrain.shards.tar import (
     NO_KEY,
     NOT_A_SAMPLE,
@@ -54,7 +53,6 @@ class ArchiveFields:
     keep: frozenset[str]
     drop: frozenset[str]
     rename: dict[str, str]
-    condition: Expression | None
     keys: set[str] | None
 
     def packed(self, parts: list[Part]) -> list[Part]:
@@ -116,13 +114,7 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
                 if fields.keys is not None and key not in fields.keys:
                     count_ignored(ignored, "keys that were not asked for")
                     continue
-                condition = fields.condition
                 try:
-                    if condition is not None and not condition.holds(
-                        dict(parts), key=key, shard=name_of(path), split=split
-                    ):
-                        count_ignored(ignored, "samples that do not meet the condition")
-                        continue
                     packed = fields.packed(parts)
                 except SampleError as error:
                     bad.put(BadSample(shown(path), 0, key, str(error)))

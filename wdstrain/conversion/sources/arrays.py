@@ -24,7 +24,7 @@ from wdstrain.conversion.listing import (
     file_mark,
 )
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 
@@ -257,11 +257,13 @@ class _Scalar:
             return ""
         return self._classes[int(value)] if self._classes else str(int(value))
 
-    def label(self) -> Label:
+    def label(self) -> ColumnInfo:
         name = "label" if self.name == "cls" else self.name
         if self.kind == "number":
-            return Label(name, "number", self._field)
-        return Label(name, "class", self._field, classes=self._classes or self._numbers.classes())
+            return ColumnInfo(name, "number", self._field)
+        return ColumnInfo(
+            name, "class", self._field, classes=self._classes or self._numbers.classes()
+        )
 
 
 def _value(value: Any, field: str) -> Any:

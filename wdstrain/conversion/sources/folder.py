@@ -25,7 +25,7 @@ from wdstrain.conversion.listing import (
 from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 
 @collector_paused()
@@ -75,7 +75,9 @@ def list_folder(
         key = keys[image.split].key(stem)
         name = image.name if key != stem else ""
         items.append(FileSample(key, parts, image.split, "", image.kind, 0, name))
-    labels = (Label("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
+    labels = (
+        (ColumnInfo("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
+    )
     about: dict[str, Any] = {"kind": "folder", "classes": len(fixed or classes)}
     about |= stated_classes(fixed)
     if masks is not None:

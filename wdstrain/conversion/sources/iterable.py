@@ -15,7 +15,7 @@ from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
 from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, BadSamples, Part, Stream, StreamSample
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 
 def stream_samples(
@@ -23,7 +23,7 @@ def stream_samples(
     *,
     fields: Sequence[str] | None = None,
     classes: Sequence[str] = (),
-    labels: Sequence[Label] = (),
+    labels: Sequence[ColumnInfo] = (),
     group: Callable[[Any], str] | None = None,
     quality: int = 95,
     name: str = "samples",
@@ -64,10 +64,10 @@ def stream_samples(
                     stratum = names[int(stratum)]
                 yield StreamSample(key, packed, split, str(group(sample)) if group else "", stratum)
 
-    def all_labels() -> tuple[Label, ...]:
+    def all_labels() -> tuple[ColumnInfo, ...]:
         if not has_numbers or is_declared:
             return tuple(labels)
-        return (*labels, Label("label", "class", "cls", classes=names or numbers.classes()))
+        return (*labels, ColumnInfo("label", "class", "cls", classes=names or numbers.classes()))
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)

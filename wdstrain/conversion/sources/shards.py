@@ -34,11 +34,10 @@ from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.shards.declare import with_label
-from wdstrain.shards.expressions import Expression
+from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import info_of, is_wdstrain_index, labels_of, read_document
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.values import scalar
@@ -66,9 +65,9 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     names = _kept_fields(index, options)
     _check_replaced(index, os.fspath(options.out))
     everything = len(index)
-    index = index if options.where is None else index.where(options.where)
+    if options.where is not None:
+        index = with_columns_of(index, options.where).where(options.where)
     wanted = _wanted_keys(index, options)
-    condition = _condition(index, options)
     labels = _labels(index, names)
     if options.label is not None:
         labels = _with_declared(index, labels, options)
@@ -98,11 +97,6 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                     raise SampleError(
                         f"the bytes of its {changed} differ from what was packed (crc32)"
                     )
-                if condition is not None and not condition.holds(
-                    dict(parts), key=key, shard=shard.name, split=split
-                ):
-                    count_ignored(ignored, "samples that do not meet the condition")
-                    continue
                 kept = [(names[field], data) for field, data in parts if field in names]
                 if not kept:
                     raise SampleError(f"it has none of the fields {', '.join(names)}")
@@ -114,7 +108,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
 
     source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
-    total = None if condition or wanted is not None else len(index)
+    total = None if wanted is not None else len(index)
     files = file_mark(*(shard.path for shard in index.shards))
     mark = f"{index.fingerprint} {files} {sorted(wanted or ())} {labels}"
     mark += repr([shard.split for shard in index.shards])
@@ -171,20 +165,6 @@ def _wanted_keys(index: Index, options: TarsOptions) -> set[str] | None:
     return wanted
 
 
-def _condition(index: Index, options: TarsOptions) -> Expression | None:
-    """Return the condition on the fields of each sample; None if there is none."""
-    if options.select is None:
-        return None
-    condition = Expression(options.select)
-    unknown = sorted(condition.names - {field.partition(".")[0] for field in index.fields})
-    if unknown:
-        raise UsageError(
-            f"select={options.select!r}: there is no {unknown[0]!r}. Use key, shard, split, "
-            f"size.FIELD, has.FIELD or a field: {', '.join(index.fields)}."
-        )
-    return condition
-
-
 def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
     """Return the samples of compressed tars and zip archives.
 
@@ -193,14 +173,13 @@ def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
     """
     if options.where is not None or options.label is not None:
         raise UsageError(
-            "where and label need the columns of an index, and archives have none. Use select, a "
-            "condition on the fields of each sample, or convert the archives first."
+            "where and label need the columns of an index, and archives have none. Convert the "
+            "archives first, then the new shards: wdstrain convert tars OUT NEW --where CONDITION"
         )
     fields = ArchiveFields(
         keep=frozenset(options.keep),
         drop=frozenset(options.drop),
         rename=dict(options.rename or {}),
-        condition=Expression(options.select) if options.select is not None else None,
         keys=read_keys(options.keys) if options.keys is not None else None,
     )
     return stream_archives(paths, fields, stated(options))
@@ -233,7 +212,6 @@ def stated(options: TarsOptions) -> dict[str, Any]:
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
-        "select": options.select,
         "keys": keys,
     }
     for name in ("where", "label", "classes"):
@@ -308,11 +286,11 @@ def changed_field(index: Index, number: int, parts: list[Part]) -> str | None:
     return None
 
 
-def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
+def _labels(index: Index, names: Mapping[str, str]) -> tuple[ColumnInfo, ...]:
     """Return the labels whose fields are kept. Raises UsageError if the sets differ in them."""
-    by_labels: dict[tuple[Label, ...], str] = {}
+    by_labels: dict[tuple[ColumnInfo, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
-        labels: tuple[Label, ...] = ()
+        labels: tuple[ColumnInfo, ...] = ()
         if read_whole(place) is not None and is_wdstrain_index(place):
             labels = tuple(
                 label for label in labels_of(read_document(place)) if label.field in names
@@ -328,8 +306,8 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
 
 
 def _with_declared(
-    index: Index, labels: tuple[Label, ...], options: TarsOptions
-) -> tuple[Label, ...]:
+    index: Index, labels: tuple[ColumnInfo, ...], options: TarsOptions
+) -> tuple[ColumnInfo, ...]:
     """Return the labels with the one that the options declare. It replaces a label of its name."""
     assert options.label is not None
     declared = with_label(index, options.label, options.classes).labels[-1]
@@ -345,16 +323,16 @@ def _with_declared(
     return (*others, declared)
 
 
-def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> str:
+def _class(parts: list[Part], label: ColumnInfo | None, classes: frozenset[str]) -> str:
     """Return the name of a sample's class; "" if it has none. classes: the names in the label."""
     data = next((data for field, data in parts if label is not None and field == label.field), None)
     if label is None or data is None:
         return ""
     try:
-        value = str(scalar(memoryview(data), label.column))
+        value = str(scalar(memoryview(data), label.entry))
     except (SampleError, ValueError):
         return ""
-    if value in classes and label.column is not None:
+    if value in classes and label.entry is not None:
         return value
     return (
         label.classes[int(value)]

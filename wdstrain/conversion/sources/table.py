@@ -43,7 +43,7 @@ from wdstrain.conversion.sources.table_images import Image, ImageColumn, PathRul
 from wdstrain.conversion.sources.table_paths import TableFiles, find_files
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.storage.remote import is_remote
 
 # options that decide the bytes of samples
@@ -94,7 +94,7 @@ class _Rows:
         classes = [label for label in self.labels if label.kind == "class"]
         self._as_cls = classes[0].name if len(classes) == len(self.labels) == 1 else None
         if self._as_cls is not None:
-            self.labels = (replace(classes[0], field="cls", column=None),)
+            self.labels = (replace(classes[0], field="cls", entry=None),)
         self._stratum = stratify or (classes[0].name if classes else None)
         self._numbers = {
             name: str(number).encode()
@@ -145,7 +145,7 @@ class _Rows:
             self._cells = {c: [cells[i] for i in places] for c, cells in self._cells.items()}
             self._paths = [self._paths[i] for i in places] if paths else []
 
-    def _decide(self, asked: list[tuple[str, str | None]]) -> tuple[Label, ...]:
+    def _decide(self, asked: list[tuple[str, str | None]]) -> tuple[ColumnInfo, ...]:
         """Return the labels of all rows; their values and bad rows are kept."""
         table, options = self._table, self._options
         fixed = fixed_classes(options.classes, options.like, asked)
@@ -331,7 +331,9 @@ class _Rows:
 _Find = Callable[[int, Any, str, int], Image]  # (place, cell, file, row) -> the image of a row
 
 
-def _source(options: TableOptions, labels: Sequence[Label], decided: list[str]) -> dict[str, Any]:
+def _source(
+    options: TableOptions, labels: Sequence[ColumnInfo], decided: list[str]
+) -> dict[str, Any]:
     """Return the provenance of a set that is made of a table."""
     asked = {"group_by": options.group_by, "split_by": options.split_by, "where": options.where}
     return {

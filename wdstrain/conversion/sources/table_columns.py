@@ -17,8 +17,7 @@ from wdstrain.conversion.sources.table_cells import Table, joined_column
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import ColumnBuilder, as_label
-from wdstrain.shards.conditions import matching
-from wdstrain.shards.names import TableRows
+from wdstrain.shards.where import TableRows, matching
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 

@@ -27,7 +27,7 @@ from wdstrain.loader.planning import open_shards
 from wdstrain.order.plan import Plan
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import MOST_FAR, classes_in, label_bytes
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote
@@ -141,7 +141,7 @@ def _sizes(plan: Plan, widest: int) -> list[int]:
 
 
 def _class_codes(
-    index: Index, label: Label, progress: Progress | None
+    index: Index, label: ColumnInfo, progress: Progress | None
 ) -> tuple[Ints | None, int, str]:
     """Return (class of each sample, labels read from shards, why there are no classes)."""
     column = next((known for known in index.columns if known.place == label.place), None)
@@ -150,11 +150,17 @@ def _class_codes(
         return np.asarray(pc.fill_null(values.indices, -1)).astype(np.int64), 0, ""
     remote = any(is_remote(shard.path) for shard in index.shards)
     if len(index) > (MOST_FAR if remote else _MAX_LABELS):
-        name = label.field if label.column is None else f"{label.field}.{label.column}"
-        return None, 0, f"the index has no column of them. Run: wdstrain index DIR --columns {name}"
+        return (
+            None,
+            0,
+            (
+                f"the index has no column of them. Run: wdstrain index DIR --columns "
+                f"{label.stored_as}"
+            ),
+        )
     codes, numbers, read = np.full(len(index), -1, np.int64), dict[str, int](), 0
     for i, data in label_bytes(index, label.field, np.arange(len(index))):
-        names = classes_in(data, label.column, index.label_in_sample(label, i).classes)
+        names = classes_in(data, label.entry, index.label_in_sample(label, i).classes)
         if len(names) == 1:
             codes[i] = numbers.setdefault(names[0], len(numbers))
         read += 1
@@ -163,12 +169,13 @@ def _class_codes(
     return codes, read, "" if len(numbers) > 1 else "all samples have one class, or none"
 
 
-def _label(index: Index, name: str | None) -> tuple[Label | None, str]:
+def _label(index: Index, name: str | None) -> tuple[ColumnInfo | None, str]:
     """Return (the label with classes, why there is none)."""
     labels = {label.name: label for label in index.labels}
-    is_plain = "cls" in index.fields and not index.shard_labels
-    if is_plain and not any(label.field == "cls" for label in index.labels):
-        labels.setdefault("cls", Label("cls", "class", "cls"))
+    if {"cls"} & set(index.fields) - {label.field for label in index.labels} and (
+        not index.shard_labels
+    ):
+        labels.setdefault("cls", ColumnInfo("cls", "class", "cls"))
     if name is not None:
         if name not in labels:
             known = ", ".join(labels) or "none"

@@ -32,18 +32,11 @@ from wdstrain.inspection.info.statistics import ColumnSummary, summarize, weight
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import takes
-from wdstrain.shards.columns import (
-    NOT_A_COLUMN,
-    Column,
-    ColumnBuilder,
-    Place,
-    as_label,
-    join_columns,
-)
+from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
 from wdstrain.shards.header_scans import Note, recall, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_size
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import gather, open_index
@@ -222,7 +215,7 @@ def _columns(
         each = np.concatenate([each[rows], each[chosen] * scale])
     labels = list(index.labels)
     if not labels and not index.shard_labels:  # else the numbers mean different classes
-        labels = [Label(name, "class", name) for name in _CLASS_FIELDS if name in index.fields]
+        labels = [ColumnInfo(name, "class", name) for name in _CLASS_FIELDS if name in index.fields]
     by_place = {label.place: label for label in labels}
     typed = [_as_classes(column, by_place.get(column.place)) for column in columns]
     order = {place: number for number, place in enumerate(by_place)}
@@ -234,7 +227,7 @@ def _columns(
     )
 
 
-def _as_classes(column: Column, label: Label | None) -> Column:
+def _as_classes(column: Column, label: ColumnInfo | None) -> Column:
     """Return the column of a class label without class names as texts, which are counted."""
     if label is None or label.kind != "class" or column.kind == "class":
         return column

@@ -11,7 +11,7 @@ from wdstrain.inspection.info.contents import Content, Range
 from wdstrain.inspection.info.statistics import ColumnSummary, plural
 from wdstrain.report import pages
 from wdstrain.runtime.options import format_size
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 FIELD_HEAD = ("field", "samples", "smallest", "median", "99 %", "largest", "total")
 _DEFAULTS = {
@@ -110,7 +110,7 @@ class Info:
     bytes: int
     splits: dict[str, int]
     fields: tuple[str, ...]
-    labels: tuple[Label, ...]
+    labels: tuple[ColumnInfo, ...]
     info: dict[str, Any]
     exact: bool
     overhead: int
@@ -132,7 +132,8 @@ class Info:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        return {**_plain(asdict(self)), "ok": self.ok}
+        labels = [label.row for label in self.labels]
+        return {**_plain(asdict(self)), "labels": labels, "ok": self.ok}
 
     def __repr__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.summary()]

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from wdstrain.inspection.info.contents import Range, range_of
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 
 BARS = 20  # of a chart of classes; the other classes are added up
 _BINS = 10  # of a histogram of numbers
@@ -128,7 +128,9 @@ class ColumnSummary:
         return f"{self.distinct} different; most common: {', '.join(shown)}"
 
 
-def summarize(column: Column, label: Label | None, weights: Floats | None = None) -> ColumnSummary:
+def summarize(
+    column: Column, label: ColumnInfo | None, weights: Floats | None = None
+) -> ColumnSummary:
     """Return the statistics of a column. label: that it holds, typed as such.
 
     weights: samples that each row stands for; None: the column has a row for every sample.

@@ -21,7 +21,7 @@ from wdstrain.inspection.show.sample_view import SampleView, ViewBuilder
 from wdstrain.inspection.show.values import display_range, is_image_shape, to_image
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.label import Label as IndexLabel
+from wdstrain.shards.kinds import ColumnInfo
 
 Normalization = str | tuple[Sequence[float], Sequence[float]] | None
 
@@ -82,7 +82,7 @@ def _builders(
     batch: Mapping[str, Any],
     n: int,
     classes_of: Callable[[str], Sequence[str]],
-    labels_of: Callable[[int], Sequence[IndexLabel]],
+    labels_of: Callable[[int], Sequence[ColumnInfo]],
     normalize: Normalization,
 ) -> tuple[list[ViewBuilder], list[str]]:
     """Return the first n rows of a batch. labels_of: of a row, for fields that are bytes."""

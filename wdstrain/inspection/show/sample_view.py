@@ -35,7 +35,7 @@ from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import format_size
 from wdstrain.shards.index import Index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import parsed_json, scalar
@@ -101,7 +101,7 @@ class Variants(NamedTuple):
 
 
 def read_views(
-    index: Index, ids: Ints, labels: Sequence[Label], variants: Variants | None = None
+    index: Index, ids: Ints, labels: Sequence[ColumnInfo], variants: Variants | None = None
 ) -> list[SampleView]:
     """Return the samples with these ids, in their order. Each shard is read forward.
 
@@ -126,7 +126,7 @@ def read_views(
 class ViewBuilder:
     """Builder of the view of one sample. labels: that its fields hold."""
 
-    def __init__(self, key: str, labels: Sequence[Label] = ()) -> None:
+    def __init__(self, key: str, labels: Sequence[ColumnInfo] = ()) -> None:
         self._key, self._labels = key, labels
         self.labels: dict[str, str] = {}
         self.fields: dict[str, str] = {}
@@ -169,9 +169,9 @@ class ViewBuilder:
                 self.fields[name] = f"{width} x {height}, {format_size(len(data))}"
                 self._pictures[name] = thumbnail(pixels)
             elif extension == "npy":
-                self._add_npy(name, data, is_label=any(label.column is None for label in mine))
+                self._add_npy(name, data, is_label=any(label.entry is None for label in mine))
             elif extension == "json":
-                self._add_json(name, data, {label.column for label in mine if label.column})
+                self._add_json(name, data, {label.entry for label in mine if label.entry})
             elif not mine:
                 self._add_text(name, data, extension)
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
@@ -211,12 +211,12 @@ class ViewBuilder:
             pixels = out if out is not None else np.moveaxis(value, 0, -1)
             self._pictures[f"epoch {epoch}"] = thumbnail(pixels)
 
-    def _add_label(self, label: Label, data: memoryview) -> None:
+    def _add_label(self, label: ColumnInfo, data: memoryview) -> None:
         try:
-            value = scalar(data, label.column)
+            value = scalar(data, label.entry)
             text = number_text(value)
             if label.kind != "number":
-                text = "|".join(classes_in(data, label.column, label.classes))
+                text = "|".join(classes_in(data, label.entry, label.classes))
             self.labels[label.name] = text
         except Exception as error:  # parsers raise anything
             self.add_error(f"label {label.name}", error)

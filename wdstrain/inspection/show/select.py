@@ -22,7 +22,7 @@ from wdstrain.inspection.options import PeekOptions
 from wdstrain.order.rng import bits
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import is_wdstrain_index
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in, even_part, label_bytes
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
@@ -44,7 +44,7 @@ class Selected:
     index: Index
     ids: Ints
     description: str
-    labels: list[Label]
+    labels: list[ColumnInfo]
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,16 +121,16 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
     return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
 
 
-def _labels(index: Index, name: str | None) -> list[Label]:
+def _labels(index: Index, name: str | None) -> list[ColumnInfo]:
     """Return the labels to show; of an index without labels, the field `cls`."""
     known = list(index.labels)
     # A class number has no meaning if the sets number their classes differently.
     if not known and "cls" in index.fields and not index.shard_labels:
-        known = [Label("cls", "class", "cls")]
+        known = [ColumnInfo("cls", "class", "cls")]
     if name is None:
         return known
     mine = [label for label in known if label.name == name]
-    mine = mine or [Label(field, "class", field) for field in index.fields if field == name]
+    mine = mine or [ColumnInfo(field, "class", field) for field in index.fields if field == name]
     if not mine:
         names = list(dict.fromkeys([*(label.name for label in known), *index.fields]))
         raise UsageError(f"there is no label {name!r}.{_choices(name, names)}")
@@ -140,7 +140,7 @@ def _labels(index: Index, name: str | None) -> list[Label]:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def _by_class(index: Index, wanted: PeekOptions, label: Label) -> Selected:
+def _by_class(index: Index, wanted: PeekOptions, label: ColumnInfo) -> Selected:
     """Return n samples of each wanted class, or n samples evenly over all classes."""
     names = [_class_name(name, label) for name in wanted.classes]
     ids_of, looked_at = _class_ids(index, label)
@@ -171,7 +171,7 @@ def _by_class(index: Index, wanted: PeekOptions, label: Label) -> Selected:
     return Selected(index, ids, how, [label], notes)
 
 
-def _class_ids(index: Index, label: Label) -> tuple[dict[str, Ints], int]:
+def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
     """Return (ids of each class that has samples, ascending; number of labels looked at)."""
     columns = [column for column in index.columns if column.place == label.place]
     rows, names, looked_at = np.zeros(0, np.int64), list[str](), len(index)
@@ -189,7 +189,7 @@ def _class_ids(index: Index, label: Label) -> tuple[dict[str, Ints], int]:
         pairs = [
             (i, numbers.setdefault(name, len(numbers)))
             for i, data in label_bytes(index, label.field, ids)
-            for name in classes_in(data, label.column, index.label_in_sample(label, i).classes)
+            for name in classes_in(data, label.entry, index.label_in_sample(label, i).classes)
         ]
         rows, codes = np.array(pairs, np.int64).reshape(-1, 2).T
         names, looked_at = list(numbers), len(ids)
@@ -199,7 +199,7 @@ def _class_ids(index: Index, label: Label) -> tuple[dict[str, Ints], int]:
     return {name: ids for name, ids in ids_of.items() if len(ids)}, looked_at
 
 
-def _class_label(labels: Sequence[Label]) -> Label:
+def _class_label(labels: Sequence[ColumnInfo]) -> ColumnInfo:
     """Return the one label that has classes."""
     mine = [label for label in labels if label.kind != "number"]
     if len(mine) == 1:
@@ -210,7 +210,7 @@ def _class_label(labels: Sequence[Label]) -> Label:
     raise UsageError("these shards have no label with classes. Choose samples by key or at random.")
 
 
-def _class_name(name: str, label: Label) -> str:
+def _class_name(name: str, label: ColumnInfo) -> str:
     """Return a class by its name or its number."""
     if not label.classes or name in label.classes:
         return name

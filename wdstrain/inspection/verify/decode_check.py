@@ -18,7 +18,7 @@ from wdstrain.decode.codecs import EXTENSIONS, decode_image
 from wdstrain.decode.fields import Field, array, json, text
 from wdstrain.decode.label_fields import Number, label, number
 from wdstrain.errors import SampleError
-from wdstrain.shards.label import Label
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.values import scalar
 
 MOST = 1 << 30  # bytes of a field that is decoded
@@ -46,7 +46,7 @@ class FieldReaders:
     with NOT_FINITE.
     """
 
-    def __init__(self, labels: tuple[Label, ...], *, is_finite: bool = False) -> None:
+    def __init__(self, labels: tuple[ColumnInfo, ...], *, is_finite: bool = False) -> None:
         self._labels, self._is_finite = labels, is_finite
         self._known: dict[str, Read | None] = {}
 
@@ -117,12 +117,12 @@ def _try_all(batch: list[_Try]) -> list[Failure]:
     ]
 
 
-def _labelled(declared: Label) -> Field:
+def _labelled(declared: ColumnInfo) -> Field:
     if declared.kind == "number":
-        return number(declared.field, column=declared.column)
+        return number(declared.field, column=declared.entry)
     return label(
         declared.field,
-        column=declared.column,
+        column=declared.entry,
         classes=declared.classes,
         multi=declared.kind == "multi",
     )

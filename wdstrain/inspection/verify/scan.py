@@ -18,7 +18,8 @@ from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_dam
 from wdstrain.inspection.verify.decode_check import MOST, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.columns import ColumnBuilder, Place
+from wdstrain.shards.columns import ColumnBuilder
+from wdstrain.shards.kinds import Place
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import SkippedMembers
 

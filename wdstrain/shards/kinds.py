@@ -1,0 +1,141 @@
+"""Kinds of labels and columns: one row says everything that differs between them.
+
+A column of the index holds one value per sample, made from a field of the samples (`cls`) or from an
+entry of a JSON field (`json`, entry `kind`). Conversion, index, conditions, fields of a batch, `info`
+and `verify` ask `KINDS` instead of testing names.
+
+kind      Arrow type                     made from
+class     dictionary<int32, string>      names or numbers of classes; codes are class numbers
+flag      bool                           true and false; as a label the classes False and True
+integer   int64                          whole numbers
+number    float64                        numbers
+multi     list<string>                   lists of names
+text      string                         texts of at most 256 characters
+mask      no column                      images of class numbers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
+
+NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
+LONGEST_TEXT = 256  # characters; longer texts stay in their field
+FLAG_CLASSES = ("False", "True")  # of a label of true and false
+LARGEST = 3.4028234663852886e38  # of a float32, the type of numbers in a batch
+
+
+@dataclass(frozen=True)
+class ColumnInfo:
+    """One column or label: its name, its kind, and where its values are stored.
+
+    field: of the samples. entry: of its JSON document, or None. classes: names in the order of their
+    numbers. is_label: a training target. A label may lack a column, as a mask does.
+    """
+
+    name: str
+    kind: str
+    field: str
+    entry: str | None = None
+    classes: tuple[str, ...] = ()
+    is_label: bool = True
+
+    @property
+    def place(self) -> Place:
+        """(field, entry) of its value."""
+        return self.field, self.entry
+
+    @property
+    def stored_as(self) -> str:
+        """Where its value is stored, as conditions and `index --columns` name it: `json.kind`."""
+        return self.field if self.entry is None else f"{self.field}.{self.entry}"
+
+    @property
+    def is_class(self) -> bool:
+        """Whether its value is one class; see `classes`."""
+        return KINDS[self.kind].is_class
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the classes have names other than their numbers."""
+        return self.classes != tuple(map(str, range(len(self.classes))))
+
+    @property
+    def summary(self) -> str:
+        """The kind of its values and the first classes, for people."""
+        if not self.classes:
+            return KINDS[self.kind].described
+        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
+        some_of = "any of " if self.kind == "multi" else ""
+        return f"{some_of}{len(self.classes)} class{'es' * (len(self.classes) != 1)}: {names}"
+
+    @property
+    def numbering(self) -> str:
+        """The first classes with their numbers, for error messages."""
+        if not self.classes:
+            return f"{KINDS[self.kind].described}, no classes"
+        if not self.has_names:
+            return f"{len(self.classes)} classes without names"
+        shown = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
+        return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """A label as index.json and checkpoints list it."""
+        row = {"name": self.name, "kind": self.kind, "field": self.field, "column": self.entry}
+        return {**row, "classes": list(self.classes)}
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> ColumnInfo:
+        """Return the label in such a row. Raises LookupError or TypeError for another form."""
+        if set(row) != {"name", "kind", "field", "column", "classes"}:
+            raise ValueError(f"its label has the entries {', '.join(map(str, row))}")
+        return cls(
+            row["name"], row["kind"], row["field"], row["column"], tuple(map(_word, row["classes"]))
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs between the kinds of labels and columns.
+
+    described: for people. arrow: type of its column; None: it has none. is_class: a sample has one of
+    `classes`. can_be_label: an index may declare it.
+    """
+
+    described: str
+    arrow: pa.DataType | None
+    is_class: bool = False
+    can_be_label: bool = False
+
+
+KINDS = {
+    "class": Kind("a class", pa.dictionary(pa.int32(), pa.string()), True, True),
+    "flag": Kind("true or false", pa.bool_(), True, True),
+    "integer": Kind("a number", pa.int64()),
+    "number": Kind("a number", pa.float64(), False, True),
+    "multi": Kind("a list", pa.list_(pa.string()), False, True),
+    "text": Kind("a text", pa.string()),
+    "mask": Kind("masks", None, False, False),
+    NOT_A_COLUMN: Kind("of several types", pa.null()),
+}
+
+
+def kind_of(arrow: pa.DataType) -> str:
+    """Return the kind of a column by which values of an Arrow type are compared."""
+    types = pa.types
+    if types.is_integer(arrow) or types.is_floating(arrow):
+        return "number"
+    tests = {"flag": types.is_boolean, "class": types.is_dictionary, "multi": types.is_list}
+    tests |= {"null": types.is_null}
+    return next((kind for kind, holds in tests.items() if holds(arrow)), "text")
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} must be a string")
+    return value

@@ -1,0 +1,574 @@
+"""Conditions on the columns of an index, such as `kids and label != 'Other'`.
+
+A condition has the grammar of Python's expressions, and is evaluated for all samples at once,
+without any bytes of shards. It is data, never code: no calls except the ones listed here. Names: the
+columns, by their names in `Index.table` or by where they are stored (`cls`, `json.kind`); key, shard,
+split; size, size.FIELD in bytes; has.NAME, whether a sample has a field or a value in a column. A name
+that Python's grammar does not allow stands in backticks.
+
+A class equals its name or its number. A comparison with a missing value is neither true nor false,
+as in SQL: a sample is chosen only if the whole condition is true. `is None` finds missing values.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import reduce
+from itertools import pairwise
+from keyword import iskeyword
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from wdstrain.errors import UsageError
+from wdstrain.report.printing import printable
+from wdstrain.shards.columns import Column
+from wdstrain.shards.index_table import named_columns, utf8_text
+from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, ColumnInfo, kind_of
+from wdstrain.shards.label import place_named
+
+Bools = npt.NDArray[np.bool_]
+# An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
+Operand = Any
+
+_LONGEST = 10_000  # characters of a condition
+_SHOWN = 12  # names that an error lists
+_COLUMNS = "__column__"  # `a b` is parsed as __column__["a b"]
+_TOKENS = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(\.?)`([^`]+)`|(\.?)((?:[^\W\d]|[^\x00-\x7f])(?:\w|[^\x00-\x7f])*)|(?<![=!<>])=(?!=)"""
+)
+_OPERATORS = {"and", "or", "not", "in", "is", "True", "False", "None"}  # words of a condition
+_METHODS = {"startswith": pc.starts_with, "endswith": pc.ends_with}
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+}
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+}
+_ALLOWED = (
+    *(ast.Constant, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
+    *(ast.USub, ast.BinOp, ast.Compare, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call),
+    *(ast.In, ast.NotIn, ast.Is, ast.IsNot, ast.Div, ast.Mod, *_COMPARISONS, *_ARITHMETIC),
+)
+_log = logging.getLogger("wdstrain")
+
+
+class Samples(Protocol):
+    """The parts of an index that conditions and selections use."""
+
+    def __len__(self) -> int: ...
+    @property
+    def shards(self) -> Sequence[Any]: ...
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+    @property
+    def counts(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def offsets(self) -> Any: ...
+    @property
+    def table(self) -> pa.Table: ...
+    @property
+    def shard_labels(self) -> Sequence[tuple[ColumnInfo, ...]]: ...
+    def shard_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def disagreement(self, field: str, column: str | None) -> str: ...
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a table that is not packed yet: they have columns, and no fields and shards.
+
+    names: all columns of the table, for error messages.
+    """
+
+    columns: tuple[Column, ...]
+    count: int
+    names: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def matching(rows: Samples | TableRows, text: str) -> Bools:
+    """Return for which samples or rows a condition holds. bool[len(rows)]
+
+    Raises UsageError for a condition that is not valid or that does not fit the columns.
+    """
+    tree = parsed(text)
+    names = Names(rows, text)
+    try:
+        holds = _Evaluation(names).truth(tree)
+    except (pa.ArrowException, RecursionError, OverflowError) as error:
+        raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
+    if isinstance(holds, pa.Scalar):
+        return np.full(len(rows), bool(holds.as_py()))
+    result = np.asarray(pc.fill_null(holds, False).to_numpy(zero_copy_only=False), np.bool_)
+    # A condition with `is` deals with missing values itself.
+    if not isinstance(rows, TableRows) and not any(
+        isinstance(n, (ast.Is, ast.IsNot)) for n in ast.walk(tree)
+    ):
+        for name, column in names.used.items():
+            _log_shards_without(rows, text, name, column, result)
+    return result
+
+
+def column_values(index: Samples, name: str) -> pa.Array:
+    """Return the values of the column with a name of a condition. Raises UsageError."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{name!r} is not the name of a column.")
+    return Names(index, name).values(name)
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that a condition uses, such as `json.kind`. Raises UsageError."""
+    names, nodes = [], [parsed(text)]
+    while nodes:
+        node = nodes.pop(0)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            nodes += [node.func.value, *node.args]
+        elif path := _path(node):
+            names.append(".".join(path))
+        else:
+            nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    return names
+
+
+def parsed(text: str) -> ast.expr:
+    """Return the syntax tree of a condition. Raises UsageError for text that is no condition."""
+    if not isinstance(text, str):
+        raise UsageError(f"where={text!r}: must be a condition, such as \"label != 'Other'\".")
+    if len(text) > _LONGEST:
+        raise UsageError(
+            f"a condition of {len(text)} characters is too long: must be at most {_LONGEST}."
+        )
+    tokens = list(_TOKENS.finditer(text))
+    if any(token[0] == "=" for token in tokens):
+        raise UsageError(f"{text!r}: = assigns a value. Use == to compare.")
+    try:
+        tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reserved = [t[4] for t in tokens if t[4] and iskeyword(t[4]) and t[4] not in _OPERATORS]
+        hint = "Write for example: cls < 3 and json.width > 640"
+        if reserved:
+            hint = (
+                f"Python reserves the word {reserved[0]}: a column of this name stands in "
+                f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
+            )
+        raise UsageError(f"{text!r} is no condition ({error}). {hint}") from None
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            raise UsageError(
+                f"{text!r} uses {type(node).__name__}, which is not allowed in a condition. "
+                f"Use comparisons, and, or, not, in, + - * / %, and names of columns."
+            )
+        if isinstance(node, ast.Call) and not _is_known_call(node):
+            raise UsageError(
+                f"{text!r} calls a function that is not allowed in a condition. "
+                f"Use only len(), .startswith(), .endswith() and .lower()."
+            )
+    return tree
+
+
+def _own_name(token: re.Match[str]) -> str:
+    """Return a token for Python's parser, which takes equivalent characters of names for one."""
+    dot, name = token[1] or token[3], token[2] or token[4]
+    if not name or (token[4] and name.isascii()):
+        return token[0]
+    return f"{'' if dot else _COLUMNS}[{name!r}]"
+
+
+def _is_known_call(node: ast.Call) -> bool:
+    if isinstance(node.func, ast.Attribute):
+        known = node.func.attr == "lower" or node.func.attr in _METHODS
+    else:
+        known = isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1
+    return known and not node.keywords
+
+
+def _path(node: ast.expr) -> tuple[str, ...]:
+    """Return the parts of a name: a.b, a["b"] or `a.b`; () for other nodes."""
+    match node:
+        case ast.Name():
+            return (node.id,)
+        case ast.Attribute():
+            base, part = _path(node.value), node.attr
+        case ast.Subscript(slice=ast.Constant(value=str(part))):
+            base = _path(node.value)
+        case _:
+            return ()
+    return (part,) if base == (_COLUMNS,) else (*base, part) if base else ()
+
+
+def _log_shards_without(
+    index: Samples, text: str, name: str, column: Column, chosen: Bools
+) -> None:
+    """Log that shards have no value in a column of a condition, and so no chosen sample.
+
+    Sets without the column, joined with others, are such shards.
+    """
+    if not column.values.null_count:
+        return
+    edges = np.concatenate([[0], np.cumsum(index.counts)])
+    without = [
+        number
+        for number, (start, stop) in enumerate(pairwise(edges.tolist()))
+        if start < stop
+        and not chosen[start:stop].any()
+        and column.values.slice(start, stop - start).null_count == stop - start
+    ]
+    if without:
+        _log.warning(
+            "%r: %d samples of %d shards have no value in the column %s, such as those of %s. None "
+            "of them is chosen.",
+            text,
+            int(index.counts[without].sum()),
+            len(without),
+            printable(name),
+            index.shards[without[0]].name,
+        )
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+class Names:
+    """Values of the names in one condition. used: the columns that were named, by name."""
+
+    def __init__(self, rows: Samples | TableRows, text: str) -> None:
+        """text: the condition, for error messages."""
+        self._rows, self._text = rows, text
+        self.used: dict[str, Column] = {}
+
+    def values(self, name: str) -> Operand:
+        """Return the values that a name stands for, one per sample. Raises UsageError."""
+        base, _, rest = name.partition(".")
+        rows = self._rows
+        if (column := self.column(name)) is not None:
+            self.used[name] = column
+            return column.values
+        if base == "has" and rest:
+            if (column := self.column(rest)) is not None:
+                return pc.is_valid(column.values)
+            if rest in rows.fields:
+                return pc.is_valid(self._stored(f"{utf8_text(rest)}.size"))
+            raise self._unknown(rest)
+        if isinstance(rows, TableRows):
+            raise self._unknown(name)
+        if base == "size" and (rest in rows.fields or not rest):
+            return self._stored(f"{utf8_text(rest)}.size" if rest else "size")
+        if name == "key":
+            return _as_utf8(self._stored("key"))
+        if name == "shard":
+            return self._stored("shard").cast(pa.string())
+        if name == "split":
+            splits = pa.array([utf8_text(shard.split) for shard in rows.shards], pa.string())
+            return splits.take(pa.array(np.repeat(np.arange(len(rows.shards)), rows.counts)))
+        raise self._unknown(name)
+
+    def column(self, name: str) -> Column | None:
+        """Return the column with a name in the table, or else the one that is stored there."""
+        columns = [column for column in self._rows.columns if column.kind != NOT_A_COLUMN]
+        by_name = named_columns(self._rows.fields, columns)
+        by_place = {column.stored_as: column for column in columns}
+        return by_name.get(name) or by_place.get(name)
+
+    def _stored(self, name: str) -> pa.Array:
+        assert not isinstance(self._rows, TableRows)
+        return pa.concat_arrays(self._rows.table.column(name).chunks)
+
+    def error(self, reason: str) -> UsageError:
+        """Return the error for a condition. A condition may be only the name in the reason."""
+        text = repr(self._text)
+        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
+
+    def _unknown(self, name: str) -> UsageError:
+        rows = self._rows
+        if isinstance(rows, TableRows):
+            if name in rows.names:
+                return self.error(
+                    f"the column {name!r} cannot be used: its values are long or of several types, "
+                    f"or its name is taken. Of the latter, write json.{name}"
+                )
+            columns = listed(list(rows.names))
+            return self.error(
+                f"there is no column {name!r}.{_near(name, rows.names)} Use one of: {columns}"
+            )
+        place = place_named(rows.shard_labels, name)
+        if place is not None and (reason := rows.disagreement(*place)):
+            return self.error(
+                f"there is no column {name!r}: {reason}. Name the "
+                f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
+            )
+        names = [column.name for column in rows.columns if column.kind != NOT_A_COLUMN]
+        columns = f" one of: {listed(names)}; also" if names else ""
+        hint = ""
+        if field := next((f for f in rows.fields if name == f or name.startswith(f"{f}.")), ""):
+            hint = (
+                f" Numbers, short texts, true and false, and lists of names in the field {field} "
+                f"become columns by `wdstrain index --columns`."
+            )
+        near = _near(name, [*names, "key", "shard", "split", "size"])
+        return self.error(
+            f"there is no column {name!r}.{near} Use{columns} key, shard, split, size, "
+            f"size.FIELD or has.FIELD.{hint}".rstrip(".")
+        )
+
+
+def _as_utf8(keys: pa.Array) -> pa.Array:
+    """Return keys as text: bytes that are not UTF-8 as escapes."""
+    if pa.types.is_large_string(keys.type):
+        return keys
+    texts = [bytes(key).decode("utf-8", "backslashreplace") for key in keys.to_pylist()]
+    return pa.array(texts, pa.large_string())
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the known name most like this one; "" if none is."""
+    near = get_close_matches(name, known, 1)
+    return f" Did you mean {printable(near[0])}?" if near else ""
+
+
+def listed(names: list[str]) -> str:
+    """Return the first names with commas between them, and how many there are."""
+    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return printable(", ".join(names[:_SHOWN])) + more
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class _Evaluation:
+    """Evaluates one condition for all samples."""
+
+    def __init__(self, names: Names) -> None:
+        self._names, self._error = names, names.error
+
+    def truth(self, node: ast.expr) -> Operand:
+        """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
+        if isinstance(node, ast.BoolOp):
+            join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
+            return reduce(join, map(self.truth, node.values))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return pc.invert(self.truth(node.operand))
+        value = self._value(node)
+        match _kind(value):
+            case "flag":
+                return value
+            case "number":
+                return pc.not_equal(value, 0)
+            case "text":
+                return pc.not_equal(pc.binary_length(value), 0)
+            case "multi":
+                return pc.not_equal(pc.list_value_length(value), 0)
+            case "null":
+                return pa.scalar(False)
+        raise self._error(f"{ast.unparse(node)} is neither true nor false. Compare it with a value")
+
+    def _value(self, node: ast.expr) -> Operand:
+        match node:
+            case ast.Constant(value=None | bool() | int() | float() | str()):
+                return pa.scalar(node.value)
+            case ast.List() | ast.Tuple():
+                return [self._constant(item) for item in node.elts]
+            case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+                return self.truth(node)
+            case ast.UnaryOp(operand=ast.Constant(value=int() | float() as number)):
+                return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
+            case ast.UnaryOp():
+                return pc.negate_checked(self._number(node.operand))
+            case ast.BinOp():
+                return self._calculated(node)
+            case ast.Compare():
+                return self._compared(node)
+            case ast.Call():
+                return self._called(node)
+        if path := _path(node):
+            return self._names.values(".".join(path))
+        raise self._error(f"{ast.unparse(node)} is not a value of a column")
+
+    def _constant(self, node: ast.expr) -> Any:
+        value = self._value(node)
+        if not isinstance(value, pa.Scalar):
+            raise self._error(f"{ast.unparse(node)} is not a constant. A list holds constants only")
+        return value.as_py()
+
+    def _compared(self, node: ast.Compare) -> Operand:
+        """Return the result of a comparison, also of a chain such as 2 < a <= b."""
+        sides = [node.left, *node.comparators]
+        values = [self._value(side) for side in sides]
+        results = []
+        for i, operator in enumerate(node.ops):
+            shown = f"{ast.unparse(sides[i])}, {ast.unparse(sides[i + 1])}"
+            results.append(self._comparison(type(operator), values[i], values[i + 1], shown))
+        return reduce(pc.and_kleene, results)
+
+    def _comparison(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
+        """shown: both operands, for error messages."""
+        if operator in (ast.Is, ast.IsNot):
+            if _kind(b) != "null" or _kind(a) in ("null", "constants"):
+                raise self._error(f"is and is not compare a column with None, not {shown}")
+            return (pc.is_null if operator is ast.Is else pc.is_valid)(a)
+        if operator in (ast.In, ast.NotIn):
+            result = self._contained(a, b, shown)
+            return pc.invert(result) if operator is ast.NotIn else result
+        if operator in (ast.Eq, ast.NotEq):
+            self._check_class_name(a, b)
+            self._check_class_name(b, a)
+        a, b = self._as_one_kind(a, b, shown)
+        return _COMPARISONS[operator](a, b)
+
+    def _as_one_kind(self, a: Operand, b: Operand, shown: str) -> tuple[Operand, Operand]:
+        """Return two operands as they are compared: both as numbers, or both as texts."""
+        kinds = (_kind(a), _kind(b))
+        if "null" in kinds:
+            raise self._error(f"None is compared with is or is not: {shown}")
+        if set(kinds) <= {"number", "flag", "class"} and kinds != ("class", "class"):
+            return _numbers(a, b)
+        if set(kinds) <= {"text", "class"}:
+            return _as_text(a), _as_text(b)
+        described = " with ".join(map(_described, (a, b)))
+        raise self._error(f"{described} cannot be compared: {shown}")
+
+    def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
+        """Return a in b: in a list of constants, in the lists of a column, or in a text."""
+        if isinstance(b, list):
+            if not b:
+                raise self._error(f"the list is empty: {shown}")
+            equal = [self._comparison(ast.Eq, a, pa.scalar(constant), shown) for constant in b]
+            return reduce(pc.or_kleene, equal)
+        is_text = _kind(a) == "text" and isinstance(a, pa.Scalar)
+        if is_text and _kind(b) == "multi":
+            rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
+            holds = np.zeros(len(b), np.bool_)
+            holds[rows.to_numpy()] = True
+            return pa.array(holds, mask=np.asarray(pc.is_null(b)))
+        if is_text and _kind(b) in ("text", "class"):
+            return pc.match_substring(_as_text(b), a.as_py())
+        raise self._error(
+            f"in looks for a value in a list, or for a constant text in a column of texts or lists, not {shown}"
+        )
+
+    def _check_class_name(self, classes: Operand, name: Operand) -> None:
+        """Raise UsageError for a name that no class has: a typing error would choose wrongly."""
+        is_name = isinstance(name, pa.Scalar) and _kind(name) == "text"
+        if _kind(classes) == "class" and is_name:
+            known = classes.dictionary.to_pylist()
+            if name.as_py() not in known:
+                raise self._error(
+                    f"there is no class {name.as_py()!r}. Use one of: {listed(known)}"
+                )
+
+    def _calculated(self, node: ast.BinOp) -> Operand:
+        a, b = self._value(node.left), self._value(node.right)
+        if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= {"text", "class"}:
+            empty = pa.scalar("", pa.large_string())
+            return pc.binary_join_element_wise(_as_text(a), _as_text(b), empty)
+        a, b = _numbers(self._number(node.left, a), self._number(node.right, b))
+        if type(node.op) in _ARITHMETIC:
+            return _ARITHMETIC[type(node.op)](a, b)
+        if pc.any(pc.equal(b, 0)).as_py() if isinstance(b, pa.Array) else b.as_py() == 0:
+            raise self._error(f"{ast.unparse(node)} divides by 0")
+        if isinstance(node.op, ast.Div):
+            return pc.divide(_as_float(a), _as_float(b))
+        return _modulo(a, b)
+
+    def _number(self, node: ast.expr, value: Operand = None) -> Operand:
+        value = self._value(node) if value is None else value
+        if _kind(value) not in ("number", "flag"):
+            raise self._error(
+                f"{ast.unparse(node)} is {_described(value)}, not a number. Calculate with numbers only"
+            )
+        return _as_number(value)
+
+    def _called(self, node: ast.Call) -> Operand:
+        """Return the value of len() or of a method of texts."""
+        if isinstance(node.func, ast.Name):
+            value = self._value(node.args[0])
+            if _kind(value) == "multi":
+                return pc.list_value_length(value)
+            if _kind(value) in ("text", "class"):
+                return pc.utf8_length(_as_text(value))
+            raise self._error(f"len() needs a text or a list: {ast.unparse(node)}")
+        assert isinstance(node.func, ast.Attribute)
+        name, text = node.func.attr, self._value(node.func.value)
+        if _kind(text) not in ("text", "class"):
+            raise self._error(f"{ast.unparse(node.func.value)} is {_described(text)}, not a text")
+        arguments = [self._constant(argument) for argument in node.args]
+        if name == "lower":
+            if arguments:
+                raise self._error("lower() takes no argument")
+            return _in_lower_case(_as_text(text))
+        if len(arguments) != 1 or not isinstance(arguments[0], str):
+            raise self._error(f"{name}() takes one text")
+        return _METHODS[name](_as_text(text), arguments[0])
+
+
+def _kind(value: Operand) -> str:
+    """Return how a value compares: as its kind's `operand`; "constants" for a list of them."""
+    return "constants" if isinstance(value, list) else kind_of(value.type)
+
+
+def _described(value: Operand) -> str:
+    kind = _kind(value)
+    return {"constants": "a list", "null": "None"}.get(kind) or KINDS[kind].described
+
+
+def _as_number(value: Operand) -> Operand:
+    """Return numbers; of classes their numbers, of flags 0 and 1."""
+    if _kind(value) == "class":
+        return value.indices
+    return pc.cast(value, pa.int64()) if _kind(value) == "flag" else value
+
+
+def _as_float(value: Operand) -> Operand:
+    return pc.cast(value, pa.float64(), safe=False)  # rounded beyond 2**53, as pandas does
+
+
+def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Return two operands as numbers: both whole, or both floats."""
+    a, b = _as_number(a), _as_number(b)
+    if pa.types.is_floating(a.type) == pa.types.is_floating(b.type):
+        return a, b
+    return _as_float(a), _as_float(b)
+
+
+def _as_text(value: Operand) -> Operand:
+    return pc.cast(value, pa.large_string())
+
+
+def _in_lower_case(texts: Operand) -> Operand:
+    """Return texts in lower case. Arrow's own function differs from Python's for some letters."""
+    if isinstance(texts, pa.Scalar):
+        return pa.scalar(texts.as_py().lower(), pa.large_string())
+    coded = texts.dictionary_encode()
+    lower = [text.lower() for text in coded.dictionary.to_pylist()]
+    return pa.array(lower, pa.large_string()).take(coded.indices)
+
+
+@np.errstate(invalid="ignore")  # the remainder of infinity is nan
+def _modulo(a: Operand, b: Operand) -> Operand:
+    """Return a % b with Python's sign."""
+    missing = [np.asarray(pc.is_null(v)) for v in (a, b) if isinstance(v, pa.Array)]
+    if not missing:
+        return pa.scalar(a.as_py() % b.as_py())
+    parts = [
+        np.asarray(pc.fill_null(v, 1)) if isinstance(v, pa.Array) else v.as_py() for v in (a, b)
+    ]
+    return pa.array(np.mod(*parts), mask=np.logical_or.reduce(missing))
