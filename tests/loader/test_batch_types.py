@@ -64,7 +64,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "list of named tuples": lambda x: [Views(x, x)],
     "ordered dict": lambda x: OrderedDict(a=x),
 }
-_KEPT = ("tensor", "list", "dict", "list of dicts")
 
 
 class Makes:
@@ -77,13 +76,7 @@ class Makes:
         return {"value": VALUES[self.kind](torch.ones(2))}
 
 
-def _rows(kept: tuple[str, ...], **options: Any) -> list[Any]:
-    """Return a parameter for each kind of value; those that are not kept are faults."""
-    mark = known_fault("core/nested_pairs_to_device", **options)
-    return [pytest.param(kind, marks=[] if kind in kept else [mark]) for kind in VALUES]
-
-
-@pytest.mark.parametrize("kind", _rows(_KEPT))
+@pytest.mark.parametrize("kind", VALUES)
 def test_every_tensor_of_a_batch_is_moved_and_containers_keep_their_type(
     kind: str, shards: Path
 ) -> None:
@@ -94,7 +87,7 @@ def test_every_tensor_of_a_batch_is_moved_and_containers_keep_their_type(
     assert skeleton(moved) == skeleton(plain)
 
 
-@pytest.mark.parametrize("kind", _rows(_KEPT, raises=(AssertionError, TypeError)))
+@pytest.mark.parametrize("kind", VALUES)
 def test_a_batch_without_rows_has_the_containers_of_full_batches(kind: str, tmp_path: Path) -> None:
     """Seven samples on three ranks: the last batch of one rank is empty."""
     write_shards(tmp_path, [7])

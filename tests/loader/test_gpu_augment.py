@@ -308,10 +308,8 @@ def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
         with pytest.raises(wt.UsageError, match=words):
             wt.Augmentation(**options)
     varied = wt.Augmentation(mixup=0.2, classes=10)
-    with pytest.raises(
-        wt.UsageError, match="random numbers of each sample, which list does not have"
-    ):
-        wt.to_device([], "cpu", varied)
+    with pytest.raises(wt.UsageError, match="the batch has no random numbers of its samples"):
+        list(wt.to_device([{"image": _pictures(2), "label": torch.zeros(2).long()}], "cpu", varied))
     with pytest.raises(wt.UsageError, match=r"batch\['image'\] is missing"):
         varied({}, _draws(1))
     with pytest.raises(wt.UsageError, match=r"batch\['label'\] is float32\[2\]"):

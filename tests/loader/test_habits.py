@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
-from tests.conftest import write_shards
+from tests.conftest import live_threads_and_children, write_shards
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,6 @@ from tests.conftest import write_shards
         ("worker_init_fn", "rng"),
         ("timeout", "patience="),
         ("dataset", "urls"),
-        ("split", "train-*.tar"),
         ("device", "wt.to_device"),
         ("workers", "Did you mean num_workers?"),
         ("transforms", "Did you mean transform?"),
@@ -53,3 +52,37 @@ def test_a_loader_in_a_data_loader_of_torch_is_refused_with_the_next_step(
         wrapped: Any = DataLoader(loader, batch_size=batch_size)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="Use it in place of a DataLoader"):
             next(iter(wrapped))
+
+
+def test_a_loader_closes_at_the_end_of_with(shards: Path) -> None:
+    with wt.Loader(shards, {"label": wt.label()}, batch_size=2) as loader:
+        next(iter(loader))
+        assert live_threads_and_children()
+    assert live_threads_and_children() == []
+    assert len(list(loader)) == 10  # it can be used again
+    loader.close()
+
+
+@pytest.mark.parametrize("way", ["folder", "index", "mixture"])
+def test_one_split_of_several_is_read_by_its_name(tmp_path: Path, way: str) -> None:
+    samples = ({"__key__": f"k{n:02d}", "cls": b"%d" % n} for n in range(40))
+    wt.pack(samples, tmp_path, split={"train": 0.75, "val": 0.25})
+    expected = {
+        name: sorted(wt.open(f"{tmp_path}/{name}-*.tar")[n]["__key__"] for n in range(size))
+        for name, size in (("train", 30), ("val", 10))
+    }
+
+    def keys(split: str) -> list[str]:
+        options: dict[str, Any] = {"split": split, "batch_size": 5}
+        if way == "mixture":
+            loader = wt.mix({"a": tmp_path}, **options)
+        else:
+            loader = wt.Loader(tmp_path if way == "folder" else wt.open(tmp_path), **options)
+        with loader:
+            return sorted(key for batch in loader for key in batch["__key__"])
+
+    assert {name: keys(name) for name in expected} == expected
+    with pytest.raises(
+        wt.UsageError, match="split='test': the splits of these shards are train, val"
+    ):
+        keys("test")

@@ -18,7 +18,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.shards.tar_headers import END, header, padding
@@ -295,18 +294,8 @@ def holes(folder: Path, sizes: list[int], shards: int) -> Path:
     return folder
 
 
-_DIVIDED = known_fault("core/window_divided_by_ranks")
-
-
 @pytest.mark.parametrize(
-    ("is_mixture", "ranks"),
-    [
-        (False, 1),
-        (True, 1),
-        pytest.param(False, 8, marks=_DIVIDED),
-        pytest.param(False, 64, marks=_DIVIDED),
-        pytest.param(True, 8, marks=_DIVIDED),
-    ],
+    ("is_mixture", "ranks"), [(False, 1), (True, 1), (False, 8), (False, 64), (True, 8)]
 )
 def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
     is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -332,7 +321,6 @@ _LARGE, _SMALL = 3_000_000, 100  # sizes of samples: one large sample to 99 smal
 _BALANCED = [50.0] + [50 / 99] * 99  # half of the epoch is the large sample
 
 
-@known_fault("core/weights_memory_claim")
 def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Path) -> None:
     """The buffer holds the whole epoch here, which has 100 large samples among 200."""
     folder = holes(tmp_path, [_LARGE // 30] + [_SMALL] * 99, shards=2)
@@ -342,9 +330,7 @@ def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Pa
     assert 5 <= float(named[1]) <= 20
 
 
-@pytest.mark.parametrize(
-    "weights", [None, pytest.param(_BALANCED, marks=known_fault("core/weights_memory_claim"))]
-)
+@pytest.mark.parametrize("weights", [None, _BALANCED])
 def test_the_default_buffer_has_256_mb_of_the_samples_of_the_epoch(
     weights: list[float] | None, tmp_path: Path
 ) -> None:

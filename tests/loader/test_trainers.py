@@ -247,7 +247,6 @@ loader.close()
 """
 
 
-@known_fault("training/lightning_ddp_ranks")
 @pytest.mark.slow
 def test_ranks_that_lightning_starts_share_the_samples(tmp_path: Path) -> None:
     """The loader is made before `fit`, which starts the second process."""
@@ -374,20 +373,15 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-HALF_SET = known_fault("training/world_size_without_rank")
-
-
 @pytest.mark.usefixtures("bare_environment")
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
         ({"WORLD_SIZE": "1"}, (0, 1)),
-        pytest.param(
-            {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2), marks=HALF_SET
-        ),
-        pytest.param({"WORLD_SIZE": "2"}, None, marks=HALF_SET),
-        pytest.param({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None, marks=HALF_SET),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2)),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None),
         ({"RANK": "1"}, None),
         ({"RANK": "5", "WORLD_SIZE": "2"}, None),
     ],
@@ -437,7 +431,6 @@ dist.destroy_process_group()
 """
 
 
-@known_fault("training/loader_before_process_group")
 @pytest.mark.slow
 @pytest.mark.usefixtures("bare_environment")
 def test_a_loader_that_is_older_than_the_process_group_shares_the_samples(tmp_path: Path) -> None:

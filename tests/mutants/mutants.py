@@ -14,7 +14,17 @@ from pathlib import Path
 KILLED_LIST = Path(__file__).parent / "killed.txt"
 
 PACKAGES = (
-    *("order", "shards", "storage", "reader", "decode", "loader", "conversion", "training"),
+    *(
+        "order",
+        "shards",
+        "storage",
+        "reader",
+        "decode",
+        "augment",
+        "loader",
+        "conversion",
+        "training",
+    ),
 )
 
 # Arguments of pytest for the mutants of a package, the sharpest and quickest first.
@@ -57,6 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/oracle/test_loading.py",
         "tests/fuzz",
     ),
+    "augment": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader": (
         "tests/oracle/test_loading.py",
         "tests/loader/test_positions.py",
@@ -131,7 +142,10 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/planning.py": ("tests/loader/test_selection.py",),
     "loader/mixture.py": ("tests/order/test_mixture.py",),
     "loader/shard_samples.py": ("tests/webdataset/test_webdataset.py",),
-    "loader/session.py": ("tests/loader/test_positions.py",),
+    "loader/epoch.py": ("tests/loader/test_positions.py",),
+    "loader/nested.py": ("tests/loader/test_batch_types.py",),
+    "loader/options.py": ("tests/loader/test_trainers.py",),
+    "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/optim.py": ("tests/training/test_recipes.py",),
     "training/weights.py": ("tests/training/test_recipes.py",),
@@ -440,6 +454,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "or not len(column):",
         ),
     ],
+    # --- augment ---
+    "augment/gpu.py": [
+        ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
+        ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
+    ],
+    "augment/mixing.py": [
+        ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),
+        ("mixed-with", "np.roll(partners[is_sample], 1)", "np.roll(partners[is_sample], -1)"),
+    ],
     # --- loader ---
     "loader/batch_assembly.py": [
         ("bad-of-padding", "if batch.valid[bad.row]:", "if not batch.valid[bad.row]:"),
@@ -447,8 +470,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("marked-label", "rows[torch.from_numpy(~own)] = 0", "rows[torch.from_numpy(own)] = 0"),
         (
             "keys-of-substitutes",
-            "if result.bad else pending.keys[:rows]",
-            "if not result.bad else pending.keys[:rows]",
+            "if result.bad else keys[:rows]",
+            "if not result.bad else keys[:rows]",
         ),
     ],
     "loader/epoch.py": [
@@ -459,19 +482,26 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "errors-of-epoch",
-            "self._bad > self._max_errors * self._epoch_samples",
-            "self._bad > self._max_errors * self._expected",
+            "self._bad > self._options.max_errors * self._epoch_samples",
+            "self._bad > self._options.max_errors * self._expected",
         ),
-    ],
-    "loader/loader.py": [
-        ("state-of-rank", "!= (self.rank, self.world_size):", "!= (self.world_size, self.rank):"),
-    ],
-    "loader/session.py": [
         (
             "epoch-kept",
             "if self._requested is None or self._requested.epoch != epoch:",
             "if self._requested is None or self._requested.epoch == epoch:",
         ),
+    ],
+    "loader/nested.py": [
+        ("all-tensors", 'hasattr(value, "_fields") or _has', 'hasattr(value, "_fields") and _has'),
+    ],
+    "loader/options.py": [
+        ("rank-compared", "self.is_rank_given or not _is_distributed()", "self.is_rank_given"),
+    ],
+    "loader/pipeline.py": [
+        ("goes-on", "self._position != (epoch, step)", "self._position == (epoch, step)"),
+    ],
+    "loader/loader.py": [
+        ("state-of-rank", "!= (self.rank, self.world_size):", "!= (self.world_size, self.rank):"),
     ],
     "loader/planning.py": [
         ("data-in-identity", '"data": self.index.fingerprint,', '"data": len(self.index),'),
@@ -497,14 +527,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "_exact(weights[name]) for name in indexes",
             "_exact(weights[name]) for name in weights",
         ),
-    ],
-    "augment/gpu.py": [
-        ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
-        ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
-    ],
-    "augment/mixing.py": [
-        ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),
-        ("mixed-with", "np.roll(partners[is_sample], 1)", "np.roll(partners[is_sample], -1)"),
     ],
     "loader/shard_samples.py": [
         (

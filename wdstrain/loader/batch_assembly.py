@@ -18,17 +18,20 @@ import numpy.typing as npt
 import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
+from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
+from wdstrain.decode.label_columns import LabelColumn
 from wdstrain.decode.task import MISMATCH, BadSample, Result
-from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.errors import SampleError, ShardError, StorageError, WdstrainError
-from wdstrain.loader.batch_stream import PendingBatch
-from wdstrain.loader.pipeline_parts import PipelineParts
-from wdstrain.loader.stats import Finding
+from wdstrain.loader.nested import without_rows
+from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.stats import Finding, StageTotals
+from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.memory.shared import Memory
 from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
 from wdstrain.reader.reader import CollectedBatch
+from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import open_source
 
@@ -53,39 +56,48 @@ class BatchInfo(NamedTuple):
 class BatchAssembler:
     """Makes the loop's batches. It runs in the training process."""
 
-    def __init__(self, parts: PipelineParts) -> None:
-        self._parts, self._index = parts, parts.index
-        sources = parts.options.sources or {}
+    def __init__(
+        self,
+        index: Index,
+        options: LoaderOptions,
+        columns: Mapping[str, LabelColumn],
+        sources: Mapping[str, int],
+        slots: Slots,
+        repair: BatchRepair,
+    ) -> None:
+        """columns: labels that the index gives, by name. sources: their first sample ids."""
+        self._index, self._columns, self._slots, self._repair_batch = index, columns, slots, repair
+        self._on_error, self._has_transform = options.on_error, options.transform is not None
         self._source_names = list(sources)
         self._source_firsts = np.array(list(sources.values()), np.int64)
-        self._batch_repair = BatchRepair(parts)
 
     def assemble(
-        self, result: Result, pending: PendingBatch, plan: Order
+        self, result: Result, batch: CollectedBatch, rng_ids: Ints, keys: list[str], plan: Order
     ) -> tuple[dict[str, Any], BatchInfo]:
         """Return the batch and its counts.
 
-        Raises SampleError for a bad sample that is not replaced.
+        rng_ids: see `Plan.draws`, int64[b]. Raises SampleError for a bad sample that is not
+        replaced.
         """
-        batch, findings = pending.batch, list[Finding]()
-        ids, draws = batch.ids.copy(), pending.draws.copy()
+        findings = list[Finding]()
+        ids, draws = batch.ids.copy(), rng_ids.copy()
         own = np.ones(len(ids), bool)
         if result.bad:
-            result = self._repair(result, pending, plan.epoch)
+            result = self._repair(result, batch, rng_ids, plan.epoch)
             for bad in result.bad:
                 ids[bad.row], draws[bad.row], own[bad.row] = bad.substitute, bad.substitute, False
                 if batch.valid[bad.row]:
                     findings.append(self._finding(batch, bad))
         valid = len(ids) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if plan.tail == "keep" else len(ids)
-        values: dict[str, Any] = self._parts.slots.lease(result.slot, rows)
+        values: dict[str, Any] = self._slots.lease(result.slot, rows)
         values |= result.values if rows else self._empty(result.values)
         values |= self._labels(ids[:rows], own[:rows])
         if any(map(are_images, values.values())):
             values[RNG] = bits(draws[:rows], "device", plan.seed, plan.epoch)
-            if self._parts.options.on_error == "mark":
+            if self._on_error == "mark":
                 values[RNG][~own[:rows]] = NO_SAMPLE
-        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else pending.keys[:rows]
+        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
@@ -95,30 +107,29 @@ class BatchAssembler:
 
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
         """Return the labels that the index gives, for the samples in the rows."""
-        labels = {name: column.rows(ids) for name, column in self._parts.columns.items()}
-        if self._parts.options.on_error == "mark" and not own.all():
+        labels = {name: column.rows(ids) for name, column in self._columns.items()}
+        if self._on_error == "mark" and not own.all():
             for rows in labels.values():
                 rows[torch.from_numpy(~own)] = 0
         return labels
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of decoders without their rows."""
-        if self._parts.options.transform is not None:
-            return {name: _without_rows(value) for name, value in values.items()}
+        if self._has_transform:
+            return {name: without_rows(value) for name, value in values.items()}
         return {name: value[:0] for name, value in values.items()}
 
     # --- bad samples ------------------------------------------------------------------------------
 
-    def _repair(self, result: Result, pending: PendingBatch, epoch: int) -> Result:
+    def _repair(self, result: Result, batch: CollectedBatch, rng_ids: Ints, epoch: int) -> Result:
         """Return the batch after its bad samples were read again or replaced.
 
         Raises SampleError if a bad sample is left.
         """
-        batch = pending.batch
         if any(bad.reason == MISMATCH for bad in result.bad):
-            result = self._batch_repair.reread_damaged(result, epoch, batch, pending.draws)
-        if self._parts.options.on_error == "replace" and len(result.bad) == len(batch.ids):
-            result = self._batch_repair.substitute_batch(result, epoch, batch.ids)
+            result = self._repair_batch.reread_damaged(result, epoch, batch, rng_ids)
+        if self._on_error == "replace" and len(result.bad) == len(batch.ids):
+            result = self._repair_batch.substitute_batch(result, epoch, batch.ids)
         left = [bad for bad in result.bad if bad.substitute < 0]
         if left:
             raise SampleError(self._message(batch, left))
@@ -130,7 +141,7 @@ class BatchAssembler:
         if left[0].whole_batch:
             return f"a batch that begins with {sentence}"
         count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
-        if self._parts.options.on_error == "raise":
+        if self._on_error == "raise":
             return f'{sentence}{count} on_error="replace" goes on without it.'
         return f"{sentence}{count} No good sample was found near it to take its place."
 
@@ -146,27 +157,21 @@ class BatchAssembler:
         return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
 
 
-def _without_rows(value: Any) -> Any:
-    """Return a collated value without its rows, of the same type."""
-    if isinstance(value, torch.Tensor):
-        return value[:0]
-    if isinstance(value, Mapping):
-        return {name: _without_rows(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)) and any(
-        isinstance(part, (torch.Tensor, Mapping)) for part in value
-    ):
-        # default_collate makes a column for each position of a sequence
-        return type(value)(map(_without_rows, value))
-    return []
-
-
 class BatchRepair:
     """Decodes batches with bad samples again, in the calling thread."""
 
-    def __init__(self, parts: PipelineParts) -> None:
-        self._parts, self._index = parts, parts.index
+    def __init__(
+        self,
+        index: Index,
+        options: LoaderOptions,
+        decoder: Decoder,
+        builder: TaskBuilder,
+        totals: StageTotals,
+    ) -> None:
+        self._index, self._decoder, self._builder, self._totals = index, decoder, builder, totals
+        self._cache = options.cache
         # Worker processes seed the global random generators for each sample.
-        self._seeded = isinstance(parts.workers, WorkerProcesses)
+        self._seeded = options.num_workers > 0
 
     def reread_damaged(
         self, failed: Result, epoch: int, batch: CollectedBatch, draws: Ints
@@ -175,12 +180,12 @@ class BatchRepair:
 
         draws: of the samples, int64[b].
         """
-        parts, decoder = self._parts, self._parts.decoder
+        decoder = self._decoder
         rows = [bad.row for bad in failed.bad if bad.reason == MISMATCH]
-        parts.totals.reread += len(rows)
-        if parts.options.cache is not None:
+        self._totals.reread += len(rows)
+        if self._cache is not None:
             for number in set(self._index.shard_of(batch.ids[rows]).tolist()):
-                parts.options.cache.forget(self._index.shards[number])
+                self._cache.forget(self._index.shards[number])
         for row in rows:
             number, start = int(batch.ids[row]), int(batch.offset[row])
             with suppress(WdstrainError):  # then it stays as bad as it is
@@ -210,7 +215,7 @@ class BatchRepair:
                 self._read(number, memory.view)
             except (ShardError, StorageError):
                 continue
-            rows, decoder = np.full(len(ids), number), self._parts.decoder.with_arena(memory)
+            rows, decoder = np.full(len(ids), number), self._decoder.with_arena(memory)
             result = self._decode(decoder, failed, epoch, rows, rows, np.zeros_like(rows), {})
             if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
@@ -227,7 +232,7 @@ class BatchRepair:
         unreadable: dict[int, str],
     ) -> Result:
         """Decode samples into the slot of a failed batch; their checksums are compared."""
-        block = self._parts.task_builder.build_block(epoch, ids, draws, [0, len(ids)])
+        block = self._builder.build_block(epoch, ids, draws, [0, len(ids)])
         unverified = np.ones(len(ids), bool)
         task = block.task(0, failed.batch_number, failed.slot, offset, unreadable, unverified)
         with _generators_kept():

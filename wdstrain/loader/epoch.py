@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -20,17 +21,118 @@ import numpy.typing as npt
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.batch_assembly import BatchInfo
-from wdstrain.loader.pipeline import Pipeline
-from wdstrain.loader.pipeline_parts import StageTotals
-from wdstrain.loader.session import PassLink, Position
-from wdstrain.loader.stats import EpochStats, Finding
+from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.pipeline import OVER, Batch, Batches, Pipeline
+from wdstrain.loader.stats import EpochStats, Finding, StageTotals
 from wdstrain.order.order import Order
+from wdstrain.order.plan import integer
 from wdstrain.order.rng import uniform
+from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
 _log = logging.getLogger("wdstrain")
 
-Batch = dict[str, Any]
 Draws = npt.NDArray[np.float64]
+
+
+class Position(NamedTuple):
+    """The step that is delivered next. bad: bad samples of this rank before it in the epoch."""
+
+    epoch: int
+    step: int
+    bad: int = 0
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], steps: int) -> Position:
+        """Return the position in a loader's state. steps: of an epoch.
+
+        Raises UsageError if no epoch has such a position.
+        """
+        try:
+            epoch, step = (integer(name, state.get(name), 0) for name in ("epoch", "step"))
+            bad = integer("bad", state.get("bad", 0), 0)
+        except UsageError as error:
+            raise UsageError(f"this state holds no position: {error}") from None
+        if step >= steps:
+            raise UsageError(
+                f"step={step} in this state: must be below {steps}, the steps of an epoch."
+            )
+        return cls(epoch, step, bad)
+
+
+class LoaderState:
+    """What the passes of a loader share: its pipeline, its position, and which pass is the newest.
+
+    stats: of the newest pass. newest: returns the newest pass, if it exists; a weak reference.
+    """
+
+    def __init__(self, make_pipeline: Callable[[], Pipeline]) -> None:
+        """make_pipeline: must not refer to the loader, which is closed when nobody refers to it."""
+        self.stats = EpochStats()
+        self.newest: Callable[[], EpochBatches | None] = lambda: None
+        self._make_pipeline = make_pipeline
+        self._pipeline: Pipeline | None = None  # before the first pass and after `close`
+        self._position: Position | None = None  # after the batch that was delivered last
+        self._requested: Position | None = None  # start of the next loop, if somebody set it
+        self._is_restored = False  # by `restore`, since the newest pass began
+
+    @property
+    def next_start(self) -> Position:
+        """The first step of the next `for` loop, which is the next epoch also after a `break`."""
+        if self._requested is not None:
+            return self._requested
+        if self._position is None:
+            return Position(0, 0)
+        return Position(self._position.epoch + (self._position.step > 0), 0)
+
+    @property
+    def position(self) -> Position:
+        """The position of a loop within an epoch; otherwise the start of the next loop."""
+        newest, position = self.newest(), self._position
+        is_in_loop = newest is not None and newest.can_go_on and not self._is_restored
+        if is_in_loop and position is not None and position.step:
+            return position
+        return self._requested or position or Position(0, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next epoch. A requested step within it stays."""
+        if self._requested is None or self._requested.epoch != epoch:
+            self._requested = Position(epoch, 0)
+
+    def restore(self, position: Position) -> None:
+        """Make this the start of the next loop. A loop that still runs has no position any more."""
+        self._requested, self._is_restored = position, True
+
+    def open_pipeline(self, newest: EpochBatches) -> Pipeline:
+        """Return the running pipeline for a pass, which is the newest from now on."""
+        self.newest = weakref.ref(newest)
+        pipeline = self._pipeline
+        # It may be closed in part, by a Ctrl-C or another thread. A forked child makes its own.
+        if pipeline is not None and (pipeline.closed or pipeline.process != os.getpid()):
+            self.close()
+            pipeline = None
+        if pipeline is None:
+            pipeline = self._make_pipeline()
+            pipeline.close_with(self)
+            self._pipeline = pipeline
+        return pipeline
+
+    def begin(self, stats: EpochStats, position: Position) -> None:
+        """Note where the newest pass begins, and its counts."""
+        self._requested, self._is_restored = None, False
+        self.stats, self._position = stats, position
+
+    def move(self, position: Position) -> None:
+        """Note the position after the batch that was delivered last."""
+        self._position = position
+
+    def close(self) -> None:
+        """End the pipeline. The next pass makes another one."""
+        pipeline = self._pipeline
+        if pipeline is not None:
+            with DeferSignals(WORKER_DEATH):  # the workers end; torch would report their death
+                pipeline.close()
+            if self._pipeline is pipeline:  # a loop in another thread may have begun anew
+                self._pipeline = None
 
 
 class TakenBatch(NamedTuple):
@@ -46,10 +148,6 @@ class TakenBatch(NamedTuple):
     position: tuple[int, int]
     plan: Order
 
-    def draws(self, columns: int) -> Draws:
-        """Return random numbers in [0, 1), float64[b, columns]; see `EpochBatches.draws`."""
-        return uniform(self.info.draws, columns, "device", self.plan.seed, self.plan.epoch)
-
 
 class EpochBatches(Iterator[Batch]):
     """The batches of one epoch from a step on. Nothing starts before the first is requested.
@@ -64,20 +162,21 @@ class EpochBatches(Iterator[Batch]):
 
     def __init__(
         self,
-        link: PassLink,
+        state: LoaderState,
         plans: Callable[[int], Order],
-        rank: int,
+        options: LoaderOptions,
         start: Position,
-        max_errors: float,
         until: int | None,
     ) -> None:
         """plans: returns the plan of an epoch. until: the epoch at which reading ahead stops."""
-        self._link, self._plans, self._rank, self._max_errors = link, plans, rank, max_errors
-        self._start, self._until = start, until
+        # None after the end. A traceback may refer to this pass for long: in a notebook until the
+        # next error. The loader must be able to end before that.
+        self._state: LoaderState | None = state
+        self._plans, self._options, self._start, self._until = plans, options, start, until
         self._epoch, self._step, self._bad = start
         self._rows = 0  # taken so far
         self._pipeline: Pipeline | None = None
-        self._generation: int | None = None  # of the pipeline, set with the first batch
+        self._batches: Batches | None = None  # of the pipeline, set with the first batch
         self._totals_before = StageTotals()
         self._stats = EpochStats()
         self._last: TakenBatch | None = None  # delivered last, without its tensors
@@ -120,7 +219,8 @@ class EpochBatches(Iterator[Batch]):
         Row i depends on seed, epoch and the sample in row i: not on workers, ranks or a resume.
         The numbers are unrelated to those that `fields` use.
         """
-        return self._delivered.draws(columns)
+        taken = self._delivered
+        return uniform(taken.info.draws, columns, "device", taken.plan.seed, taken.plan.epoch)
 
     @property
     def own(self) -> npt.NDArray[np.bool_]:
@@ -163,9 +263,8 @@ class EpochBatches(Iterator[Batch]):
         Raises StopIteration at the end of the epoch, and the errors of the pipeline.
         """
         with self._lock:
-            if self._pipeline is None:
-                self._begin()
-            assert self._pipeline is not None
+            if self._pipeline is None or self._batches is None:
+                self._pipeline, self._batches = self._begin()
             if self._step == self._plan.steps:
                 if self._rows != self._expected:
                     raise WdstrainError(
@@ -173,7 +272,7 @@ class EpochBatches(Iterator[Batch]):
                         f"{self._rows} delivered. Please report this error."
                     )
                 raise StopIteration
-            batch, info = self._pipeline.next(self._generation)
+            batch, info = next(self._batches)
             self._rows += len(info.ids)
             self._step += 1
             is_last = self._step == self._plan.steps
@@ -194,8 +293,10 @@ class EpochBatches(Iterator[Batch]):
         """
         self._stats.copy_seconds += copy_seconds
         self._count(taken.info)
-        self._link.move(Position(*taken.position, self._bad if taken.position[1] else 0))
-        vars(self._stats).update(taken.totals.since(self._totals_before))
+        state = self._state
+        if state is not None and state.newest() is self:
+            state.move(Position(*taken.position, self._bad if taken.position[1] else 0))
+        self._stats.set_stages(self._totals_before, taken.totals)
         self._last = taken._replace(batch={})  # only the loop refers to the batch's memory
         self._delivered_at = time.perf_counter()
         self._stats.wait_seconds += self._delivered_at - requested
@@ -215,21 +316,23 @@ class EpochBatches(Iterator[Batch]):
         if self._pipeline is not None:
             self._pipeline.lock_pages()
 
-    def cancel(self) -> bool:
-        """End the wait for a batch in another thread.
+    @property
+    def can_go_on(self) -> bool:
+        """Whether this pass has neither failed nor been closed."""
+        return self._state is not None
 
-        Returns False if a newer pass took this one's place: that thread gets an error by itself.
+    def close(self) -> bool:
+        """End this pass, and the pipeline unless a newer pass uses it. Return whether that ended.
+
+        In a forked child this does nothing.
         """
-        return self._pipeline is not None and self._pipeline.cancel(self._generation)
-
-    def close(self) -> None:
-        """End this pass after an error, and the pipeline unless a newer pass uses it."""
-        if self._process in (None, os.getpid()):
-            pipeline, generation = self._pipeline, self._generation
-            if pipeline is not None and generation not in (None, pipeline.generation):
-                self._link.disconnect()
-            else:
-                self._link.close()
+        if self._process not in (None, os.getpid()):
+            return False
+        state, self._state = self._state, None
+        if state is None or state.newest() is not self:
+            return False
+        state.close()
+        return True
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -243,20 +346,25 @@ class EpochBatches(Iterator[Batch]):
                 f"on with it. Begin a pass in this process: for batch in loader."
             )
 
-    def _begin(self) -> None:
+    def _begin(self) -> tuple[Pipeline, Batches]:
         """Start the pipeline at the first step."""
+        state = self._state
+        if state is None:
+            raise WdstrainError(OVER)
+        self._options.check_rank()
         plan = self._plan = self._plans(self._epoch)
         self._expected, self._epoch_samples = (
-            sum(_samples_from(plan, lane, step) for lane in plan.lanes_of(self._rank))
+            sum(_samples_from(plan, lane, step) for lane in plan.lanes_of(self._options.rank))
             for step in (self._step, 0)
         )
-        pipeline = self._pipeline = self._link.open_pipeline()
-        self._generation = pipeline.seek(self._epoch, self._step, self._until)
+        pipeline = state.open_pipeline(self)
+        batches = pipeline.batches(self._epoch, self._step, self._until)
         self._totals_before = pipeline.totals()
         self._stats = EpochStats(
             epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
         )
-        self._link.begin(self._stats, self._start)
+        state.begin(self._stats, self._start)
+        return pipeline, batches
 
     def _count(self, info: BatchInfo) -> None:
         """Count a batch. Raises SampleError if the epoch has too many bad samples with it."""
@@ -264,7 +372,7 @@ class EpochBatches(Iterator[Batch]):
         if info.bad:
             self._bad += len(info.bad)
             stats.add_bad(info.bad)
-            if self._bad > self._max_errors * self._epoch_samples:
+            if self._bad > self._options.max_errors * self._epoch_samples:
                 raise SampleError(self._too_many_errors(info.bad[-1]))
         stats.batches += 1
         stats.samples += len(info.ids) - info.padded
@@ -277,7 +385,7 @@ class EpochBatches(Iterator[Batch]):
         reasons = self._stats.bad_reasons.items()
         return (
             f"{self._bad} of the {self._epoch_samples} samples of epoch {self._epoch} are bad"
-            f"{before}, more than max_errors={self._max_errors} allows "
+            f"{before}, more than max_errors={float(self._options.max_errors)} allows "
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
             f"The last: {last.sentence} Raise max_errors to allow more."
         )

@@ -1,35 +1,36 @@
 """The loader: batches of samples from shards, in the order of the plan.
 
-`options` checks the options, `planning` makes the plans, `session` owns what runs, `epoch` delivers
-the batches of one epoch. Nothing starts before the first batch is requested.
+`options` checks the options, `planning` makes the plans, `epoch` delivers the batches of one epoch,
+and `pipeline` reads and decodes them. Nothing starts before the first batch is requested.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields as fields_of
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import with_classes
 from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
-from wdstrain.loader.epoch import EpochBatches
+from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
-from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
-from wdstrain.loader.session import LoaderSession, PassLink, Position, log_slow_paths
 from wdstrain.loader.stats import Report
+from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.order.plan import integer
 from wdstrain.report import pages
 from wdstrain.runtime.options import hinted
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
+
+_log = logging.getLogger("wdstrain")
 
 
 class Loader:
@@ -44,6 +45,7 @@ class Loader:
 
     What to read:
     urls            folder, index.json, tar, glob or brace pattern, a list of them, or an Index
+    split           name of the split to read, of shards that have several
     fields          {name in the batch: field}, such as {"image": wt.image(size=224),
                     "label": wt.label()}
     transform       function of a sample, or of (sample, rng), that returns an example. A sample is
@@ -127,61 +129,36 @@ class Loader:
         multiprocessing_context: StartMethod | None = None,
         patience: float = 60.0,
         collate_fn: Collate | None = None,
+        split: str | None = None,
     ) -> None:
-        options = LoaderOptions(
-            fields=fields,
-            transform=transform,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            where=where,
-            weights=weights,
-            balance=balance,
-            shuffle=shuffle,
-            shuffle_buffer=shuffle_buffer,
-            seed=seed,
-            tail=tail,
-            lanes=lanes,
-            rank=rank,
-            world_size=world_size,
-            on_error=on_error,
-            max_errors=max_errors,
-            cache_dir=cache_dir,
-            cache_limit=cache_limit,
-            multiprocessing_context=multiprocessing_context,
-            patience=patience,
-            collate_fn=collate_fn,
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "urls")}
+        self._set_up(urls, LoaderOptions.of(given))
+
+    def _set_up(self, urls: Urls | Index | MixedSources, options: LoaderOptions) -> None:
+        """Make the plans. Raises UsageError and ShardError."""
         log_slow_paths()
-        self._options, self._plans = options, EpochPlans(urls, options)
+        self._options = options
+        self._plans = EpochPlans(urls, options)
         self.index: Index = self._plans.index
         self.plan: Callable[[int], Order] = self._plans.plan  # returns the plan of an epoch
         self.batch_size, self.num_workers = options.batch_size, options.num_workers
-        self.rank, self.world_size = options.ranks
+        self.rank, self.world_size = options.rank, options.world_size
         self.shuffle_buffer: int = self._plans.shuffle_buffer
-        self.transform, self.fields = transform, fields
-        if fields is None:
+        self.transform, self.fields = options.transform, options.fields
+        if self.fields is None:
             warn_of_class_numbers(self.index)
         else:
-            self.fields = {name: with_classes(field, self.index) for name, field in fields.items()}
+            self.fields = {
+                name: with_classes(field, self.index) for name, field in self.fields.items()
+            }
         self.plan(0)  # raises now if the sizes do not fit together
-        sources = self._plans.source
-        self._pipeline_options = PipelineOptions(
-            fields=self.fields,
-            transform=transform,
-            takes_rng=options.takes_rng,
-            collate_fn=collate_fn,
-            on_error=on_error,
-            num_workers=self.num_workers,
-            context=multiprocessing_context,
-            cache=options.cache,
-            sources=sources.first_ids if isinstance(sources, MixedSources) else None,
-            patience=patience,
-        )
-        self._session = self._new_session()
+        self._state = self._new_state()
 
-    def _new_session(self) -> LoaderSession:
-        return LoaderSession(
-            partial(Pipeline, self.index, self.plan, self.rank, self._pipeline_options)
+    def _new_state(self) -> LoaderState:
+        source = self._plans.source
+        sources = source.first_ids if isinstance(source, MixedSources) else {}
+        return LoaderState(
+            partial(Pipeline, self.index, self.plan, self._options, self.fields, sources)
         )
 
     # --- iteration --------------------------------------------------------------------------------
@@ -191,7 +168,7 @@ class Loader:
         return self.plan(0).steps
 
     def __iter__(self) -> EpochBatches:
-        return self._pass(self._session.next_start)
+        return self._pass(self._state.next_start)
 
     def __getitem__(self, _: object) -> NoReturn:
         """Raise TypeError for torch's DataLoader, which would take samples of a map by number."""
@@ -203,7 +180,7 @@ class Loader:
     @property
     def next_position(self) -> tuple[int, int]:
         """(epoch, step) of the first batch of the next `for` loop."""
-        return self._session.next_start[:2]
+        return self._state.next_start[:2]
 
     def epoch(self, number: int, *, start: int = 0, until: int | None = None) -> EpochBatches:
         """Return an iterator over the batches of one epoch, from step `start` on.
@@ -216,21 +193,14 @@ class Loader:
         return self._pass(Position(number, start), until)
 
     def _pass(self, start: Position, until: int | None = None) -> EpochBatches:
-        return EpochBatches(
-            PassLink(self._session),
-            self.plan,
-            self.rank,
-            start,
-            float(self._options.max_errors),
-            until,
-        )
+        return EpochBatches(self._state, self.plan, self._options, start, until)
 
     def set_epoch(self, number: int) -> None:
         """Make this the epoch of the next `for` loop.
 
         If a state was loaded whose position is in this epoch, the loop goes on from there.
         """
-        self._session.set_epoch(integer("epoch", number, 0))
+        self._state.set_epoch(integer("epoch", number, 0))
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -241,7 +211,7 @@ class Loader:
         called, otherwise the end of the last loop.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        return {**self._session.position._asdict(), **ranks, **self._plans.identity()}
+        return {**self._state.position._asdict(), **ranks, **self._plans.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `for` loop go on where the state was taken.
@@ -252,7 +222,7 @@ class Loader:
         position = Position.of_state(state, len(self))
         if (state.get("rank"), state.get("world_size")) != (self.rank, self.world_size):
             position = position._replace(bad=0)  # they were counted on another rank
-        self._session.restore(position)
+        self._state.restore(position)
 
     def copy_with_threads(self) -> Loader:
         """Return a loader of the same batches that decodes in threads, for a look at some batches.
@@ -263,19 +233,16 @@ class Loader:
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._pipeline_options = replace(self._pipeline_options, num_workers=0)
-        other._session = other._new_session()
-        other._session.restore(self._session.next_start)
+        other._options = replace(self._options, num_workers=0)
+        other._state = other._new_state()
+        other._state.restore(self._state.next_start)
         return other
 
     def __reduce__(self) -> tuple[Callable[..., Loader], tuple[Any, ...]]:
         """A copy is a loader of the same batches at the same position, which runs nothing yet."""
-        options = {
-            field.name: getattr(self._options, field.name) for field in fields_of(LoaderOptions)
-        }
-        # The source holds only the chosen samples.
-        options |= {"where": None, "balance": None, "weights": self._plans.weighting}
-        return _copied, (type(self), self._plans.source, options, self._session.position)
+        weights = self._plans.weighting  # the source holds only the chosen samples
+        options = replace(self._options, where=None, balance=None, split=None, weights=weights)
+        return _copied, (type(self), self._plans.source, options, self._state.position)
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -284,7 +251,7 @@ class Loader:
 
         The dict is JSON-able and has the names of `EpochStats`. A notebook shows it as a table.
         """
-        return self._session.stats.report()
+        return self._state.stats.report()
 
     def __repr__(self) -> str:
         return (
@@ -297,19 +264,39 @@ class Loader:
     def _repr_html_(self) -> str:
         return _card(self)
 
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
-        self._session.close()
+        self._state.close()
+
+
+@lru_cache(maxsize=1)
+def log_slow_paths() -> None:
+    """Log once per process which parts of the platform are missing, so that slower code runs."""
+    if kernels.library is None:
+        _log.warning(
+            "The compiled part of wdstrain is missing or older than its source, so slower generic "
+            "code is used. For the fast one, install a C compiler and reinstall wdstrain (in a "
+            "clone: python scripts/compile.py)."
+        )
+    if kernels.libjpeg_turbo() is None:
+        _log.info(
+            "libjpeg-turbo 3 was not found, so each JPEG is decoded as a whole, even if a crop "
+            "needs a part of it. For faster decoding: pip install turbojpeg"
+        )
 
 
 def _copied(
-    kind: Callable[..., Loader],
-    source: Index | MixedSources,
-    options: dict[str, Any],
-    position: Position,
+    kind: type[Loader], source: Index | MixedSources, options: LoaderOptions, position: Position
 ) -> Loader:
-    loader = kind(source, **options)
-    loader._session.restore(position)
+    loader = object.__new__(kind)
+    loader._set_up(source, options)
+    loader._state.restore(position)
     return loader
 
 
@@ -352,7 +339,7 @@ def _card(loader: Loader) -> str:
         if plan.shuffle
         else "as in the shards"
     )
-    epoch, step, _ = loader._session.position
+    epoch, step, _ = loader._state.position
     rows |= {
         "workers": str(loader.num_workers or "threads"),
         "position": f"epoch {epoch}, step {step} of {len(loader)}",

@@ -44,12 +44,11 @@ def mix(
         )
     if options.get("balance") is not None:
         raise UsageError("balance was given for a mixture, whose sets have weights. Leave it out.")
+    where, split = options.pop("where", None), options.pop("split", None)
     may_be_short = options.get("on_error", "raise") != "raise"
     indexes = {
-        name: urls if isinstance(urls, Index) else open_shards(urls, may_be_short=may_be_short)
-        for name, urls in sources.items()
+        name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
     }
-    where = options.pop("where", None)
     if where is not None:
         indexes = {name: index.where(where) for name, index in indexes.items()}
     if weights is None:

@@ -30,10 +30,17 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "multiprocessing_context": (None, *get_args(StartMethod)),
 }
 
+_INTEGERS: dict[str, int | None] = {  # least values
+    "batch_size": 1,
+    "num_workers": 0,
+    "seed": None,
+    "lanes": 1,
+    "shuffle_buffer": 1,
+}
+
 # arguments that other loaders have, and the next step of somebody who is used to them
 HABITS = {
     "dataset": "The first argument is urls.",
-    "split": "Name the shards of the split, such as shards/train-*.tar.",
     "drop_last": 'Use tail="drop" or tail="keep".',
     "sampler": "Use where=, weights= or balance=; ranks are split by rank= and world_size=.",
     "batch_sampler": "Use batch_size=, and where=, weights= or balance= to choose samples.",
@@ -50,113 +57,145 @@ HABITS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Checked options of a `Loader`, which documents them. `rank` and `world_size` are resolved.
+    """Checked options of a `Loader`, which documents them and has the defaults.
 
-    Integers of NumPy become integers of Python. Raises UsageError for a value that no shards could
-    make right.
+    is_rank_given: rank and world size are arguments of the user, not those of the job.
+    Raises UsageError for a value that no shards could make right.
     """
 
-    fields: Mapping[str, Field] | None = None
-    transform: Transform | None = None
-    batch_size: int = 64
-    num_workers: int = 0
-    where: str | None = None
-    weights: Any = None
-    balance: str | None = None
-    shuffle: bool = True
-    shuffle_buffer: int | None = None
-    seed: int = 0
-    tail: Tail = "drop"
-    lanes: int | None = None
-    rank: int | None = None
-    world_size: int | None = None
-    on_error: OnError = "raise"
-    max_errors: float = 0.01
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_limit: int | str | None = None
-    multiprocessing_context: StartMethod | None = None
-    patience: float = 60.0
-    collate_fn: Collate | None = None
+    fields: Mapping[str, Field] | None
+    transform: Transform | None
+    batch_size: int
+    num_workers: int
+    where: str | None
+    weights: Any
+    balance: str | None
+    shuffle: bool
+    shuffle_buffer: int | None
+    seed: int
+    tail: Tail
+    lanes: int | None
+    rank: int
+    world_size: int
+    is_rank_given: bool
+    on_error: OnError
+    max_errors: float
+    cache_dir: str | os.PathLike[str] | None
+    cache_limit: int | str | None
+    split: str | None
+    multiprocessing_context: StartMethod | None
+    patience: float
+    collate_fn: Collate | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LoaderOptions:
+        """Return the options with integers of Python, and with the rank of this process."""
+        values = dict(given)
+        for name, least in _INTEGERS.items():
+            if values[name] is not None or name not in ("lanes", "shuffle_buffer"):
+                values[name] = _integer(name, values[name], least)
+        values["is_rank_given"] = values["rank"] is not None
+        values["rank"], values["world_size"] = rank_of(values["rank"], values["world_size"])
+        return cls(**values)
 
     def __post_init__(self) -> None:
-        self.batch_size = integer("batch_size", self.batch_size, 1)
-        self.num_workers = integer("num_workers", self.num_workers, 0)
-        self.seed = integer("seed", self.seed)
-        if self.lanes is not None:
-            self.lanes = integer("lanes", self.lanes, 1)
-        if self.shuffle_buffer is not None:
-            self.shuffle_buffer = _shuffle_buffer(self.shuffle_buffer)
-        if self.weights is not None and self.balance is not None:
-            raise UsageError("weights and balance were both given. Give one of them.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 names = ", ".join(filter(None, choices))
                 raise UsageError(f"{name}={getattr(self, name)!r}: must be one of {names}.")
-        self._check_errors()
-        self._check_examples()
-        if not is_number(self.patience) or not 0 <= self.patience <= threading.TIMEOUT_MAX:
-            raise UsageError(
-                f"patience={self.patience!r}: must be a number of seconds >= 0. 0 turns the "
-                f"warnings off."
-            )
+        for is_wrong, message in self._rules():
+            if is_wrong:
+                raise UsageError(message)
+        for name, field in (self.fields or {}).items():
+            _check_field(name, field)
         if self.num_workers:
             functions = {"transform": self.transform, "collate_fn": self.collate_fn}
             check_picklable(self.fields, functions, self.multiprocessing_context)
-        self.cache = open_cache(self.cache_dir, self.cache_limit)
-        self.ranks = rank_of(self.rank, self.world_size)
-        self.rank, self.world_size = self.ranks
+        _ = self.cache  # raises UsageError
 
-    def _check_errors(self) -> None:
-        if not is_number(self.max_errors) or not 0 <= self.max_errors <= 1:
-            raise UsageError(
-                f"max_errors={self.max_errors!r}: must be a share of the epoch from 0 to 1."
-            )
-        if self.on_error == "mark" and self.transform is not None:
-            raise UsageError(
-                'on_error="mark" leaves rows empty, and a transform has no empty value. '
-                'Use on_error="replace".'
-            )
-
-    def _check_examples(self) -> None:
-        """Check the options that say what an example is."""
-        if self.fields is not None and self.transform is not None:
-            raise UsageError(
-                "fields and transform were both given; each defines the examples. Give one of them."
-            )
-        if self.transform is not None and not callable(self.transform):
-            raise UsageError(
-                f"transform={self.transform!r}: must be a function of a sample, or of (sample, rng)."
-            )
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise UsageError(
-                f"collate_fn={self.collate_fn!r}: must be a function of a list of examples."
-            )
-        if self.collate_fn is not None and self.transform is None:
-            raise UsageError(
-                "collate_fn was given without transform, whose examples it collates. "
-                "Give transform too."
-            )
-        if self.fields is not None and not isinstance(self.fields, Mapping):
-            raise UsageError(
-                f"fields={self.fields!r}: must be a dict. Write for example "
-                f"fields={{'image': wt.image(size=64)}}."
-            )
-        for name, field in (self.fields or {}).items():
-            _check_field(name, field)
+    @property
+    def cache(self) -> Cache | None:
+        """The cache of remote shards, if one is given."""
+        return open_cache(self.cache_dir, self.cache_limit)
 
     @property
     def takes_rng(self) -> bool:
         """Whether the transform is called with (sample, rng)."""
         return self.transform is not None and takes_rng(self.transform)
 
+    def _rules(self) -> list[tuple[bool, str]]:
+        """Return whether each rule is broken, and the message for that case."""
+        has_share = is_number(self.max_errors) and 0 <= self.max_errors <= 1
+        has_patience = is_number(self.patience) and 0 <= self.patience <= threading.TIMEOUT_MAX
+        return [
+            (
+                self.weights is not None and self.balance is not None,
+                "weights and balance were both given. Give one of them.",
+            ),
+            (
+                not has_share,
+                f"max_errors={self.max_errors!r}: must be a share of the epoch from 0 to 1.",
+            ),
+            (
+                self.on_error == "mark" and self.transform is not None,
+                'on_error="mark" leaves rows empty, and a transform has no empty value. '
+                'Use on_error="replace".',
+            ),
+            (
+                self.fields is not None and self.transform is not None,
+                "fields and transform were both given; each defines the examples. "
+                "Give one of them.",
+            ),
+            (
+                self.transform is not None and not callable(self.transform),
+                f"transform={self.transform!r}: must be a function of a sample, or of "
+                f"(sample, rng).",
+            ),
+            (
+                self.collate_fn is not None and not callable(self.collate_fn),
+                f"collate_fn={self.collate_fn!r}: must be a function of a list of examples.",
+            ),
+            (
+                self.collate_fn is not None and self.transform is None,
+                "collate_fn was given without transform, whose examples it collates. "
+                "Give transform too.",
+            ),
+            (
+                self.fields is not None and not isinstance(self.fields, Mapping),
+                f"fields={self.fields!r}: must be a dict. Write for example "
+                f"fields={{'image': wt.image(size=64)}}.",
+            ),
+            (
+                not has_patience,
+                f"patience={self.patience!r}: must be a number of seconds >= 0. 0 turns the "
+                f"warnings off.",
+            ),
+        ]
 
-def _shuffle_buffer(value: int) -> int:
+    def check_rank(self) -> None:
+        """Raise UsageError if torch.distributed has another rank for this process by now.
+
+        Each rank would read samples of others. A rank that the user gave is not compared.
+        """
+        if self.is_rank_given or not _is_distributed():
+            return
+        rank, world_size = rank_of(None, None)
+        if (rank, world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"this loader was made for rank {self.rank} of {self.world_size}, and the process "
+                f"group says rank {rank} of {world_size}. Make the loader after the process group "
+                f"(init_process_group), or give it rank= and world_size=."
+            )
+
+
+def _integer(name: str, value: Any, least: int | None) -> int:
     try:
-        return integer("shuffle_buffer", value, 1)
+        return integer(name, value, least)
     except UsageError as error:
-        raise UsageError(f"{error} Use shuffle=False to read in file order.") from None
+        advice = " Use shuffle=False to read in file order." if name == "shuffle_buffer" else ""
+        raise UsageError(f"{error}{advice}") from None
 
 
 def _check_field(name: str, field: Any) -> None:
@@ -208,7 +247,7 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise UsageError(f"rank={rank}, world_size={world_size}: give both or none.")
     if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
             launch = Launch.of()
@@ -217,3 +256,8 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise UsageError(f"rank={rank}: must be >= 0 and below world_size={world_size}.")
     return rank, world_size
+
+
+def _is_distributed() -> bool:
+    """Return whether this process is one of a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

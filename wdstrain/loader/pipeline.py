@@ -1,12 +1,10 @@
-"""The running pipeline of one loader: plan -> reader -> decoders -> slots -> batches, in order.
+"""The pipeline of one loader: plan -> reader -> decoders -> slots -> batches, in order.
 
-A stream of batches goes on over the ends of epochs: while an epoch ends, the next is being read and
-decoded. `seek` continues the stream if it is at the requested step, and starts another otherwise.
-Memory, threads and worker processes stay. A stream starts its reader when the first task is
-requested. That is after the workers are forked, so that no thread of ours exists at that time.
-
-Every seek begins a new generation. The reader's run belongs to a generation, and calls with the
-number of an earlier generation raise an error.
+`EpochBatches` takes the batches. The pipeline owns the memory, the reader's run, and the decoding
+threads or worker processes. Its stream of batches goes on over the ends of epochs: while an epoch
+ends, the next is being read and decoded. `batches` continues the stream if it is at the requested
+step, and starts another otherwise. The reader starts when the first task is requested. That is
+after the workers are forked, so that no thread of ours exists at that time.
 """
 
 from __future__ import annotations
@@ -16,45 +14,145 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
-from wdstrain.decode.task import Result, Task
+from wdstrain.decode.batch_slots import Layout, Slots
+from wdstrain.decode.decoder import Decoder
+from wdstrain.decode.fields import Field
+from wdstrain.decode.label_columns import label_columns
+from wdstrain.decode.task import DecoderSettings, Result, Task
+from wdstrain.decode.worker_processes import WorkerProcesses
+from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
-from wdstrain.loader.batch_assembly import BatchAssembler, BatchInfo
-from wdstrain.loader.batch_stream import OVER, BatchStream
-from wdstrain.loader.pipeline_parts import PipelineOptions, StageTotals, build_parts
+from wdstrain.loader.batch_assembly import BatchAssembler, BatchInfo, BatchRepair
+from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.stats import StageTotals
+from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.order import Order
+from wdstrain.reader.blocks import step_blocks
+from wdstrain.reader.reader import CollectedBatch, Reader, ReadRun
+from wdstrain.reader.resources import ReadOptions, ReadResources
+from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
-from wdstrain.runtime.watchdog import StallWatchdog
+from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
 from wdstrain.shards.index import Index
+from wdstrain.storage.prefetch import ReadStopped
 
 _log = logging.getLogger("wdstrain")
 
+Batch = dict[str, Any]
+
+OVER = (
+    "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+)
 TAKEN = "another loop over the same loader took this one's place. Use a Loader for each loop."
+
+_READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20  # bytes that are read beyond half a window
+_SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
+_SHOWN_KEYS = 16  # of the awaited batch in a message
+
+
+class _Pending(NamedTuple):
+    """Samples of a batch that is being decoded. rng_ids: see `Plan.draws`, int64[b]."""
+
+    batch: CollectedBatch
+    keys: list[str]
+    rng_ids: Any
+
+
+class Batches(Iterator[tuple[Batch, BatchInfo]]):
+    """Batches of a pipeline with their counts, until `Pipeline.batches` is called again.
+
+    Raises SampleError for a bad sample that is not replaced, the error of a read at the first batch
+    that lacks its samples, and WdstrainError if the pipeline was closed.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __next__(self) -> tuple[Batch, BatchInfo]:
+        return self._pipeline.next_of(self)
 
 
 class Pipeline:
     """Batches of one rank.
 
-    generation: number of the newest loop. closed: `close` was called; it may have been interrupted.
-    process: id of the process that made it. A forked child has none of its threads and workers.
+    closed: `close` was called; it may have been interrupted. process: id of the process that made
+    it. A forked child has none of its threads and workers.
     """
 
     def __init__(
-        self, index: Index, plans: Callable[[int], Order], rank: int, options: PipelineOptions
+        self,
+        index: Index,
+        plans: Callable[[int], Order],
+        options: LoaderOptions,
+        fields: Mapping[str, Field] | None,
+        sources: Mapping[str, int],
     ) -> None:
-        """Reserve the memory; nothing is started. plans: returns the plan of an epoch."""
-        self.process, self.generation, self.closed = os.getpid(), 0, False
+        """Reserve the memory; nothing is started. Raises ShardError for a sample that is too large.
+
+        plans: returns the plan of an epoch. fields: those of the options, with class names.
+        sources: of a mixture, the first sample id of each source.
+        """
+        self.process, self.closed = os.getpid(), False
+        self._index, self._plans, self._options = index, plans, options
+        plan, columns = plans(0), label_columns(fields or {}, index)
+        needed: set[str] | None = None
+        if fields is not None:  # those that the index does not give
+            fields = {name: field for name, field in fields.items() if name not in columns}
+            needed = {name for field in fields.values() for name in field.names}
+        examples = {
+            name: field.example
+            for name, field in (fields or {}).items()
+            if field.example is not None
+        }
+        layout = Layout.of(examples, plan.batch_size)
+        is_inline = not fields and options.transform is None  # bytes come from the arena itself
+        batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards)
+        limits = in_flight_limits(
+            options.num_workers, plan.batch_size, layout.size, batch_bytes / max(1, len(index))
+        )
+        if is_inline:
+            limits = InFlightLimits(batches=1, decoders=0)
+        self._slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
+        read_options = ReadOptions(
+            ahead=size_setting(*_READ_AHEAD),
+            in_flight=limits.batches + 1,
+            needed_fields=needed,
+            skip_unreadable=options.on_error != "raise",
+            cache=options.cache,
+        )
+        self._reader = Reader(ReadResources(index, plans, options.rank, read_options, self._slots))
+        settings = DecoderSettings(
+            field_names=index.fields,
+            layout=layout,
+            fields=fields,
+            transform=options.transform,
+            takes_rng=options.takes_rng,
+            collate_fn=options.collate_fn,
+            on_error=options.on_error,
+            seed=plan.seed,
+        )
+        decoder = Decoder(settings, self._reader.memory, self._slots.memory)
+        self._workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
+        if options.num_workers and not is_inline:
+            context = options.multiprocessing_context
+            self._workers = WorkerProcesses(decoder, limits, context)
+        self._builder = TaskBuilder(index, needed, with_keys=options.transform is not None)
+        self._totals = StageTotals()
+        repair = BatchRepair(index, options, decoder, self._builder, self._totals)
+        self._assembler = BatchAssembler(index, options, columns, sources, self._slots, repair)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
-        self._parts = build_parts(index, plans, rank, options)
-        self.reader = self._parts.reader
-        self._assembler = BatchAssembler(self._parts)
-        self._stream: BatchStream | None = None
-        self._results: Iterator[Result] = iter(())  # of the decoders for the stream
-        self._epoch = -1  # of the last seek
+        self._newest: Callable[[], Batches | None] = lambda: None  # weak
+        self._epoch = -1  # that was requested last
+        self._runs = count()
+        self._position: tuple[int, int] | None = None  # of the next batch
+        self._is_taking = False  # remains True if an exception comes while a batch is taken
+        self._run: ReadRun | None = None
         self._watchdog = StallWatchdog.disabled()
         self._waiting_thread = 0
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -62,28 +160,30 @@ class Pipeline:
     @property
     def decoders(self) -> int:
         """Number of decoding threads or processes."""
-        return self._parts.workers.count
+        return self._workers.count
 
     def totals(self) -> StageTotals:
         """Return what the stages took since the pipeline was made."""
-        read = self.reader.stats
+        read = self._reader.stats
         return replace(
-            self._parts.totals,
+            self._totals,
             bytes=read.bytes,
             fetched=read.fetch.fetched,
             cached=read.fetch.cached,
             retries=read.fetch.retries,
             read_seconds=read.read_seconds,
             shuffle_seconds=read.shuffle_seconds,
-            copies=self._parts.slots.copies,
+            copies=self._slots.copies,
         )
 
     def lock_pages(self) -> None:
         """Page-lock the memory of batches for copies to a CUDA device."""
-        self._parts.slots.lock_pages()
+        self._slots.lock_pages()
 
-    def seek(self, epoch: int, step: int, until: int | None = None) -> int:
-        """Begin a new generation whose next batch is this one, and return its number.
+    # --- batches ----------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, step: int, until: int | None = None) -> Batches:
+        """Return the batches from this one on, over the ends of epochs. Earlier ones end.
 
         until: the epoch at which reading ahead stops. By default nothing is read ahead if the same
         epoch is requested twice in a row. Raises WdstrainError after `close`.
@@ -92,47 +192,159 @@ class Pipeline:
             # Another thread may have closed the pipeline meanwhile; nobody would close it again.
             if self.closed:
                 raise WdstrainError(OVER)
-            self.generation += 1
-            if self._stream is not None and self._stream.is_interrupted:
-                self._parts.workers.close()  # a worker may have sent half a message
-                self._stream = None
-            if not self._continues_at(epoch, step):
+            if self._is_taking:
+                self._workers.close()  # a worker may have sent half a message
+            if self._is_taking or self._position != (epoch, step):
                 if until is None and epoch == self._epoch:
                     until = epoch + 1
-                self._stream = BatchStream(self._parts, epoch, step, until)
-                self._results = self._parts.workers.run(self._tasks(self._stream))
+                self._begin((epoch, step), until)
             self._epoch = epoch
-            return self.generation
+            batches = Batches(self)
+            self._newest = weakref.ref(batches)
+            return batches
 
-    def next(self, generation: int | None) -> tuple[dict[str, Any], BatchInfo]:
-        """Return the next batch of a generation, and its counts.
-
-        Raises SampleError for a bad sample that is not replaced, and WdstrainError if another loop
-        took this one's place.
-        """
-        with self._lock:  # another loop may begin while this one waits for the lock
-            if generation != self.generation:
+    def next_of(self, batches: Batches) -> tuple[Batch, BatchInfo]:
+        """Return the next batch and its counts, for `batches`."""
+        with self._lock:
+            if self._newest() is not batches:
                 raise WdstrainError(TAKEN)
-            stream = self._stream
-            if stream is None or stream.position is None or stream.is_interrupted:
+            if self.closed or self._is_taking or self._position is None:
                 raise WdstrainError(OVER)
-            stream.is_interrupted = True
-            batch = self._take(stream, self._parts.plans(stream.position[0]))
-            stream.is_interrupted = False
+            self._is_taking = True
+            epoch, step = self._position
+            plan = self._plans(epoch)
+            result = self._next_result()
+            arrived = time.perf_counter()
+            pending = self._pending.pop(result.batch_number)
+            batch = self._assembler.assemble(
+                result, pending.batch, pending.rng_ids, pending.keys, plan
+            )
+            if self._run is not None:
+                self._run.release(result.batch_number)
+            self._totals.collate_seconds += time.perf_counter() - arrived
+            after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
+            self._position = after if after[0] != self._until else None
+            self._is_taking = False
             return batch
 
-    def cancel(self, generation: int | None) -> bool:
-        """End the reads of a generation, for a thread that waits for a batch that may never come.
+    def _begin(self, position: tuple[int, int], until: int | None) -> None:
+        """Begin a stream of batches at (epoch, step). `_tasks` starts to read."""
+        self._position, self._until, self._is_taking = position, until, False
+        self._awaited = 0  # number of the batch that is taken next; counts from the start
+        self._pending: dict[int, _Pending] = {}  # by batch number
+        self._run = None
+        # Why the tasks ended early. The loop gets the batches before it, and then raises it.
+        self._error: WdstrainError | None = None
+        self._results = self._workers.run(self._tasks(self._pending, position, until))
 
-        Returns False if another loop took this one's place; then nothing ends.
+    def _next_result(self) -> Result:
+        """Return the next decoded batch. Raises WdstrainError if there is none."""
+        begun, others = time.perf_counter(), self._seconds_before_decoding
+        self._waiting_thread = threading.get_ident()
+        self._watchdog.start_wait()
+        try:
+            result = next(self._results, None)
+        except MemoryError as error:  # for one sample it would be the reason why it is bad
+            raise WdstrainError(
+                "there was no memory to make a batch. Lower batch_size, num_workers or "
+                "shuffle_buffer, or give it more memory."
+            ) from error
+        finally:
+            self._watchdog.end_wait()
+        if result is None:  # all batches before the one that cannot be read were delivered
+            reason, self._error = self._error, None
+            try:
+                raise reason or WdstrainError(OVER)
+            finally:
+                del reason  # it refers to this frame
+        # The hand-off is the time in which a batch was both requested and decoded, but not here.
+        # This thread did other work meanwhile.
+        totals, others = self._totals, self._seconds_before_decoding - others
+        handoff = time.perf_counter() - max(begun, result.finished) - others
+        totals.handoff_seconds += max(0.0, handoff)
+        totals.decode_seconds += result.rows_done - result.started
+        totals.compute_seconds += result.cpu_seconds
+        totals.queued_seconds += result.queued_seconds
+        totals.collate_seconds += result.finished - result.rows_done
+        self._awaited = result.batch_number + 1
+        return result
+
+    @property
+    def _seconds_before_decoding(self) -> float:
+        """Seconds in which the loop's thread built tasks or waited for samples."""
+        return self._totals.parse_seconds + self._reader.stats.shuffle_seconds
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def _tasks(
+        self, pending: dict[int, _Pending], position: tuple[int, int], until: int | None
+    ) -> Iterator[Task]:
+        """Start to read, and yield the task of each batch once its samples are read.
+
+        Decoders have ended older tasks. Raises ReadStopped if the pipeline is closed.
         """
-        if generation is None or generation != self.generation:
-            return False
-        self.reader.cancel(generation)  # before the lock, which the waiting thread holds
-        with self._lock:
-            if generation == self.generation and self._stream is not None:
-                self._stream.position = None
-        return True
+        run = self._run = self._reader.start(next(self._runs), *position, until)
+        if self._options.patience and not self._watchdog.is_running:
+            with DeferSignals():
+                self._watchdog = StallWatchdog(self._options.patience, self._log_stall)
+            self._watchdog.start_wait()
+        epoch, step = position
+        try:
+            while epoch != until:
+                yield from self._tasks_of_epoch(run, pending, self._plans(epoch), step)
+                epoch, step = epoch + 1, 0
+        except ReadStopped:
+            raise
+        except WdstrainError as error:
+            self._error = error
+
+    def _tasks_of_epoch(
+        self, run: ReadRun, pending: dict[int, _Pending], plan: Order, step: int
+    ) -> Iterator[Task]:
+        """Yield the tasks of an epoch from a step on."""
+        stats = self._reader.stats
+        begun, waited = time.perf_counter(), stats.shuffle_seconds
+        for steps in step_blocks(plan, self._options.rank, step):
+            block = self._builder.build_block(plan.epoch, steps.ids, steps.draws, steps.firsts)
+            for number in range(len(steps)):
+                batch = run.collect(steps, number)
+                rows = slice(*steps.firsts[number : number + 2])
+                pending[batch.batch_number] = _Pending(batch, block.keys[rows], steps.draws[rows])
+                task = block.task(
+                    number,
+                    batch.batch_number,
+                    batch.slot,
+                    batch.offset,
+                    batch.unreadable,
+                    batch.unverified,
+                )
+                waited = stats.shuffle_seconds - waited
+                self._totals.parse_seconds += time.perf_counter() - begun - waited
+                yield task
+                begun, waited = time.perf_counter(), stats.shuffle_seconds
+
+    # --- stalls -----------------------------------------------------------------------------------
+
+    def _log_stall(self, seconds: float) -> None:
+        """Log which stage is stuck, with the awaited samples. Runs in the watchdog's thread."""
+        reading = self._run.describe_wait() if self._run is not None else None
+        pending = self._pending.get(self._awaited)
+        waiting = f"the thread that waits:\n{thread_stack(self._waiting_thread)}"
+        if reading is not None:
+            stage = f"Stage read: {reading}"
+        elif pending is None:
+            stage = f"Stage hand-off: {self._workers.describe()}\n{waiting}"
+        else:
+            first, more = int(pending.batch.ids[0]), len(pending.keys) - _SHOWN_KEYS
+            keys = ", ".join(pending.keys[:_SHOWN_KEYS]) + (f" and {more} more" * (more > 0))
+            stage = (
+                f"Stage decode: the awaited samples are {keys}; the first is in "
+                f"{self._index.shard_with(first).shown} at offset "
+                f"{int(self._index.offsets.start[first])}. {self._workers.describe()}\n{waiting}"
+            )
+        _log.warning("no batch for %.0f s. %s", seconds, stage)
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def close_with(self, owner: object) -> None:
         """Close this pipeline when its owner is garbage collected, unless it is closed before."""
@@ -145,58 +357,15 @@ class Pipeline:
         """
         if os.getpid() == self.process:
             self.closed = True
-            self.reader.close()  # before the lock, which a thread that waits for a batch holds
+            self._reader.close()  # before the lock, which a thread that waits for a batch holds
             with self._lock:
-                self._stream, self._results = None, iter(())
-                self._parts.workers.close()
+                self._results, self._pending, self._run = iter(()), {}, None
+                self._workers.close()
             self._watchdog.close()
             self._watchdog = StallWatchdog.disabled()
         if self._finalizer is not None:
             # Last: if a Ctrl-C interrupts this method, the owner's end closes the rest.
             self._finalizer.detach()
-
-    # --- one stream -------------------------------------------------------------------------------
-
-    def _continues_at(self, epoch: int, step: int) -> bool:
-        """Return whether the stream is at this step and can go on for this generation."""
-        stream = self._stream
-        if stream is None or stream.position != (epoch, step):
-            return False
-        return stream.run is None or self.reader.renew(stream.run, self.generation)
-
-    def _tasks(self, stream: BatchStream) -> Iterator[Task]:
-        """Start the reader, and yield the tasks of a stream. Decoders have ended older tasks."""
-        stream.run = self.reader.start(self.generation, *stream.first, stream.until)
-        patience = self._parts.options.patience
-        if patience and not self._watchdog.is_running:
-            with DeferSignals():
-                self._watchdog = StallWatchdog(patience, self._log_stall)
-            self._watchdog.start_wait()
-        yield from stream.tasks(stream.run)
-
-    def _take(self, stream: BatchStream, plan: Order) -> tuple[dict[str, Any], BatchInfo]:
-        """Return the next batch of a stream."""
-        self._waiting_thread = threading.get_ident()
-        self._watchdog.start_wait()
-        try:
-            result, pending = stream.next(self._results)
-        finally:
-            self._watchdog.end_wait()
-        arrived = time.perf_counter()
-        batch = self._assembler.assemble(result, pending, plan)
-        if stream.run is not None:
-            stream.run.release(result.batch_number)
-        self._parts.totals.collate_seconds += time.perf_counter() - arrived
-        stream.advance(plan.steps)
-        return batch
-
-    def _log_stall(self, seconds: float) -> None:
-        """Log which stage is stuck. Runs in the watchdog's thread."""
-        stream = self._stream
-        if stream is not None and stream.position is not None:
-            epoch, step = stream.position
-            stage = stream.describe_stall(self._waiting_thread)
-            _log.warning("no batch for %.0f s (epoch %d, step %d). %s", seconds, epoch, step, stage)
 
 
 def _close_without_owner(pipeline: Pipeline) -> None:

@@ -35,6 +35,7 @@ from wdstrain.storage.addresses import Urls
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
 _WINDOW_BYTES = 256 << 20
 _WIDEST_WINDOW = 8  # times the longest lane; a wider window does not change the order any more
+_NARROW_WINDOW = 32  # samples; a default window below is reported
 _KEPT_PLANS = 4
 
 _log = logging.getLogger("wdstrain")
@@ -54,13 +55,26 @@ class MixedSources:
         return dict(zip(self.indexes, starts, strict=False))
 
 
-def open_shards(urls: Urls, *, may_be_short: bool = False) -> Index:
+def open_shards(
+    urls: Urls | Index, split: str | None = None, *, may_be_short: bool = False
+) -> Index:
     """Return the index of shards of one split.
 
-    may_be_short: local shards may have fewer bytes than their index says. Logs a warning if shards
-    without an index are scanned. Raises UsageError or ShardError.
+    split: name of the split; None for shards that have no others. may_be_short: local shards may
+    have fewer bytes than their index says. Logs a warning if shards without an index are scanned.
+    Raises UsageError or ShardError.
     """
-    return require_one_split(open_index(urls, note=_log.warning, may_be_short=may_be_short), urls)
+    if isinstance(urls, Index):
+        index = urls
+    else:
+        index = open_index(urls, note=_log.warning, may_be_short=may_be_short)
+    if split is not None:
+        numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
+        if not numbers:
+            names = ", ".join(filter(None, index.splits)) or "none"
+            raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
+        return index.pick(numbers)
+    return index if isinstance(urls, Index) else require_one_split(index, urls)
 
 
 class EpochPlans:
@@ -76,26 +90,55 @@ class EpochPlans:
         """Raises UsageError or ShardError."""
         if isinstance(source, MixedSources):
             index = join(list(source.indexes.values()))
-        elif isinstance(source, Index):
-            index = source
         else:
-            index = open_shards(source, may_be_short=options.on_error != "raise")
+            index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
-        lanes = options.lanes or options.ranks[1]
         _check_field_names(self.index, options.fields or {})
-        self.shuffle_buffer = _window(self.index, options.shuffle_buffer, lanes)
+        self.shuffle_buffer = self._window(options)
         make = self._factory(options)
         self.plan: Callable[[int], Order] = lru_cache(maxsize=_KEPT_PLANS)(
             lambda epoch: make(epoch=epoch)
         )
+
+    def _window(self, options: LoaderOptions) -> int:
+        """Return the window in samples of a lane.
+
+        By default a rank with one lane has the whole of _WINDOW_BYTES. Lanes that the user fixes
+        share them: the window must not depend on the world size, and one rank may have all lanes.
+        """
+        lanes = options.lanes or options.world_size
+        window = options.shuffle_buffer
+        if window is None:
+            window = int(_WINDOW_BYTES / max(1.0, self._mean_bytes)) // (options.lanes or 1)
+            if options.shuffle and window < min(_NARROW_WINDOW, len(self.index) // lanes):
+                _log.warning(
+                    "the default shuffle buffer mixes little: it holds %d samples of %.1f MB of "
+                    "each lane. Give a larger shuffle_buffer, in samples, or fewer lanes.",
+                    max(1, window),
+                    self._mean_bytes / 1e6,
+                )
+        widest = _WIDEST_WINDOW * -(-len(self.index) // lanes)
+        return max(1, min(window, widest))
+
+    @cached_property
+    def _mean_bytes(self) -> float:
+        """Mean size of a sample of an epoch in its shard."""
+        sizes = self.index.offsets.stop - self.index.offsets.start
+        weights = None if self.weighting is None else self.weighting.weights
+        if isinstance(self.source, MixedSources):
+            counts = [len(index) for index in self.source.indexes.values()]
+            shares = np.array(self.source.shares, np.float64) / np.maximum(1, counts)
+            weights = np.repeat(shares, counts)
+        is_empty = not len(sizes) or (weights is not None and not weights.any())
+        return 0.0 if is_empty else float(np.average(sizes, weights=weights))
 
     def _factory(self, options: LoaderOptions) -> Callable[..., Order]:
         """Return a function that makes the plan of an epoch."""
         arguments: dict[str, Any] = {
             "seed": options.seed,
             "batch_size": options.batch_size,
-            "world_size": options.ranks[1],
+            "world_size": options.world_size,
             "lanes": options.lanes,
             "window": self.shuffle_buffer if options.shuffle else 1,
             "shuffle": options.shuffle,
@@ -157,19 +200,7 @@ class EpochPlans:
         if not plan.shuffle:
             return 0.0
         samples = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(rank))
-        return samples * _mean_bytes(self.index) / 1e6
-
-
-def _mean_bytes(index: Index) -> float:
-    """Return the mean size of a sample in its shard."""
-    return float((index.offsets.stop - index.offsets.start).sum()) / max(1, len(index))
-
-
-def _window(index: Index, requested: int | None, lanes: int) -> int:
-    """Return the window in samples of a lane. requested: None for the default."""
-    default = max(1, int(_WINDOW_BYTES // max(1.0, _mean_bytes(index)))) // lanes
-    widest = _WIDEST_WINDOW * -(-len(index) // lanes)
-    return max(1, min(default if requested is None else requested, widest))
+        return samples * self._mean_bytes / 1e6
 
 
 def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:

@@ -26,6 +26,24 @@ _LINE_LENGTH = 120  # most characters of a line of the log
 _MOST_REASONS = 20  # reasons of bad samples that are counted separately
 _LOGGED_REASONS = 3
 _KEPT_FINDINGS = 100  # bad samples that are kept for the report; all are counted
+_STAGES = {  # by name, the value with its seconds, in the order in which a sample passes them
+    "read": "read_seconds",
+    "parse": "parse_seconds",
+    "wait for shuffle": "shuffle_seconds",
+    "decode": "decode_seconds",
+    "collate": "collate_seconds",
+    "hand-off": "handoff_seconds",
+    "copy": "copy_seconds",
+    "loop": "loop_seconds",
+}
+
+_ADVICE = {  # by the slowest stage but decoding
+    "": "The busiest stage took {busy} of it. Larger batches, or cores that no other process uses, "
+    "would help",
+    "copy to the device": "Smaller batches, or uint8 ones, would help",
+    "hand-off": "Larger batches, or fewer values in each sample, would help",
+    "read": "A faster disk (see cache_dir), or smaller samples, would help",
+}
 
 
 class Finding(NamedTuple):
@@ -67,11 +85,6 @@ class Report(dict[str, Any]):
     A notebook shows it as a table with bars.
     """
 
-    def __init__(self, values: dict[str, Any], stages: dict[str, float]) -> None:
-        """stages: seconds by stage."""
-        super().__init__(values)
-        self._stages = stages
-
     def _repr_html_(self) -> str:
         rows = {
             "samples": self["samples"],
@@ -85,21 +98,16 @@ class Report(dict[str, Any]):
             if self[name]:
                 rows[name.replace("_", " ")] = self[name]
         rows |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
-        seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
+        seconds = {f"{name}, s": round(self[key], 3) for name, key in _STAGES.items()}
         verdict = f"<p><b>{escape(self['verdict'])}</b></p>"
         body = f"{verdict}{pages.table(rows)}{pages.bars(seconds)}"
         return pages.fragment(f"epoch {self['epoch']}", body)
 
 
 @dataclass
-class EpochStats:
-    """Counts and seconds of one epoch on one rank. Seconds of all decoders are added up."""
+class StageTotals:
+    """Counts and seconds of the stages. Seconds of all decoders are added up."""
 
-    epoch: int = 0
-    samples: int = 0
-    batches: int = 0
-    left_out: int = 0
-    padded: int = 0
     bytes: int = 0  # read from storage
     fetched: int = 0  # bytes of these that came from servers
     cached: int = 0  # bytes of these that came from the cache
@@ -112,15 +120,31 @@ class EpochStats:
     queued_seconds: float = 0.0  # decoders waited for a processor
     collate_seconds: float = 0.0  # decoded rows became a batch
     handoff_seconds: float = 0.0  # a decoded batch that the loop waited for was on its way
+    copies: int = 0  # batches that were copied because the loop kept many
+    reread: int = 0  # samples that were read again because their checksum was wrong
+
+
+@dataclass
+class EpochStats(StageTotals):
+    """Counts and seconds of one epoch on one rank."""
+
+    epoch: int = 0
+    samples: int = 0
+    batches: int = 0
+    left_out: int = 0
+    padded: int = 0
     wait_seconds: float = 0.0  # the loop waited for a batch
     loop_seconds: float = 0.0  # the loop worked on a batch
     copy_seconds: float = 0.0  # batches were copied to a device, beside the loop's work
-    copies: int = 0  # batches that were copied because the loop kept many
     decoders: int = 1
-    reread: int = 0  # samples that were read again because their checksum was wrong
     bad: int = 0  # samples that were replaced or marked
     bad_reasons: dict[str, int] = field(default_factory=dict)
     bad_samples: list[Finding] = field(default_factory=list)
+
+    def set_stages(self, before: StageTotals, now: StageTotals) -> None:
+        """Take the differences of two totals as the counts and seconds of the stages."""
+        for name, value in vars(now).items():
+            setattr(self, name, value - getattr(before, name))
 
     def add_bad(self, findings: list[Finding]) -> None:
         """Count bad samples by field and reason, and keep the first of them."""
@@ -172,7 +196,8 @@ class EpochStats:
         stage, seconds = self._slowest
         if not stage:
             return "no bottleneck: no stage was busy half of the time"
-        storage = f", storage gives {self._storage_rate:.0f} MB/s" if stage == "read" else ""
+        rate = self.bytes / max(1e-9, self.read_seconds) / 1e6
+        storage = f", storage gives {rate:.0f} MB/s" if stage == "read" else ""
         return f"input bound: {stage} {min(1.0, seconds / self._seconds):.0%}{storage}"
 
     @property
@@ -183,40 +208,21 @@ class EpochStats:
     @property
     def _slowest(self) -> tuple[str, float]:
         """Stage that takes the most time, and its seconds per thread; "" if none takes half."""
-        half, read, decode = self._seconds / 2, self.read_seconds, self._decode_seconds_each
-        handoff = self.parse_seconds + self.handoff_seconds
-        if self.copy_seconds > max(read, decode, half):
-            return "copy to the device", self.copy_seconds
-        if handoff > max(read, decode, half):
-            return "hand-off", handoff
-        if max(read, decode) < half:
-            return "", max(read, decode)
-        return ("read", read) if read >= decode else ("decode", decode)
-
-    @property
-    def _decode_seconds_each(self) -> float:
-        return (self.decode_seconds + self.collate_seconds) / self.decoders
-
-    @property
-    def _storage_rate(self) -> float:
-        """MB/s of the storage while it was read."""
-        return self.bytes / max(1e-9, self.read_seconds) / 1e6
+        seconds = {  # of two that are equal, the first is named
+            "read": self.read_seconds,
+            "decode": (self.decode_seconds + self.collate_seconds) / self.decoders,
+            "hand-off": self.parse_seconds + self.handoff_seconds,
+            "copy to the device": self.copy_seconds,
+        }
+        stage, most = max(seconds.items(), key=lambda item: item[1])
+        return (stage if most >= self._seconds / 2 else ""), most
 
     def _advice(self) -> str:
         """Return what would make the slowest stage faster."""
         stage, seconds = self._slowest
-        if stage == "":
-            return (
-                f"Reading and decoding were busy {seconds / self._seconds:.0%} of it. Larger "
-                f"batches, or cores that no other process uses, would help"
-            )
-        if stage == "copy to the device":
-            return "Smaller batches, or uint8 ones, would help"
-        if stage == "hand-off":
-            return "Larger batches, or fewer values in each sample, would help"
-        if stage == "read":
-            return "A faster disk (see cache_dir), or smaller samples, would help"
-        return self._decode_advice()
+        if stage == "decode":
+            return self._decode_advice()
+        return _ADVICE[stage].format(busy=f"{seconds / self._seconds:.0%}")
 
     def _decode_advice(self) -> str:
         """Return what would make decoding faster; never more workers than cores."""
@@ -237,20 +243,6 @@ class EpochStats:
         return f"{more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
 
     # --- texts ------------------------------------------------------------------------------------
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which a sample passes them."""
-        return {
-            "read": self.read_seconds,
-            "parse": self.parse_seconds,
-            "wait for shuffle": self.shuffle_seconds,
-            "decode": self.decode_seconds,
-            "collate": self.collate_seconds,
-            "hand-off": self.handoff_seconds,
-            "copy": self.copy_seconds,
-            "loop": self.loop_seconds,
-        }
 
     @property
     def line(self) -> str:
@@ -274,7 +266,7 @@ class EpochStats:
     @property
     def details(self) -> str:
         """Seconds of each stage and the verdict, in one line."""
-        stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
+        stages = ", ".join(f"{name} {getattr(self, key):.2f}" for name, key in _STAGES.items())
         return (
             f"epoch {self.epoch}: {self.batches} batches, {self.fetched / 1e6:.1f} MB fetched, "
             f"{self.cached / 1e6:.1f} MB from the cache; seconds: {stages}; "
@@ -285,7 +277,7 @@ class EpochStats:
         """Return all values, with stall and verdict, as JSON-able data."""
         findings = [finding._asdict() for finding in self.bad_samples]
         values = {**asdict(self), "bad_samples": findings}
-        return Report({**values, "stall": self.stall, "verdict": self.verdict}, self.stages)
+        return Report({**values, "stall": self.stall, "verdict": self.verdict})
 
 
 def _shorten(text: str) -> str:

@@ -50,6 +50,12 @@ class Launch:
 def _of_torchrun(environment: Mapping[str, str]) -> Launch:
     has_local = "LOCAL_RANK" in environment
     local_size = environment.get("LOCAL_WORLD_SIZE", "")
+    if "RANK" not in environment and _number(environment, "WORLD_SIZE", 1) > 1:
+        raise UsageError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} is in the environment and RANK is not: each "
+            f"process would be rank 0. Start the processes with torchrun or srun, set RANK, or give "
+            f"rank= and world_size=."
+        )
     return Launch(
         _number(environment, "RANK", 0),
         _number(environment, "WORLD_SIZE", 1),

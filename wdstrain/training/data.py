@@ -19,8 +19,8 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import Label, Labels, Number
 from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.loader.epoch import Batch
 from wdstrain.loader.loader import Loader
+from wdstrain.loader.pipeline import Batch
 from wdstrain.shards.declare import read_classes, with_label, with_mask
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import (
