@@ -340,7 +340,7 @@ def r7(bench: Bench) -> None:
             imports = _memory(bare.pid)
         index = wt.index(job.shards)
         row = job.side * job.side * 3
-        buffer = min(256 << 20, sum(int(size) for size in index.offsets.stop - index.offsets.start))
+        buffer = min(256 << 20, int(index.offsets.size.sum()))
         slots = (2 * (workers or CORES) + 5) * job.batch * row
         peaks = []
         with _process(bench, name, job) as one, _watched(one.pid) as peak:

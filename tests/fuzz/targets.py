@@ -42,6 +42,7 @@ from isal.isal_zlib import crc32
 from PIL import Image
 
 from tests.fuzz import tar_mutations
+from tests.support.indexes import with_checksums
 from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Field
@@ -413,14 +414,11 @@ def _indexed() -> Index:
     with open(path, "wb") as file:
         file.write(tar_of(_SAMPLES))
     index = scan([path])
-    crcs = [crc32(body) for _, of in _SAMPLES for body in of.values()]
     labels = (
         ColumnInfo("cls", "class", "cls", None, ("no", "yes")),
         ColumnInfo("n", "number", "json", "n"),
     )
-    return replace(
-        index, offsets=index.offsets.replaced(member_crc=np.array(crcs, np.uint32)), labels=labels
-    )
+    return replace(with_checksums(index), labels=labels)
 
 
 def _index_seeds() -> list[bytes]:

@@ -376,5 +376,5 @@ def test_impossible_sizes_raise_the_errors_of_a_loader(folder: Path) -> None:
     with pytest.raises(UsageError, match="has the kind number"):
         wt.plan_epoch(replace(index, labels=(wt.Label("angle", "number", "txt"),)), label="angle")
     labels = tuple(wt.Label(name, "class", "json", name) for name in ("a", "b"))
-    several = wt.plan_epoch(replace(index, labels=labels, fields=("txt", "x")))
+    several = wt.plan_epoch(replace(index, labels=labels, offsets=index.offsets.without_fields()))
     assert "several labels. Choose one (label): a, b" in several.why_no_classes

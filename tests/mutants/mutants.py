@@ -228,25 +228,21 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("zero-is-false", "return pc.not_equal(value, 0)", "return pc.not_equal(value, 1)"),
     ],
     "shards/offsets.py": [
-        (
-            "join-checksums",
-            "if any(len(part.member_crc) for part in parts):",
-            "if all(len(part.member_crc) for part in parts):",
-        ),
+        ("known-checksums", "at[members[at, 2] != 0]", "at[members[at, 2] == 0]"),
+        ("order-of-members", "np.lexsort((offset, row))", "np.lexsort((row, offset))"),
         ("keys-not-ascii", "letters.max() < 128", "letters.max() < 256"),
     ],
     "shards/index_table.py": [
         ("field-inside-end", "(size > high - offset)", "(size > high - low)"),
         (
-            "order-of-members",
-            "(offset[:, 1:] < offset[:, :-1]).any()",
-            "(offset[:, 1:] < offset[:, :-1]).all()",
-        ),
-        (
             "overlap-refused",
-            "(start[1:] < stop[:-1])[same_shard].any()",
-            "(start[1:] < stop[:-1])[same_shard].all()",
+            "(codes[1:] == codes[:-1])).any()",
+            "(codes[1:] == codes[:-1])).all()",
         ),
+    ],
+    "shards/index.py": [
+        ("read-verified", "crc32(data) != crcs[member]", "crc32(data) == 0"),
+        ("read-in-run", "data[offsets[member] - start :]", "data[offsets[member] - stop :]"),
     ],
     "shards/resolve.py": [
         (

@@ -13,7 +13,7 @@ import pytest
 
 import wdstrain as wt
 from tests.support.drawn_cases import check_block
-from wdstrain.shards.offsets import Offsets
+from wdstrain.shards.offsets import OffsetsBuilder
 
 
 def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
@@ -28,20 +28,12 @@ def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
         for number, end in list(enumerate((start + 512 + size).tolist()))[::every]:
             os.pwrite(file.fileno(), b"%08d" % number, end - 8)
         file.truncate(int(stop[-1]) + 1024)
-    keys = b"".join(b"%s%06d" % (name.encode(), number) for number in range(count))
-    arrays = dict(
-        start=start,
-        stop=stop,
-        key_first=7 * np.arange(count + 1),
-        member_first=np.arange(count + 1),
-        member_field=np.zeros(count, np.uint16),
-        member_offset=start + 512,
-        member_size=size,
-        member_crc=np.zeros(0, np.uint32),
-        keys=np.frombuffer(keys, np.uint8),
-    )
+    samples = OffsetsBuilder()
+    extents = zip(start.tolist(), stop.tolist(), size.tolist(), strict=True)
+    for number, (first, last, length) in enumerate(extents):
+        samples.put(f"{name}{number:06d}", first, last, [("bin", first + 512, length, 0)])
     shard = wt.Shard(str(path), count, path.stat().st_size)
-    return wt.Index((shard,), ("bin",), Offsets.of_arrays(arrays))
+    return wt.Index((shard,), samples.offsets())
 
 
 def check(loader: wt.Loader, steps: int | None = None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_shards
+from tests.support.indexes import with_column
 from tests.support.known_faults import known_fault
 from tests.support.readers import collected_batches
 from tests.support.servers import serving
@@ -160,45 +161,48 @@ def first_shard(index: Index) -> tuple[Memory, Ints]:
     return memory, index.offsets.start[:20].copy()
 
 
+def moved(index: Index, part: str, change: int) -> Offsets:
+    """Return offsets with a change in one field of sample 3."""
+    name, *_ = index.members(3)[0]
+    values = index.offsets.extents_of(name)[part == "size"].to_pylist()
+    values[3] += change
+    return with_column(index, name, part, values).offsets
+
+
 def checksums_of(
-    index: Index, table: Offsets, memory: Memory, ids: Ints, offsets: Ints, fields: Any = None
+    table: Offsets, memory: Memory, ids: Ints, offsets: Ints, fields: Any = None
 ) -> ReadChecksums:
-    return ReadChecksums(table, index.field_mask(fields), memory, ids, offsets)
+    return ReadChecksums(table, fields, memory, ids, offsets)
 
 
 @pytest.mark.parametrize(
     ("column", "change"),
     [
-        ("member_size", 1_000_000),
-        ("member_size", -1_000_000),
-        ("member_offset", -1_000_000),
-        ("member_offset", 1_000_000),
+        ("size", 1_000_000),
+        ("size", -1_000_000),
+        ("offset", -1_000_000),
+        ("offset", 1_000_000),
     ],
 )
 def test_a_field_beyond_the_memory_is_refused(packed: Path, column: str, change: int) -> None:
     """An index may claim any offset, and checksums read the memory by address."""
     index = wt.index(packed)
     memory, offsets = first_shard(index)
-    changed = getattr(index.offsets, column).copy()
-    changed[3] += change
-    lying = index.offsets.replaced(**{column: changed})
+    lying = moved(index, column, change)
     with pytest.raises(ValueError, match="beyond its memory"):
-        checksums_of(index, lying, memory, np.arange(20), offsets)
+        checksums_of(lying, memory, np.arange(20), offsets)
     offsets[7] = memory.size - 10
     with pytest.raises(ValueError, match="beyond its memory"):
-        checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+        checksums_of(index.offsets, memory, np.arange(20), offsets)
 
 
 def test_a_field_outside_its_sample_is_not_verified(packed: Path) -> None:
     index = wt.index(packed)
     memory, offsets = first_shard(index)
-    changed = index.offsets.member_offset.copy()
-    changed[3] += 700
-    lying = index.offsets.replaced(member_offset=changed)
-    checksums = checksums_of(index, lying, memory, np.arange(20), offsets)
+    lying = moved(index, "offset", 700)
+    checksums = checksums_of(lying, memory, np.arange(20), offsets)
     checksums.job.update()
-    sample = int(np.searchsorted(index.offsets.member_first, 3, side="right")) - 1
-    assert sample in checksums.unverified_rows()
+    assert 3 in checksums.unverified_rows()
 
 
 @pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
@@ -220,7 +224,7 @@ def test_samples_are_verified_if_all_needed_fields_are_intact(
     row = numbers.tolist().index(9)
 
     def unverified() -> list[int]:
-        checksums = checksums_of(index, table, memory, numbers, offsets, names)
+        checksums = checksums_of(table, memory, numbers, offsets, names)
         checksums.job.update(0, extent)
         return checksums.unverified_rows().tolist()
 
@@ -237,7 +241,7 @@ def test_a_sample_is_verified_only_when_complete(packed: Path) -> None:
     index = wt.index(packed)
     memory, offsets = first_shard(index)
     ends = (index.offsets.stop[:20] - index.offsets.start[0]).tolist()
-    checksums = checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+    checksums = checksums_of(index.offsets, memory, np.arange(20), offsets)
 
     def unverified() -> list[int]:
         return sorted(set(checksums.unverified_rows().tolist()))
@@ -246,7 +250,7 @@ def test_a_sample_is_verified_only_when_complete(packed: Path) -> None:
     assert unverified() == list(range(3, 20))
     checksums.job.update(ends[3] - 1024, ends[9] + 5)
     assert unverified() == list(range(10, 20))
-    checksums = checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+    checksums = checksums_of(index.offsets, memory, np.arange(20), offsets)
     _, field_offset, size = index.members(10)[0]
     middle = field_offset + size // 2 - int(index.offsets.start[0])
     first, second = checksums.job.within(0, middle), checksums.job.within(middle, ends[19])

@@ -301,10 +301,9 @@ def test_an_index_survives_a_kill_during_its_replacement(tmp_path: Path) -> None
             load(str(tmp_path / "set" / "index.json")).offsets.start, before.offsets.start
         )
     index = wt.index(tmp_path / "set")
-    assert np.array_equal(
-        index.offsets.member_crc, before.offsets.member_crc[: len(index.offsets.member_field)]
-    )
-    assert len(index.offsets.member_crc) == 16
+    crcs = index.offsets.members.crc
+    assert np.array_equal(crcs, before.offsets.members.crc[: len(crcs)])
+    assert len(crcs) == 16
     assert not [name for name in os.listdir(tmp_path / "set") if name.startswith(".")]
 
 

@@ -134,8 +134,8 @@ def _check_fields(former: Index, new: Index, out: str) -> None:
 
 
 def _fields_of_all(index: Index) -> Iterable[str]:
-    counts = np.bincount(index.offsets.member_field, minlength=len(index.fields))
-    return [name for name, count in zip(index.fields, counts, strict=True) if count == len(index)]
+    extents = {name: index.offsets.extents_of(name)[0] for name in index.fields}
+    return [name for name, offset in extents.items() if not offset.null_count]
 
 
 def _all_null(*columns: Any) -> bool:

@@ -148,45 +148,36 @@ class SpanCatalog:
         paths: Sequence[str],
         file: npt.NDArray[np.int32],
         table: Offsets,
-        fields: Sequence[str],
         meta: SampleMeta,
         renamed: dict[int, str] | None = None,
     ) -> None:
-        self.paths, self.file, self.offsets, self.fields = paths, file, table, fields
+        self.paths, self.file, self.offsets = paths, file, table
         self.meta, self.renamed, self._name = meta, renamed or {}, name
         self.names = {number: self.own_key(number) for number in self.renamed}
-        self.sizes = np.asarray(table.stop - table.start, np.int64)
+        self.sizes = table.size
 
     def key(self, number: int) -> str:
         return self.renamed.get(number) or self.own_key(number)
 
     def own_key(self, number: int) -> str:
-        first, stop = self.offsets.key_first[number : number + 2]
-        return self.offsets.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+        return self.offsets.keys_of(np.array([number]))[0]
 
     def identity(self, numbers: Ints) -> bytes:
         hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
-        first = self.offsets.member_first
-        members = [number for n in numbers.tolist() for number in range(*first[n : n + 2].tolist())]
-        hashed.update(
-            self.offsets.member_crc[members].tobytes() + self.offsets.member_size[members].tobytes()
-        )
+        members = self.offsets.members_of(numbers)
+        hashed.update(members.crc.tobytes() + members.size.tobytes())
         words = [
             *map(self.key, numbers.tolist()),
             "",
-            *(self.fields[field] for field in self.offsets.member_field[members].tolist()),
+            *(self.offsets.fields[field] for field in members.field.tolist()),
         ]
         hashed.update("\0".join(words).encode("utf-8", "surrogateescape"))
-        hashed.update(np.diff(first)[numbers].tobytes())
+        hashed.update(np.diff(members.first).tobytes())
         return hashed.digest()
 
     def member_sizes(self, number: int) -> list[tuple[str, int]]:
         """Return (field, bytes) of each member of a sample."""
-        members = range(*self.offsets.member_first[number : number + 2].tolist())
-        return [
-            (self.fields[self.offsets.member_field[m]], int(self.offsets.member_size[m]))
-            for m in members
-        ]
+        return [(name, size) for name, _, size in self.offsets.members_at(number)]
 
     def bad(self, number: int, reason: str) -> BadSample:
         return BadSample(self._name, 0, self.names.get(number) or self.key(number), reason)
@@ -225,17 +216,10 @@ class SpanCatalog:
         return np.split(places, cuts)
 
     def _parts(self, number: int, data: memoryview, start: int) -> list[Part]:
-        table = self.offsets
-        parts = []
-        for m in range(*table.member_first[number : number + 2].tolist()):
-            offset = int(table.member_offset[m]) - start
-            parts.append(
-                (
-                    self.fields[table.member_field[m]],
-                    bytes(data[offset : offset + int(table.member_size[m])]),
-                )
-            )
-        return parts
+        return [
+            (name, bytes(data[offset - start : offset - start + size]))
+            for name, offset, size in self.offsets.members_at(number)
+        ]
 
 
 def _sizes(item: FileSample) -> tuple[list[int], list[int], int]:

@@ -91,15 +91,13 @@ def restore_shuffle(
     per_sample: dict[str, Any] = {name: arrays.pop(name) for name in _META}
     splits, strata = map(tuple, about["names"])
     meta = SampleMeta(**per_sample, splits=splits, strata=strata, grouped=about["grouped"])
-    file_ = arrays.pop("file_of")
+    file_, offsets = arrays["file_of"], Offsets.of_bytes(about["fields"], arrays["rows"])
     paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
     renamed, names = (
         {int(number): key for number, key in about[name].items()}
         for name in ("renamed", "original")
     )
-    catalog = SpanCatalog(
-        stream.name, paths, file_, Offsets.of_arrays(arrays), about["fields"], meta, renamed
-    )
+    catalog = SpanCatalog(stream.name, paths, file_, offsets, meta, renamed)
     catalog.names.update(names)
     for row in about["bad"]:
         bad_samples.put(BadSample(*row))
@@ -189,7 +187,6 @@ class _BucketWriter:
             paths,
             files,
             self._rows.offsets(),
-            list(self._rows.fields),
             self._meta.finish(),
         )
         self._made.names.update(self._names)
@@ -229,14 +226,14 @@ class _BucketWriter:
     ) -> None:
         """Save everything that `restore_shuffle` needs."""
         made = self._made
-        arrays = dict(made.offsets.arrays())
-        arrays |= {name: getattr(made.meta, name) for name in _META}
+        arrays = {name: getattr(made.meta, name) for name in _META}
+        arrays |= {"file_of": made.file, "rows": np.frombuffer(made.offsets.to_bytes(), np.uint8)}
         about = {
             "identity": identity,
             "names": [made.meta.splits, made.meta.strata],
             "grouped": made.meta.grouped,
             "files": len(made.paths),
-            "fields": made.fields,
+            "fields": made.offsets.fields,
             "renamed": made.renamed,
             "original": made.names,
             "bad": bad,
@@ -250,7 +247,7 @@ class _BucketWriter:
                 with open(self._path(number), "rb") as file:
                     os.fsync(file.fileno())
             with open(done, "wb") as out:
-                np.savez(out, allow_pickle=False, file_of=made.file, **arrays)
+                np.savez(out, allow_pickle=False, **arrays)
                 out.flush()
                 os.fsync(out.fileno())
             write_whole(os.path.join(self._folder, _ABOUT), json.dumps(about).encode())

@@ -231,7 +231,7 @@ class Packer:
         file = index.shard_of(np.arange(len(index))).astype(np.int32)
         paths = [shard.path for shard in index.shards]
         name, meta = self._source.name, catalog.meta.take(at)
-        return SpanCatalog(name, paths, file, index.offsets, index.fields, meta), at
+        return SpanCatalog(name, paths, file, index.offsets, meta), at
 
     def _shards(
         self, job: ShardJob, plan: list[PlannedShard], title: str
@@ -332,7 +332,7 @@ def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
         rows.reserve(catalog.key(number), catalog.member_sizes(number))
     path = f"{out.rstrip('/')}/{shard.name}"
     entry = Shard(path, len(rows), rows.stop + len(END), shard.split)
-    return Index((entry,), tuple(rows.fields), rows.offsets())
+    return Index((entry,), rows.offsets())
 
 
 def _check_stratum(source: Source, options: Options) -> None:

@@ -153,15 +153,14 @@ def divided_images(parts: Iterable[Index]) -> int:
     by_split: dict[str, list[Hashes]] = {}
     for index in parts:
         table = index.offsets
-        if not len(table.member_crc):
+        if not table.has_checksums:
             continue
         # an image beside the main one (seg.png) is data that many samples may share
-        fields = [n for n, name in enumerate(index.fields) if is_picture(name) and "." not in name]
-        members = np.flatnonzero(np.isin(table.member_field, fields))
-        identity = table.member_size[members].astype(np.uint64) << np.uint64(32)
-        identity |= table.member_crc[members].astype(np.uint64)
-        rows = np.searchsorted(table.member_first, members, side="right") - 1
-        shard_of = index.shard_of(rows)
+        fields = [name for name in index.fields if is_picture(name) and "." not in name]
+        members = table.members_of(np.arange(len(index)), fields)
+        identity = members.size.astype(np.uint64) << np.uint64(32)
+        identity |= members.crc.astype(np.uint64)
+        shard_of = index.shard_of(members.row)
         for number, shard in enumerate(index.shards):
             by_split.setdefault(shard.split, []).append(identity[shard_of == number])
     return _in_several(by_split)

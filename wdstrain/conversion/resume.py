@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import ARRAYS
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.object_store import is_object
 
@@ -123,7 +122,7 @@ def first_difference(former: Index, index: Index) -> list[str]:
     for was, now in zip_longest(former.labels, index.labels):
         if was != now:
             return [f"the label was {_shown(was)}, is {_shown(now)}"]
-    if not len(former.offsets.member_crc):
+    if not former.offsets.has_checksums:
         return ["its index has no checksums to compare with"]
     before, after = _contents(former), _contents(index)
     missing = [key for key in before if key not in after]
@@ -148,10 +147,7 @@ def first_difference(former: Index, index: Index) -> list[str]:
         (was.name, was.samples, was.bytes) == (now.name, now.samples, now.bytes)
         for was, now in pairs
     )
-    if not is_same_order or not all(
-        np.array_equal(getattr(former.offsets, name), getattr(index.offsets, name))
-        for name in ARRAYS
-    ):
+    if not is_same_order or former.offsets.differences(index.offsets):
         return ["the samples lie in another order"]
     # Two PNGs of one size can have one crc32.
     other = [was.name for was, now in pairs if was.sha256 and was.sha256 != now.sha256]
@@ -162,12 +158,13 @@ def _contents(index: Index) -> dict[tuple[str, str], list[tuple[str, int, int]]]
     """Return {(split, key): [(field, size, crc32) of each member]}."""
     shards = np.repeat(np.arange(len(index.shards)), index.counts).tolist()
     keys = index.keys(np.arange(len(index)))
-    crcs, first = index.offsets.member_crc.tolist(), index.offsets.member_first.tolist()
+    members = index.offsets.members
+    fields = [index.fields[number] for number in members.field.tolist()]
+    described = list(zip(fields, members.size.tolist(), members.crc.tolist(), strict=True))
+    parts = pairwise(members.first.tolist())
     return {
-        (index.shards[shards[n]].split, key): [
-            (field, size, crcs[first[n] + m]) for m, (field, _, size) in enumerate(index.members(n))
-        ]
-        for n, key in enumerate(keys)
+        (index.shards[shard].split, key): described[slice(*part)]
+        for shard, key, part in zip(shards, keys, parts, strict=True)
     }
 
 

@@ -30,7 +30,7 @@ from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
-from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
+from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK, END, header
 from wdstrain.storage.files import publish, sync_folder, write_whole
 
@@ -43,21 +43,8 @@ PART = ".part"  # ending of the file with a shard's part of the index, until the
 Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
 
 
-class IndexBuilder:
-    """Offsets of samples that are added one after another.
-
-    stop: end of the last sample. fields: number of each field, in the order of the numbers.
-    """
-
-    def __init__(self) -> None:
-        self.stop = 0
-        self.fields: dict[str, int] = {}
-        self._samples = array("q")  # start, stop, length of the key, members: of each sample
-        self._members = array("q")  # offset, size, crc32, number of the field: of each member
-        self._keys = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._samples) // 4
+class IndexBuilder(OffsetsBuilder):
+    """Offsets of samples that are written one after another."""
 
     def add(self, key: str, parts: Sequence[Part], start: int | None = None) -> list[bytes]:
         """Return the bytes of a sample: header, data and padding of each member.
@@ -86,46 +73,6 @@ class IndexBuilder:
             members.append((field, self.stop, size, 0))
             self.stop += size + -size % BLOCK
         self.put(key, first, self.stop, members)
-
-    def put(
-        self, key: str, start: int, stop: int, members: Sequence[tuple[str, int, int, int]]
-    ) -> None:
-        """Add a sample in the bytes [start, stop): (field, offset, size, crc32) of each member.
-
-        Raises ShardError if there are more fields than an index can hold.
-        """
-        for field, offset, size, crc in members:
-            number = self.fields.get(field)
-            self._members.extend(
-                (offset, size, crc, self._new(field) if number is None else number)
-            )
-        raw = key.encode("utf-8", "surrogateescape")
-        self._keys += raw
-        self._samples.extend((start, stop, len(raw), len(members)))
-        self.stop = stop
-
-    def offsets(self) -> Offsets:
-        """Return the offsets of all samples."""
-        samples = np.array(self._samples, np.int64).reshape(-1, 4)
-        members = np.array(self._members, np.int64).reshape(-1, 4)
-        return Offsets(
-            start=samples[:, 0].copy(),
-            stop=samples[:, 1].copy(),
-            key_first=firsts(samples[:, 2]),
-            keys=np.frombuffer(bytes(self._keys), np.uint8),
-            members=Members(
-                first=firsts(samples[:, 3]),
-                field=members[:, 3].astype(np.uint16),
-                offset=members[:, 0].copy(),
-                size=members[:, 1].copy(),
-                crc=members[:, 2].astype(np.uint32),
-            ),
-        )
-
-    def _new(self, field: str) -> int:
-        check_field_count(len(self.fields) + 1)
-        number = self.fields[field] = len(self.fields)
-        return number
 
 
 @dataclass(frozen=True)
@@ -206,7 +153,7 @@ def write_shard(
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}
         write_whole(path + PART, pack_part(index, extra))
     except _RefusedError:
-        return Packed(Index((), (), IndexBuilder().offsets()), shard.numbers[:0], bad)
+        return Packed(Index((), IndexBuilder().offsets()), shard.numbers[:0], bad)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}. Free some space or choose another "
@@ -265,7 +212,6 @@ class ShardFile:
         size = self._rows.stop + len(END)
         return Index(
             (Shard(self._path, len(self._rows), size, self._split, sha256),),
-            tuple(self._rows.fields),
             self._rows.offsets(),
             columns=self._columns.finish(),
         )

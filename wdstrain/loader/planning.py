@@ -124,7 +124,7 @@ class EpochPlans:
     @cached_property
     def _mean_bytes(self) -> float:
         """Mean size of a sample of an epoch in its shard."""
-        sizes = self.index.offsets.stop - self.index.offsets.start
+        sizes = self.index.offsets.size
         weights = None if self.weighting is None else self.weighting.weights
         if isinstance(self.source, MixedSources):
             counts = [len(index) for index in self.source.indexes.values()]

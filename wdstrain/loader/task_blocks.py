@@ -102,7 +102,7 @@ class TaskBuilder:
     def __init__(self, index: Index, needed_fields: set[str] | None, *, with_keys: bool) -> None:
         """needed_fields: fields that decoders need; None: all. with_keys: decoders need the keys."""
         self._index, self._with_keys = index, with_keys
-        self._is_needed = index.field_mask(needed_fields)
+        self._needed = needed_fields
 
     def build_block(self, epoch: int, ids: Ints, draws: Ints, firsts: list[int]) -> TaskBlock:
         """Return the tasks of several batches; their samples need not be read yet.
@@ -115,25 +115,18 @@ class TaskBuilder:
     def _members(self, ids: Ints, firsts: list[int]) -> BlockMembers:
         """Return the needed members of samples in batches."""
         table, common = self._index.offsets, tuple[int, ...]()
-        if not self._is_needed.any():
-            first, no_field = np.zeros(len(ids) + 1, np.int64), np.zeros(0, np.uint16)
-            return BlockMembers(first, _NONE, _NONE, _NONE, no_field, _NO_CRC, common)
-        sample, member = table.members_of(ids)
-        if not self._is_needed.all():
-            kept = self._is_needed[table.member_field[member]]
-            sample, member = sample[kept], member[kept]
-        first = np.append(0, np.bincount(sample, minlength=len(ids)).cumsum())
-        start = table.member_offset[member] - table.start[ids][sample]
-        field, each = table.member_field[member], int(first[1]) if len(ids) else 0
+        members = table.members_of(ids, self._needed)
+        sample, first, field = members.row, members.first, members.field
+        each = int(first[1]) if len(ids) else 0
         if each and (np.diff(first) == each).all():
             by_sample = field.reshape(-1, each)
             common = tuple(field[:each].tolist()) if (by_sample == by_sample[0]).all() else ()
         return BlockMembers(
             first=first,
             row=sample - np.repeat(firsts[:-1], np.diff(first[firsts])),
-            start=start,
-            size=table.member_size[member],
+            start=members.offset - table.start[ids][sample],
+            size=members.size,
             field=field,
-            checksum=table.member_crc[member] if len(table.member_crc) else _NO_CRC,
+            checksum=members.crc if table.has_checksums else _NO_CRC,
             common_fields=common,
         )

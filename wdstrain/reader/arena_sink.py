@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.memory.scatter import Bools, ChecksumJob, ScatterList, scatter_samples
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.reader.lane import Lane, ReadSamples, SampleRead, UnreadableSamples
 from wdstrain.reader.resources import ReadResources
@@ -31,13 +31,13 @@ class ArenaSink:
         options = resources.options
         self._index = resources.index
         self._memories = resources.arena.memory, resources.scratch
-        self._needed_fields = self._index.field_mask(options.needed_fields)
+        self._needed_fields = options.needed_fields
         self.unreadable = UnreadableSamples(skip=options.skip_unreadable)
 
     def plan(self, samples: ReadSamples) -> ArenaRead:
         """Return the read of these samples into their places in the arena."""
         table, sizes, checksums = self._index.offsets, samples.stops - samples.starts, None
-        if len(table.member_crc):
+        if table.has_checksums:
             checksums = ReadChecksums(
                 table, self._needed_fields, self._memories[0], samples.ids, samples.offsets
             )
@@ -115,19 +115,16 @@ class ReadChecksums:
     """Expected checksums of the n samples of one read. job: computes the actual ones."""
 
     def __init__(
-        self, table: Offsets, fields: Bools, memory: Memory, ids: Ints, offsets: Ints
+        self, table: Offsets, fields: set[str] | None, memory: Memory, ids: Ints, offsets: Ints
     ) -> None:
-        """table: must have checksums. fields: those to verify, bool[fields].
+        """table: must have checksums. fields: those to verify; None: all.
 
         ids: in the order of the shard. offsets: of the samples in the memory. int64[n] each.
         Raises ValueError if a field of a sample lies beyond the memory.
         """
-        rows, members = table.members_of(ids)
-        if not fields.all():
-            kept = fields[table.member_field[members]]
-            rows, members = rows[kept], members[kept]
-        begin, size = table.member_offset[members], table.member_size[members]
-        self._rows, self._expected = rows, table.member_crc[members]
+        members = table.members_of(ids, fields)
+        rows, begin, size = members.row, members.offset, members.size
+        self._rows, self._expected = rows, members.crc
         self.job = ChecksumJob(
             [memory],
             np.zeros_like(rows),

@@ -104,7 +104,7 @@ class ReadLimits:
         in_flight: most batches that are collected and not yet released.
         Raises ShardError for a sample that is too large for this machine's memory.
         """
-        extents = index.offsets.stop - index.offsets.start
+        extents = index.offsets.size
         largest, total = int(np.max(extents)), int(np.sum(extents))
         _check_sample_size(index, int(np.argmax(extents)), largest)
         lanes, per_step = plan.lanes_of(rank), plan.samples_per_step_per_lane
@@ -123,7 +123,7 @@ class ReadLimits:
 def _reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
     """Return (samples of a lane's window, samples of a lane in its share of `ahead` bytes)."""
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
-    mean = max(1, int((index.offsets.stop - index.offsets.start).sum()) // max(1, plan.samples))
+    mean = max(1, int(index.offsets.size.sum()) // max(1, plan.samples))
     share = ahead // mean // len(plan.lanes_of(rank))
     return min(plan.window, longest), max(1, min(share, longest))
 

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 
-import numpy as np
-
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import load, save_index, scan
@@ -161,13 +159,3 @@ def is_unchanged(shard: Shard) -> bool:
     except OSError:
         return False
     return status.st_size == shard.bytes and is_state(shard.tag, status)
-
-
-def same_samples(a: Index, b: Index) -> bool:
-    """Return whether two indexes have the same keys, fields and offsets."""
-    if [a.members(i) for i in range(len(a))] != [b.members(i) for i in range(len(b))]:
-        return False
-    return all(
-        np.array_equal(getattr(a.offsets, name), getattr(b.offsets, name))
-        for name in ("start", "stop", "key_first", "keys")
-    )

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from wdstrain.errors import ShardError, UsageError
@@ -27,11 +26,14 @@ from wdstrain.shards.columns import Column, join_columns
 from wdstrain.shards.index_table import to_table
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label import disagreement, joined_labels
-from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
+from wdstrain.shards.offsets import Ints, Offsets, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
-from wdstrain.storage.local import ShardFile, open_source
+from wdstrain.storage.local import ShardFile, Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, shown_path
+
+_LOCAL_GAP, _REMOTE_GAP = 64 << 10, 1 << 20  # bytes between two values that are read and dropped
+_RUN = 8 << 20  # bytes of one read of several values
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ class Index:
     """
 
     shards: tuple[Shard, ...]
-    fields: tuple[str, ...]
     offsets: Offsets
     labels: tuple[ColumnInfo, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
@@ -86,9 +87,10 @@ class Index:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def field_mask(self, names: Collection[str] | None) -> npt.NDArray[np.bool_]:
-        """Return bool[fields]: True for the fields with these names; None: all fields."""
-        return np.array([names is None or name in names for name in self.fields], bool)
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of the samples, by field number."""
+        return self.offsets.fields
 
     def __repr__(self) -> str:
         return f"Index({len(self)} samples, {len(self.shards)} shards, {self.megabytes:.1f} MB, fields {', '.join(self.fields)})"
@@ -100,7 +102,7 @@ class Index:
     def megabytes(self) -> float:
         """Size of the shards; of a selection, of its samples only."""
         if self.is_selection:
-            return float((self.offsets.stop - self.offsets.start).sum()) / 1e6
+            return float(self.offsets.size.sum()) / 1e6
         return sum(shard.bytes for shard in self.shards) / 1e6
 
     def expected_state(self, shard: ShardFile) -> str:
@@ -124,12 +126,11 @@ class Index:
     @cached_property
     def _with_checksums(self) -> frozenset[str]:
         """Paths of the shards whose members have checksums."""
-        if not len(self.offsets.member_crc):
+        if not self.offsets.has_checksums:
             return frozenset()
-        edges = self.offsets.member_first[self.first].tolist()
-        parts = zip(self.shards, pairwise(edges), strict=True)
+        parts = zip(self.shards, pairwise(self.first.tolist()), strict=True)
         return frozenset(
-            shard.path for shard, edge in parts if self.offsets.member_crc[slice(*edge)].any()
+            shard.path for shard, part in parts if self.offsets.slice(*part).has_checksums
         )
 
     @cached_property
@@ -178,8 +179,7 @@ class Index:
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
-        first, stop = self.offsets.key_first[number : number + 2]
-        return self.offsets.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+        return self.offsets.keys_of(np.array([number]))[0]
 
     def keys(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
@@ -198,10 +198,7 @@ class Index:
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
-        table, part = self.offsets, slice(*self.offsets.member_first[number : number + 2])
-        names = [self.fields[i] for i in table.member_field[part].tolist()]
-        extents = table.member_offset[part].tolist(), table.member_size[part].tolist()
-        return list(zip(names, *extents, strict=True))
+        return self.offsets.members_at(number)
 
     def pick(self, numbers: Iterable[int]) -> Index:
         """Return the index of only these shards, in this order."""
@@ -212,15 +209,15 @@ class Index:
         labels = self.labels
         if shard_labels:
             labels, shard_labels = joined_labels(shard_labels)
-        runs = [(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
-        if runs and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
+        runs = [(int(self.first[i]), int(self.first[i + 1])) for i in wanted] or [(0, 0)]
+        if wanted and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
             runs = [(runs[0][0], runs[-1][1])]
-        parts = [[column.cut(*run) for column in self.columns] for run in runs]
+        parts = [(b - a, [column.cut(a, b) for column in self.columns]) for a, b in runs]
         return replace(
             self,
             shards=tuple(self.shards[i] for i in wanted),
-            offsets=Offsets.join([self.offsets.cut(*run) for run in runs or [(0, 0)]]),
-            columns=join_columns([(b - a, part) for (a, b), part in zip(runs, parts, strict=True)]),
+            offsets=Offsets.join([self.offsets.slice(*run) for run in runs]),
+            columns=join_columns(parts),
             labels=labels,
             shard_labels=shard_labels,
         )
@@ -295,7 +292,20 @@ class Index:
         Raises KeyError for an unknown key, IndexError for a number out of range, and ShardError if
         its shard has changed or its bytes are damaged.
         """
-        return _read_sample(self, number_of(self, key))
+        number = number_of(self, key)
+        fields = dict(self.read([number]))[number]
+        return {"__key__": self.key(number), **fields}
+
+    def read(
+        self, ids: Sequence[int] | Ints, fields: Collection[str] | None = None
+    ) -> Iterator[tuple[int, dict[str, bytes]]]:
+        """Yield (id, {field: bytes}) of samples, in the order of `ids` (int64[n]).
+
+        Ascending ids are read forward, and values that lie close together in one request. fields:
+        names of those to read; None: all. Raises ShardError for a shard that has changed and for
+        bytes with another crc32 than the index says, StorageError for a shard that cannot be read.
+        """
+        return _read(self, np.asarray(ids, np.int64), fields)
 
     # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
     __iter__: ClassVar[None] = None
@@ -303,7 +313,7 @@ class Index:
     @cached_property
     def table(self) -> pa.Table:
         """One row per sample: key, shard, offset and size, those of each field, and the columns."""
-        return to_table(self.shards, self.fields, self.offsets, self.columns)
+        return to_table(self.shards, self.offsets, self.columns)
 
     def to_pandas(self) -> Any:
         """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""
@@ -317,30 +327,66 @@ def join(parts: Sequence[Index]) -> Index:
     """
     if len(parts) == 1:
         return parts[0]
-    fields = list(dict.fromkeys(name for part in parts for name in part.fields))
-    check_field_count(len(fields))
-    offsets = []
-    for part in parts:
-        if part.fields == tuple(fields):
-            offsets.append(part.offsets)
-            continue
-        numbers = np.array([fields.index(name) for name in part.fields] or [0], np.uint16)
-        member_field = numbers[part.offsets.member_field]
-        offsets.append(part.offsets.replaced(member_field=member_field))
     shard_labels = tuple(
         labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards)
     )
     labels, shard_labels = joined_labels(shard_labels or (parts[0].labels,))
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
-        fields=tuple(fields),
-        offsets=Offsets.join(offsets),
+        offsets=Offsets.join([part.offsets for part in parts]),
         labels=labels,
         info=parts[0].info,
         shard_labels=shard_labels,
         columns=join_columns([(len(part), part.columns) for part in parts]),
         is_selection=any(part.is_selection for part in parts),
     )
+
+
+def _read(
+    index: Index, ids: Ints, fields: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield (id, {field: bytes}) of samples; see `Index.read`."""
+    edges = np.flatnonzero(np.diff(index.shard_of(ids))) + 1
+    for part in np.split(ids, edges) if len(ids) else ():
+        shard = index.shard_with(int(part[0]))
+        members = index.offsets.members_of(part, fields)
+        names = [index.fields[number] for number in members.field.tolist()]
+        gap = _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP
+        with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
+            values = _values(source, members.offset.tolist(), members.size.tolist(), gap)
+            first, crcs = members.first.tolist(), members.crc.tolist()
+            for row, number in enumerate(part.tolist()):
+                sample = {}
+                for member in range(first[row], first[row + 1]):
+                    name, data = names[member], bytes(next(values))
+                    if crcs[member] and crc32(data) != crcs[member]:
+                        raise ShardError(
+                            f"{shard.shown}: the field {name} of sample "
+                            f"{printable(index.key(number))} at offset {members.offset[member]} "
+                            f"has another crc32 than the index says. Run: wdstrain verify"
+                        )
+                    sample[name] = data
+                yield number, sample
+
+
+def _values(
+    source: Source, offsets: Sequence[int], sizes: Sequence[int], gap: int
+) -> Iterator[memoryview]:
+    """Yield the bytes of members. Members with at most `gap` bytes between them are one read."""
+    first = 0
+    while first < len(offsets):
+        start, last = offsets[first], first + 1
+        stop = start + sizes[first]
+        while last < len(offsets) and 0 <= offsets[last] - stop <= gap:
+            if offsets[last] + sizes[last] - start > _RUN:
+                break
+            stop = offsets[last] + sizes[last]
+            last += 1
+        data = memoryview(bytearray(stop - start))
+        source.read_into([data], start)
+        for member in range(first, last):
+            yield data[offsets[member] - start :][: sizes[member]]
+        first = last
 
 
 def _card(index: Index) -> str:
@@ -362,24 +408,6 @@ def _card(index: Index) -> str:
     return pages.fragment("Index", pages.table(rows))
 
 
-def _read_sample(index: Index, number: int) -> dict[str, Any]:
-    """Return the bytes of one sample by field, with its key."""
-    shard = index.shard_with(number)
-    crcs = index.offsets.member_crc[slice(*index.offsets.member_first[number : number + 2])]
-    sample: dict[str, Any] = {"__key__": index.key(number)}
-    with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
-        for i, (name, offset, size) in enumerate(index.members(number)):
-            data = bytearray(size)
-            source.read_into([memoryview(data)], offset)
-            if len(crcs) and crcs[i] and crc32(data) != crcs[i]:
-                raise ShardError(
-                    f"{shard.shown}: the field {name} of sample {printable(sample['__key__'])} at "
-                    f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
-                )
-            sample[name] = bytes(data)
-    return sample
-
-
 def _fingerprint(index: Index) -> str:
     """Return a short hash of shards: by sha256, or by the keys, offsets and sizes of samples."""
     rows = [
@@ -388,7 +416,7 @@ def _fingerprint(index: Index) -> str:
             shard.samples,
             shard.bytes,
             (not index.is_selection and shard.sha256)
-            or index.offsets.digest(int(index.first[number]), int(index.first[number + 1])),
+            or index.offsets.slice(*index.first[number : number + 2].tolist()).digest(),
         )
         for number, shard in enumerate(index.shards)
     ]

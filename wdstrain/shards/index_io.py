@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from wdstrain.errors import ShardError, WdstrainError
@@ -159,7 +160,7 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
         )
         fields = fields_of(head["fields"])
         offsets, columns = from_batch(batch, shards, fields, described_columns(head["columns"]))
-        index = Index(shards, fields, offsets, columns=columns)
+        index = Index(shards, offsets, columns=columns)
         if _identity(index) != head["id"]:
             raise ValueError("its bytes differ from what was written")
         return index, dict(head["extra"])
@@ -213,7 +214,7 @@ def load(path: str, *, base: str | None = None) -> Index:
             f"{beside(shown_path(path), TABLE_NAME)} is damaged: {first_line(error)}. "
             f"Make it again: wdstrain index {folder}"
         ) from error
-    return Index(shards, fields, offsets, labels, info, columns=columns)
+    return Index(shards, offsets, labels, info, columns=columns)
 
 
 def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Index:
@@ -222,13 +223,12 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
     failed: a list that receives the errors of bad shards, which are then left out; None: the first
     error is raised.
     """
-    fields: list[str] = []
-    shards, tables, skipped = [], [Offsets.of([], fields)], SkippedMembers()
+    shards, tables, skipped = [], [Offsets.of([])], SkippedMembers()
     for path in paths:
         try:
             with open_source(path) as source:
                 rows = list(samples(source.read, source.size, shown_path(path), skipped))
-                tables.append(Offsets.of(rows, fields))
+                tables.append(Offsets.of(rows))
                 shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
         except WdstrainError as error:
             if failed is None:
@@ -238,7 +238,7 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
         "made": "scanned from headers",
         **({"ignored": skipped.reasons} if skipped.reasons else {}),
     }
-    return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
+    return Index(tuple(shards), Offsets.join(tables), info=info)
 
 
 def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
@@ -280,9 +280,11 @@ def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
 
 def _identity(index: Index) -> str:
     """Return a short hash of the offsets and columns."""
-    digest = blake2b(digest_size=8)
-    for array in index.offsets.arrays().values():
-        digest.update(array.data)
+    offsets, digest = index.offsets, blake2b(digest_size=8)
+    members, crc = offsets.members, offsets.members.crc[: None if offsets.has_checksums else 0]
+    extents = (offsets.start, offsets.stop, offsets.key_first, members.first)
+    for array in (*extents, members.field, members.offset, members.size, crc, offsets.keys):
+        digest.update(np.ascontiguousarray(array).data)
     if index.columns:
         names = [column.row for column in index.columns]
         digest.update(json.dumps(names).encode())

@@ -19,7 +19,6 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo, Place
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
-from wdstrain.storage.local import LocalFile, open_source
 from wdstrain.storage.remote import is_remote
 
 MOST_FAR = 200  # labels that are read from a server; each is a request
@@ -66,60 +65,22 @@ def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
     return {}
 
 
-def label_bytes(
-    index: Index, field: str, ids: Ints, *, through: bool = False
-) -> Iterator[tuple[int, memoryview]]:
+def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memoryview]]:
     """Yield (id, bytes of the field) for each sample that has the field.
 
-    ids: int64[n], ascending, so that reads go forward. through: read a remote shard as one stream,
-    with the bytes between the labels, instead of one request per label. Raises ShardError and
-    StorageError for shards that cannot be read.
+    ids: int64[n], ascending, so that reads go forward. Raises ShardError and StorageError for
+    shards that cannot be read.
     """
-    if field not in index.fields:
-        return
-    number, table, shards = index.fields.index(field), index.offsets, index.shard_of(ids)
-    for shard_number in np.unique(shards).tolist():
-        shard = index.shards[shard_number]
-        with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
-            for i in ids[shards == shard_number].tolist():
-                for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
-                    if table.member_field[row] == number:
-                        offset, data = (
-                            int(table.member_offset[row]),
-                            memoryview(bytearray(int(table.member_size[row]))),
-                        )
-                        if through and not isinstance(source, LocalFile):
-                            source.read_into([data], offset, last=shard.bytes)
-                        else:
-                            source.read_into([data], offset)
-                        yield i, data
-                        break
+    for number, fields in index.read(ids, [field]):
+        if field in fields:
+            yield number, memoryview(fields[field])
 
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:
     """Return `index` with columns of these fields and entries, read forward from the shards."""
     builder = ColumnBuilder(places)
-    wanted = np.flatnonzero(index.field_mask({field for field, _ in places}))
-    offsets = index.offsets
-    for number, shard in enumerate(index.shards):
-        first, stop = int(index.first[number]), int(index.first[number + 1])
-        members = np.arange(offsets.member_first[first], offsets.member_first[stop])
-        members = members[np.isin(offsets.member_field[members], wanted)]
-        rows = np.searchsorted(offsets.member_first, members, side="right") - 1
-        parts: dict[int, list[tuple[str, bytes]]] = {}
-        if len(members):
-            with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
-                for row, member in zip(rows.tolist(), members.tolist(), strict=True):
-                    data = bytearray(int(offsets.member_size[member]))
-                    at = int(offsets.member_offset[member])
-                    if isinstance(source, LocalFile):
-                        source.read_into([memoryview(data)], at)
-                    else:
-                        source.read_into([memoryview(data)], at, last=shard.bytes)
-                    field = index.fields[offsets.member_field[member]]
-                    parts.setdefault(row, []).append((field, bytes(data)))
-        for row in range(first, stop):
-            builder.add(parts.get(row, ()))
+    for _, fields in index.read(np.arange(len(index)), {field for field, _ in places}):
+        builder.add(list(fields.items()))
     return replace(index, columns=builder.finish())
 
 

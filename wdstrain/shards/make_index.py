@@ -18,7 +18,7 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
-from wdstrain.shards.header_scans import is_unchanged, same_samples
+from wdstrain.shards.header_scans import is_unchanged
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import (
     info_of,
@@ -107,7 +107,11 @@ def _with_former(index: Index, index_path: str) -> Index:
         old = None
         if former is not None and shard.name in former.shard_numbers:
             old = former.pick([former.shard_numbers[shard.name]])
-        if old is not None and old.shards[0].bytes == shard.bytes and same_samples(part, old):
+        if (
+            old is not None
+            and old.shards[0].bytes == shard.bytes
+            and not part.offsets.differences(old.offsets)
+        ):
             part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
         else:
             new.append(shard.name)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 
 from wdstrain.errors import ShardError, UsageError, WdstrainError
-from wdstrain.shards.header_scans import Note, recall_or_scan, same_samples
+from wdstrain.shards.header_scans import Note, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_document import (
     is_wdstrain_index,
@@ -228,7 +228,9 @@ def _checked_headers(index: Index, note: Note | None, *, may_be_short: bool) -> 
     for n in newer:
         shard = index.shards[n]
         number = scanned.shard_numbers.get(shard.name)
-        if number is not None and not same_samples(index.pick([n]), scanned.pick([number])):
+        if number is not None and index.pick([n]).offsets.differences(
+            scanned.pick([number]).offsets
+        ):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it "

@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer, is_number
 from wdstrain.order.rng import bits
-from wdstrain.shards.index_table import key_array
 from wdstrain.shards.where import Samples, column_values
 
 Ints = npt.NDArray[np.int64]
@@ -36,10 +35,8 @@ def number_of(index: Samples, key: str | int) -> int:
                 f"sample {number}: there are {len(index)} samples, which count from 0."
             )
         return number % len(index)
-    keys = key_array(index.offsets)
-    wanted = key.encode("utf-8", "surrogateescape")
-    scalar = pa.scalar(wanted, pa.large_binary())
-    numbers = np.flatnonzero(pc.equal(keys.cast(pa.large_binary()), scalar))
+    wanted = pa.scalar(key.encode("utf-8", "surrogateescape"), pa.large_binary())
+    numbers = np.flatnonzero(pc.equal(index.offsets.rows.column(0), wanted))
     if not len(numbers):
         raise KeyError(f"no sample has the key {key!r}.")
     if len(numbers) > 1:

@@ -150,7 +150,7 @@ def _measure(
     return Bench(
         samples=len(index),
         bytes=sum(shard.bytes for shard in index.shards),
-        mean_bytes=float((index.offsets.stop - index.offsets.start).sum()) / len(index),
+        mean_bytes=float(index.offsets.size.sum()) / len(index),
         batch_size=int(setup.options["batch_size"]),
         num_workers=setup.num_workers,
         decoders=int(on_part.report["decoders"]),

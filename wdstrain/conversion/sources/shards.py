@@ -268,7 +268,7 @@ def stored_samples(index: Index, ids: Ints) -> Iterator[tuple[int, list[Part]]]:
     """Yield (id, parts) of samples of shards, read forward. ids: ascending."""
     file = index.shard_of(np.arange(len(index))).astype(np.int32)
     catalog = SpanCatalog(
-        "", [s.path for s in index.shards], file, index.offsets, index.fields, sample_meta((), 0)
+        "", [s.path for s in index.shards], file, index.offsets, sample_meta((), 0)
     )
     for group in batches(ids, catalog.sizes[ids], _BLOCK):
         for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
@@ -278,9 +278,8 @@ def stored_samples(index: Index, ids: Ints) -> Iterator[tuple[int, list[Part]]]:
 
 def changed_field(index: Index, number: int, parts: list[Part]) -> str | None:
     """Return the first field whose bytes have another crc32 than the index says."""
-    crcs, first = index.offsets.member_crc, int(index.offsets.member_first[number])
-    for place, (field, data) in enumerate(parts) if len(crcs) else ():
-        crc = int(crcs[first + place])
+    crcs = index.offsets.members_of(np.array([number])).crc.tolist()
+    for crc, (field, data) in zip(crcs, parts, strict=True):
         if crc and crc32(data) != crc:
             return field
     return None

@@ -167,10 +167,10 @@ def held_in(
     count, table = plan.lane_samples(lane), index.offsets
     if count == 0:  # nothing, or the one sample that an empty lane pads with
         ids = plan.ids(lane, np.arange(plan.lane_places(lane)))
-        size = int((table.stop[ids] - table.start[ids]).sum())
+        size = int((table.size[ids]).sum())
         return Held(np.full(stop - first, len(ids)), np.full(stop - first, size))
     known = known or places_in(plan, lane, first, stop)
-    total = np.concatenate([[0], np.cumsum(table.stop[known.ids] - table.start[known.ids])])
+    total = np.concatenate([[0], np.cumsum(table.size[known.ids])])
     # a lane is read as far as the furthest place of all steps until then: int64[steps]
     read: Ints = np.zeros(stop - first, np.int64)
     mine = known.step < stop

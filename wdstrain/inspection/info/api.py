@@ -86,7 +86,7 @@ def info(options: InfoOptions) -> Info:
     counts = [*known.counts.tolist(), *(estimated.counts if estimated else [])]
     size, samples = sum(shard.bytes for shard in index.shards), sum(counts)
     if index.is_selection:  # its shards hold other samples too
-        size = int((index.offsets.stop - index.offsets.start).sum())
+        size = int(index.offsets.size.sum())
     splits = Counter[str]()
     for shard, count in zip(index.shards, counts, strict=True):
         splits[shard.split] += count
@@ -153,7 +153,7 @@ class _Parts:
             return part
         fresh = [path for path in paths if name_of(path) not in part.shard_numbers]
         self.fresh |= dict.fromkeys(fresh)
-        empty = Index(tuple(Shard(path, 0, 0) for path in fresh), (), Offsets.of([], []))
+        empty = Index(tuple(Shard(path, 0, 0) for path in fresh), Offsets.of([]))
         return join([part, empty]) if fresh else part
 
 
@@ -165,15 +165,13 @@ def _contents(
     for _, members in reader.members(reader.ids(_VALUES)):
         for name, value in members:
             fields[name].add(value)
-    table = index.offsets
     each = np.ones(len(index)) if weights is None else weights
-    of_members = np.repeat(each, np.diff(table.member_first))
     summaries = []
-    for number, name in enumerate(index.fields):
-        rows = np.flatnonzero(table.member_field == number)
-        if not len(rows):
+    for name in index.fields:
+        size = index.offsets.extents_of(name)[1]
+        sizes, stands_for = size.drop_null().to_numpy(), each[np.asarray(size.is_valid())]
+        if not len(sizes):
             continue  # a field of other shards of the set
-        sizes, stands_for = table.member_size[rows], of_members[rows]
         low, median, high, top = weighted_quantiles(sizes, stands_for, (0.0, 0.5, 0.99, 1.0))
         total = round(float((sizes * stands_for).sum()))
         content = fields[name].content()

@@ -98,11 +98,10 @@ def estimate(paths: Sequence[str]) -> Estimate:
         beginning.size if beginning.complete else beginning.found[-1].stop for beginning in used
     )
     per_byte = sum(len(beginning.found) for beginning in used) / max(1, covered)
-    fields: list[str] = []
-    shards, tables, counts = [], [Offsets.of([], fields)], []
+    shards, tables, counts = [], [Offsets.of([])], []
     for path in (path for path in paths if path in good or path not in sized):
         beginning = good.get(path, Beginning(path, round(mean_size)))
-        tables.append(Offsets.of(beginning.found, fields))
+        tables.append(Offsets.of(beginning.found))
         shards.append(Shard(path, len(beginning.found), beginning.size, tag=beginning.tag))
         rest = 0 if beginning.complete else round(beginning.size * per_byte)
         counts.append(max(len(beginning.found), rest))
@@ -110,7 +109,7 @@ def estimate(paths: Sequence[str]) -> Estimate:
     for beginning in used:
         ignored.update(beginning.skipped.reasons)
     return Estimate(
-        index=Index(tuple(shards), tuple(fields), Offsets.join(tables)),
+        index=Index(tuple(shards), Offsets.join(tables)),
         exact=len(used) == len(shards) and all(beginning.complete for beginning in used),
         counts=counts,
         heads={beginning.path: beginning.head for beginning in used},

@@ -52,7 +52,7 @@ def recover(reader: ForwardReader, expected: Index | None) -> Recovery:
     """Read a shard and return what is intact. Raises StorageError or ShardError."""
     scan = scan_shard(reader)
     table = scan.offsets()
-    if expected is not None and len(expected.offsets.member_crc):
+    if expected is not None and expected.offsets.has_checksums:
         return _by_checksums(scan, table, expected, reader)
     return _by_headers(scan, table, expected, reader.shown)
 
@@ -61,26 +61,22 @@ def _by_checksums(
     scan: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
 ) -> Recovery:
     listed, shown = expected.offsets, reader.shown
-    crcs = crcs_at(listed, table, reader)
-    bad = np.flatnonzero(crcs != listed.member_crc)
-    lost = set((np.searchsorted(listed.member_first, bad, side="right") - 1).tolist())
+    crcs = crcs_at(listed.members, table.members, reader)
+    lost = set(listed.members.row[crcs != listed.members.crc].tolist())
     places = _places(scan, table, {expected.key(i) for i in lost}) if lost else {}
     moved: dict[int, list[Member]] = {}
     for i in sorted(lost):
         place = places.get(expected.key(i))
-        there = (
-            {} if place is None else {member[0]: member for member in _members(scan, table, place)}
-        )
-        wanted = [(name, size, crc) for name, _, size, crc in _listed_members(expected, i)]
+        there = {} if place is None else {member[0]: member for member in _members(table, place)}
+        wanted = [(name, size, crc) for name, _, size, crc in _members(listed, i)]
         if all(name in there and there[name][2:] == (size, crc) for name, size, crc in wanted):
             moved[i] = [there[name] for name, _, _ in wanted]
-    shifts = Counter(there[0][1] - _listed_members(expected, i)[0][1] for i, there in moved.items())
+    shifts = Counter(there[0][1] - _members(listed, i)[0][1] for i, there in moved.items())
     lost -= moved.keys()
     for i in sorted(lost):
         for shift, _ in shifts.most_common(_SHIFTS):
             shifted = [
-                (name, offset + shift, size, crc)
-                for name, offset, size, crc in _listed_members(expected, i)
+                (name, offset + shift, size, crc) for name, offset, size, crc in _members(listed, i)
             ]
             if all(_lies(reader, *member[1:]) for member in shifted):
                 moved[i] = shifted
@@ -88,9 +84,7 @@ def _by_checksums(
     lost -= moved.keys()
     findings = [_lost(expected, crcs.tolist(), i, shown) for i in sorted(lost)]
     intact = (
-        IntactSample(
-            expected.key(i), int(listed.start[i]), moved.get(i) or _listed_members(expected, i)
-        )
+        IntactSample(expected.key(i), int(listed.start[i]), moved.get(i) or _members(listed, i))
         for i in range(len(expected))
         if i not in lost
     )
@@ -100,13 +94,6 @@ def _by_checksums(
 
 def _lies(reader: ForwardReader, offset: int, size: int, crc: int) -> bool:
     return 0 <= offset <= reader.size - size and reader.reread_crc32(offset, size) == crc
-
-
-def _listed_members(expected: Index, number: int) -> list[Member]:
-    """Return (field, offset, size, crc32) of the members of a sample of the index."""
-    first, stop = expected.offsets.member_first[number : number + 2].tolist()
-    crcs = expected.offsets.member_crc[first:stop].tolist()
-    return [(*member, crc) for member, crc in zip(expected.members(number), crcs, strict=True)]
 
 
 def _by_headers(scan: ShardScan, table: Offsets, expected: Index | None, shown: str) -> Recovery:
@@ -124,9 +111,9 @@ def _by_headers(scan: ShardScan, table: Offsets, expected: Index | None, shown: 
         if twice & {place, *again.get(place, [])}:
             result.lost.append(Finding(shown, key, "", start, "two of its members have one name"))
             continue
-        members, is_suspect = _members(scan, table, place), place in scan.suspects
+        members, is_suspect = _members(table, place), place in scan.suspects
         for more in again.get(place, []):
-            rest = _members(scan, table, more)
+            rest = _members(table, more)
             if {name for name, *_ in members} & {name for name, *_ in rest}:
                 why = f"its key came before, at offset {start}"
                 result.lost.append(Finding(shown, key, "", int(table.start[more]), why))
@@ -177,18 +164,10 @@ def _gap(damage: Damage, shown: str) -> Finding:
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def _members(scan: ShardScan, table: Offsets, place: int) -> list[Member]:
-    """Return (field, offset, size, crc32) of the members of a sample of the scan."""
-    rows = range(*table.member_first[place : place + 2].tolist())
-    return [
-        (
-            scan.fields[table.member_field[m]],
-            int(table.member_offset[m]),
-            int(table.member_size[m]),
-            int(table.member_crc[m]),
-        )
-        for m in rows
-    ]
+def _members(table: Offsets, place: int) -> list[Member]:
+    """Return (field, offset, size, crc32) of the members of a sample."""
+    crcs = table.members_of(np.array([place])).crc.tolist()
+    return [(*member, crc) for member, crc in zip(table.members_at(place), crcs, strict=True)]
 
 
 def _places(scan: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
@@ -202,9 +181,9 @@ def _places(scan: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
 
 def _lost(expected: Index, crcs: list[int], i: int, shown: str) -> Finding:
     """Return the finding for the first changed member of a sample."""
-    first = int(expected.offsets.member_first[i])
-    for row, (name, offset, size) in enumerate(expected.members(i), first):
-        if crcs[row] != expected.offsets.member_crc[row]:
+    first = int(expected.offsets.members.first[i])
+    for row, (name, offset, size, crc) in enumerate(_members(expected.offsets, i), first):
+        if crcs[row] != crc:
             gone = f"the shard has ended before byte {offset + size}, where it should"
             why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
             return Finding(shown, expected.key(i), name, offset, why)

@@ -267,17 +267,17 @@ def _add_members(
     builder: ViewBuilder, index: Index, source: Source, number: int, variants: Variants | None
 ) -> None:
     """Add the members of sample `number` to its view."""
-    members, first = index.members(number), int(index.offsets.member_first[number])
+    members = index.members(number)
     names = [name for name, _, _ in members]
     augmented = None
     if variants is not None:  # a loader takes the first of its names that the sample has
         augmented = next((name for name in variants.field.names if name in names), None)
         if augmented is None:
             builder.add_error("", f"it has none of {', '.join(variants.field.names)}")
-    crcs = index.offsets.member_crc
+    crcs = index.offsets.members_of(np.array([number])).crc.tolist()
     data_of = _read_members(source, members)
     for place, (name, _, size) in enumerate(members):
-        data, crc = data_of.get(place), int(crcs[first + place]) if len(crcs) else 0
+        data, crc = data_of.get(place), crcs[place]
         is_other_image = variants is not None and _extension(name) in EXTENSIONS
         if data is None or (is_other_image and name != augmented):
             builder.add_size(name, size)

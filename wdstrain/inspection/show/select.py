@@ -102,7 +102,6 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
         paths = [*tars_of(os.path.dirname(paths[0])), *paths[1:]]  # another program's index
     elif is_json(paths[0]) or shard_index(paths[0], {}) is not None:
         return None
-    fields: list[str] = []
     shards, tables, missing = [], [], n
     for path in paths:
         if missing <= 0:
@@ -115,10 +114,10 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
         with open_source(path) as source:
             listed = list(islice(samples(source.read, source.size, shown), missing))
             shards.append(Shard(path, len(listed), source.size, tag=source.version or ""))
-            tables.append(Offsets.of(listed, fields))
+            tables.append(Offsets.of(listed))
             missing -= len(listed)
     info = {"made": _FIRST_HEADERS}
-    return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
+    return Index(tuple(shards), Offsets.join(tables), info=info)
 
 
 def _labels(index: Index, name: str | None) -> list[ColumnInfo]:

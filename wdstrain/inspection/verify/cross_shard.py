@@ -19,7 +19,7 @@ from wdstrain.inspection.verify.scan import EXAMPLES, Fields
 from wdstrain.inspection.verify.shard_check import ShardCheck
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints, Members, Offsets
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.selection import group_codes
 
 _NEARLY_ALL = 0.99  # share of the samples from which on a field counts as required
@@ -65,7 +65,7 @@ class CrossShardCheck:
         self._keys.append(scan.key_hashes)
         self._contents.append(scan.content_hashes)
         self._images.append(scan.image_hashes)
-        self._tables.append(_without_members(check.table))
+        self._tables.append(check.table.without_fields())
 
     def findings(self) -> list[Finding]:
         """Return missing fields, duplicate samples, and images in two splits."""
@@ -165,24 +165,6 @@ class CrossShardCheck:
     def _names_of(self, kind: str) -> str:
         """Return the fields of a kind, as the set names them."""
         return " or ".join(sorted(name for name in self.fields if field_kind(name) == kind))
-
-
-def _without_members(table: Offsets) -> Offsets:
-    """Return keys and offsets of the samples alone, which take less memory."""
-    empty = Offsets.of([], [])
-    return Offsets(
-        start=table.start,
-        stop=table.stop,
-        key_first=table.key_first,
-        keys=table.keys,
-        members=Members(
-            first=np.zeros(len(table) + 1, np.int64),
-            field=empty.member_field,
-            offset=empty.member_offset,
-            size=empty.member_size,
-            crc=empty.member_crc,
-        ),
-    )
 
 
 def field_kind(field: str) -> str:

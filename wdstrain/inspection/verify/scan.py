@@ -20,7 +20,7 @@ from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.kinds import Place
-from wdstrain.shards.offsets import Ints, Offsets
+from wdstrain.shards.offsets import Ints, Members, Offsets
 from wdstrain.shards.tar import SkippedMembers
 
 EXAMPLES = 100  # keys that are kept of samples with the same fields
@@ -139,26 +139,19 @@ def scan_shard(
     return scan
 
 
-def crcs_at(expected: Offsets, scanned: Offsets, reader: ForwardReader) -> Ints:
+def crcs_at(expected: Members, scanned: Members, reader: ForwardReader) -> Ints:
     """Return the crc32 of the bytes at the offsets of an index; -1 beyond the end of the shard.
 
-    int64[members]. found: members that the scan passed; the others are read again.
+    int64[members]. scanned: members that the scan passed; the others are read again.
     """
-    crcs = np.full(len(expected.member_offset), -1, np.int64)
-    if len(scanned.member_offset):
-        at = np.minimum(
-            np.searchsorted(scanned.member_offset, expected.member_offset),
-            len(scanned.member_offset) - 1,
-        )
-        same = (scanned.member_offset[at] == expected.member_offset) & (
-            scanned.member_size[at] == expected.member_size
-        )
-        crcs[same] = scanned.member_crc[at][same]
-    else:
-        same = np.zeros(len(crcs), bool)
-    inside = expected.member_offset + expected.member_size <= reader.size
+    crcs = np.full(len(expected.offset), -1, np.int64)
+    same = np.zeros(len(crcs), bool)
+    if len(scanned.offset):
+        at = np.searchsorted(scanned.offset, expected.offset)
+        at = np.minimum(at, len(scanned.offset) - 1)
+        same = (scanned.offset[at] == expected.offset) & (scanned.size[at] == expected.size)
+        crcs[same] = scanned.crc[at][same]
+    inside = expected.offset + expected.size <= reader.size
     for row in np.flatnonzero(inside & ~same).tolist():
-        crcs[row] = reader.reread_crc32(
-            int(expected.member_offset[row]), int(expected.member_size[row])
-        )
+        crcs[row] = reader.reread_crc32(int(expected.offset[row]), int(expected.size[row]))
     return crcs

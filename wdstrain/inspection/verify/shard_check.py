@@ -24,15 +24,6 @@ from wdstrain.shards.offsets import Offsets
 
 _MOST = 1000  # findings of one shard that are listed
 _EMPTY = "it has 0 bytes"
-_COMPARED = (
-    "start",
-    "stop",
-    "keys",
-    "member_first",
-    "member_field",
-    "member_offset",
-    "member_size",
-)
 
 
 @dataclass
@@ -47,7 +38,7 @@ class ShardCheck:
     shown: str
     findings: list[Finding] = field(default_factory=list)
     scan: ShardScan | None = None
-    table: Offsets = field(default_factory=lambda: Offsets.of([], []))
+    table: Offsets = field(default_factory=lambda: Offsets.of([]))
     compared: bool = False
     left_out: int = 0
     columns: Counter[str] = field(default_factory=Counter)
@@ -93,7 +84,7 @@ def check_shard(
         )
         done.add("", "", damage.start, damage.reason + nothing)
     _grouping(done, scan, table)
-    _empty(done, scan, table, {label.field for label in labels} | {"cls"})
+    _empty(done, table, {label.field for label in labels} | {"cls"})
     if expected is not None:
         _compare(done, scan, table, expected, reader)
         _compare_columns(done, scan, expected, columns)
@@ -114,8 +105,7 @@ def check_shard(
 
 def key_of(table: Offsets, place: int) -> str:
     """Return the key of a sample."""
-    first, stop = table.key_first[place : place + 2]
-    return table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+    return table.keys_of(np.array([place]))[0]
 
 
 def repeated_keys(scan: ShardScan, table: Offsets) -> list[tuple[int, int]]:
@@ -149,17 +139,14 @@ def _grouping(done: ShardCheck, scan: ShardScan, table: Offsets) -> None:
         done.add(key_of(table, place), "", int(table.start[place]), where)
 
 
-def _empty(done: ShardCheck, scan: ShardScan, table: Offsets, labels: set[str]) -> None:
+def _empty(done: ShardCheck, table: Offsets, labels: set[str]) -> None:
     """Add images and labels of 0 bytes."""
-    rows = np.flatnonzero(table.member_size == 0)
-    for row, place in zip(
-        rows.tolist(),
-        (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(),
-        strict=True,
-    ):
-        name = scan.fields[table.member_field[row]]
+    members = table.members
+    for member in np.flatnonzero(members.size == 0).tolist():
+        name = table.fields[members.field[member]]
         if name in labels or name.rpartition(".")[2] in EXTENSIONS:
-            done.add(key_of(table, place), name, int(table.member_offset[row]), _EMPTY)
+            key = key_of(table, int(members.row[member]))
+            done.add(key, name, int(members.offset[member]), _EMPTY)
 
 
 def _compare(
@@ -167,26 +154,18 @@ def _compare(
 ) -> None:
     """Compare checksums and offsets with those in the index."""
     mine, listed = expected.shards[0].sha256, expected.offsets
-    done.compared = bool(mine) or len(listed.member_crc) > 0
+    done.compared = bool(mine) or listed.has_checksums
     changed = not mine or mine != scan.sha256
     clean, before = not scan.damages, len(done.findings)
-    if changed and len(listed.member_crc):
-        crcs = crcs_at(listed, table, reader)
-        for row in np.flatnonzero(crcs != listed.member_crc).tolist():
-            place = int(np.searchsorted(listed.member_first, row, side="right")) - 1
-            name, offset, size = expected.members(place)[row - int(listed.member_first[place])]
+    if changed and listed.has_checksums:
+        members, crcs = listed.members, crcs_at(listed.members, table.members, reader)
+        for row in np.flatnonzero(crcs != members.crc).tolist():
+            place, name = int(members.row[row]), listed.fields[members.field[row]]
+            offset, size = int(members.offset[row]), int(members.size[row])
             gone = f"the shard has ended before byte {offset + size}, where it should"
             why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
             done.add(expected.key(place), name, offset, why)
-    fields = {name: number for number, name in enumerate(expected.fields)}
-    numbers = np.array([fields.get(name, -1) for name in scan.fields] or [0], np.int64)
-    same = {
-        name: np.array_equal(getattr(table, name), getattr(listed, name))
-        for name in _COMPARED
-        if name != "member_field"
-    }
-    same["member_field"] = np.array_equal(numbers[table.member_field], listed.member_field)
-    differing = [name for name in _COMPARED if not same[name]]
+    differing = table.differences(listed)
     if clean and differing:
         others = (
             f"holds other samples than its index says ({', '.join(differing)}). "
@@ -194,7 +173,7 @@ def _compare(
         )
         done.add("", "", 0, others)
     elif clean and mine and changed and len(done.findings) == before:
-        note = ", though every field is as packed" if len(listed.member_crc) else ""
+        note = ", though every field is as packed" if listed.has_checksums else ""
         done.add("", "", 0, f"has another sha256 than its index says{note}")
 
 
