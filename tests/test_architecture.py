@@ -34,7 +34,7 @@ LAYERS = [
     {"decode"},
     {"reader", "augment"},
     {"loader"},
-    {"conversion"},
+    {"conversion", "webdataset"},
     {"inspection", "tuning"},
     {"training"},
     {"demo", "serve"},
@@ -48,8 +48,8 @@ BUDGETS = {
     "conversion": 5006,
     "training": 4498,
     "inspection": 3466,
-    "loader": 2571,
-    "shards": 2507,
+    "loader": 1790,
+    "shards": 2600,
     "decode": 1817,
     "storage": 1720,
     "reader": 1035,
@@ -60,6 +60,7 @@ BUDGETS = {
     "report": 353,
     "memory": 323,
     "augment": 280,
+    "webdataset": 338,
     "native": 60,
     "": 352,  # modules at the top
 }

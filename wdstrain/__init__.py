@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from wdstrain.loader.device import to_device
     from wdstrain.loader.loader import Loader
     from wdstrain.loader.mixture import mix
-    from wdstrain.loader.stream import Stream, stream
-    from wdstrain.loader.to_example import to_example
-    from wdstrain.loader.webdataset import WebDataset
     from wdstrain.order.plan import Plan
     from wdstrain.shards.index import Index, Shard
     from wdstrain.shards.kinds import ColumnInfo as Label
@@ -64,6 +61,9 @@ if TYPE_CHECKING:
     from wdstrain.training.inference import predict
     from wdstrain.tuning.bench import bench
     from wdstrain.tuning.result import Bench
+    from wdstrain.webdataset.compat import WebDataset
+    from wdstrain.webdataset.stream import Stream, stream
+    from wdstrain.webdataset.to_example import to_example
 
 __version__ = "0.1.0"
 
@@ -143,9 +143,9 @@ _NAMES = {
     "augment.gpu": "Augmentation",
     "loader.loader": "Loader",
     "loader.mixture": "mix",
-    "loader.stream": "Stream stream",
-    "loader.to_example": "to_example",
-    "loader.webdataset": "WebDataset",
+    "webdataset.stream": "Stream stream",
+    "webdataset.to_example": "to_example",
+    "webdataset.compat": "WebDataset",
     "order.plan": "Plan",
     "shards.index": "Index Shard",
     "shards.kinds": "Label",

@@ -22,6 +22,7 @@ PACKAGES = (
         "decode",
         "augment",
         "loader",
+        "webdataset",
         "conversion",
         "training",
     ),
@@ -79,6 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/webdataset/test_webdataset.py",
         "tests/loader/test_distributed.py",
     ),
+    "webdataset": ("tests/webdataset/test_webdataset.py", "tests/webdataset"),
     "conversion": (
         "tests/golden/test_conversions.py",
         "tests/oracle/test_converting.py",
@@ -141,7 +143,6 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
     "loader/planning.py": ("tests/loader/test_selection.py",),
     "loader/mixture.py": ("tests/order/test_mixture.py",),
-    "loader/shard_samples.py": ("tests/webdataset/test_webdataset.py",),
     "loader/epoch.py": ("tests/loader/test_positions.py",),
     "loader/nested.py": ("tests/loader/test_batch_types.py",),
     "loader/options.py": ("tests/loader/test_trainers.py",),
@@ -524,13 +525,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "_exact(weights[name]) for name in weights",
         ),
     ],
-    "loader/shard_samples.py": [
-        (
-            "shuffle-each-epoch",
-            'random.Random(f"{self._seed}/{epoch}")',
-            'random.Random(f"{self._seed}/0")',
-        ),
-    ],
     "loader/task_blocks.py": [
         (
             "checksum-known",
@@ -539,6 +533,17 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     # --- conversion ---
+    "webdataset/compat.py": [
+        (
+            "shuffle-each-epoch",
+            'random.Random(f"{self._seed}/{epoch}")',
+            'random.Random(f"{self._seed}/0")',
+        ),
+    ],
+    "webdataset/stream.py": [
+        ("ranks-first", "worker * world_size + rank", "worker * workers + rank"),
+        ("same-pass", "elif record not in numbers:", "else:"),
+    ],
     "conversion/shard_plan.py": [
         (
             "shuffled-by-rank",

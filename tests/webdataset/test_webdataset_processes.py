@@ -18,7 +18,6 @@ import webdataset as wds
 import wdstrain as wt
 from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
-from tests.support.known_faults import known_fault
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -263,7 +262,6 @@ class Starts:
         return key_of(sample)
 
 
-@known_fault("suspected/two_dataloaders_with_one_seed_mix_epochs")
 def test_two_dataloaders_with_equal_seeds_deliver_every_sample_once(tmp_path: Path) -> None:
     """`zip` of two DataLoaders over one stream, whose workers begin in any order."""
     urls, starts = write_set(tmp_path / "set", [2] * 10), Starts()

@@ -49,6 +49,10 @@ _COMPRESSED = {
 Read = Callable[[int, int], bytes | memoryview]
 
 
+class CompressedError(ShardError):
+    """A shard is no plain tar, but a compressed file."""
+
+
 class Sample(NamedTuple):
     """Position of one sample in its shard. `fields`: (name, offset of the data, size) in order."""
 
@@ -261,7 +265,7 @@ def check_plain(window: bytes | memoryview, shard: str) -> None:
     """Raise ShardError if `window`, the first bytes of a file, are those of a compressed file."""
     for magic, kind in _COMPRESSED.items():
         if bytes(window[: len(magic)]) == magic and bytes(window[257:262]) != b"ustar":
-            raise ShardError(
+            raise CompressedError(
                 f"{shard} is a {kind} file, not a plain tar; shards must be plain, because members "
                 f"are read at their offsets. Unpack it first."
             )

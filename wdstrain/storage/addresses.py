@@ -27,7 +27,7 @@ INDEX_NAME = "index.json"
 UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output folder
 SWAPPING = ".swapping"  # its name while the shards are put in place
 
-_COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz)$")
+_COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _SOURCES = {
     **dict.fromkeys((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq"), "table"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
@@ -218,7 +218,7 @@ def _expand_remote(address: str) -> list[str]:
             f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or "
             f"name its index.json."
         )
-    if path.endswith((".tar", ".json")):
+    if path.endswith((".tar", ".json")) or _COMPRESSED.search(path):
         return [address]
     # Also in a bucket: shards without an index may be a set that is still being uploaded.
     folder = f"{path.rstrip('/')}/"

@@ -21,7 +21,6 @@ from wdstrain.decode.task import Transform
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.options import takes_rng
-from wdstrain.loader.to_example import read_sample
 from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
 from wdstrain.training.data import few_batches
@@ -29,6 +28,7 @@ from wdstrain.training.heads import Head
 from wdstrain.training.inputs import InputSpec, ModelInputs, check_input_names
 from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
+from wdstrain.webdataset.to_example import read_sample
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,12 @@ from wdstrain.conversion.listing import (
     split_of,
 )
 from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
-from wdstrain.loader.tar_stream import members, open_tar, shown
-from wdstrain.report.printing import printable
 from wdstrain.shards.tar import (
-    NO_KEY,
-    NOT_A_SAMPLE,
     SkippedMembers,
-    is_not_sample,
     other_kind,
     split_name,
 )
+from wdstrain.shards.tar_stream import members, open_tar, samples, shown
 from wdstrain.storage.addresses import INDEX_NAME, Urls, expand, is_json
 from wdstrain.storage.remote import is_remote, name_of, open_remote
 
@@ -130,30 +126,9 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
 
 def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:
     """Yield (key, parts) of each sample. Raises ShardError for a key in two places."""
-    seen: set[str] = set()
-    key, parts = "", list[Part]()
-    for name, data in _zip_members(path, skipped) if _is_zip(path) else _tar_members(path, skipped):
-        split = split_name(name)
-        if split is None or is_not_sample(name):
-            skipped.add(NO_KEY if split is None else NOT_A_SAMPLE)
-            continue
-        if split[0] != key or not parts:
-            if parts:
-                yield key, parts
-            key, parts = split[0], []
-            if key in seen:
-                raise ShardError(
-                    f"{shown(path)} holds members of '{printable(key)}' in two places. The fields "
-                    "of a sample must be adjacent. Repack it from a sorted list."
-                )
-            seen.add(key)
-        if any(field == split[1] for field, _ in parts):
-            raise ShardError(
-                f"{shown(path)} holds two members named '{printable(name)}'. Repack it."
-            )
-        parts.append((split[1], data))
-    if parts:
-        yield key, parts
+    read = _zip_members if _is_zip(path) else _tar_members
+    for sample in samples(read(path, skipped), shown(path), skipped):
+        yield sample.pop("__key__"), list(sample.items())
 
 
 def _is_zip(path: str) -> bool:

@@ -5,7 +5,8 @@ pipeline = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,34 @@ from wdstrain.order.plan import integer
 from wdstrain.order.rng import key, uniform
 
 
-class ToExample:
-    """Applies fields to one sample of bytes; see `to_example`."""
+def to_example(
+    fields: Mapping[str, Field], *, seed: int = 0
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function from a sample of bytes to an example: arrays and values by field name.
 
-    def __init__(self, fields: Mapping[str, Field], seed: int) -> None:
-        self._fields = {name: with_classes(field, None) for name, field in fields.items()}
-        self._seed = integer("seed", seed)
+    Random augmentation depends on seed, epoch and key for samples of `wt.stream`, which name their
+    epoch; for others on numpy's global generator. Raises SampleError naming shard, key and field.
+    """
+    with_names = {name: with_classes(field, None) for name, field in fields.items()}
+    return partial(_example, fields=with_names, seed=integer("seed", seed))
 
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        if "__epoch__" in sample:
-            number = np.array([key(sample["__key__"])], np.uint64)
-            draws = uniform(number, DRAWS, "decode", self._seed, sample["__epoch__"])[0]
-        else:  # the epoch is unknown; the worker's own generator moves on
-            draws = np.random.random(DRAWS)
-        draws.flags.writeable = False  # all fields of a sample have the same
-        example: dict[str, Any] = {"__key__": sample["__key__"]}
-        labels = sample.get("__labels__")
-        for name, field in self._fields.items():
-            if labels and isinstance(field, Label):
-                field = label_of_set(field, labels)
-            example[name] = read_sample(field, sample, draws)
-        return example
+
+def _example(
+    sample: Mapping[str, Any], *, fields: Mapping[str, Field], seed: int
+) -> dict[str, Any]:
+    if "__epoch__" in sample:
+        number = np.array([key(sample["__key__"])], np.uint64)
+        draws = uniform(number, DRAWS, "decode", seed, sample["__epoch__"])[0]
+    else:  # the epoch is unknown; the worker's own generator moves on
+        draws = np.random.random(DRAWS)
+    draws.flags.writeable = False  # all fields of a sample have the same
+    example: dict[str, Any] = {"__key__": sample["__key__"]}
+    labels = sample.get("__labels__")
+    for name, field in fields.items():
+        if labels and isinstance(field, Label):
+            field = label_of_set(field, labels)
+        example[name] = read_sample(field, sample, draws)
+    return example
 
 
 def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
@@ -61,12 +69,3 @@ def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
         return value
     planes = field.example is not None and field.example.channels_last
     return np.moveaxis(out, -1, 0) if planes else out
-
-
-def to_example(fields: Mapping[str, Field], *, seed: int = 0) -> ToExample:
-    """Return a function from a sample of bytes to an example: arrays and values by field name.
-
-    Random augmentation depends on seed, epoch and key for samples of `wt.stream`, which name their
-    epoch; for others on numpy's global generator. Raises SampleError naming shard, key and field.
-    """
-    return ToExample(fields, seed)

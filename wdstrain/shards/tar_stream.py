@@ -7,22 +7,28 @@ decompressor.
 
 from __future__ import annotations
 
-import bz2
 import io
-import lzma
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, BinaryIO, cast
 
-from isal import igzip
-
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Shard
-from wdstrain.shards.tar import SkippedMembers, check_plain, is_padding, other_kind
+from wdstrain.shards.tar import (
+    NO_KEY,
+    NOT_A_SAMPLE,
+    SkippedMembers,
+    check_plain,
+    is_not_sample,
+    is_padding,
+    other_kind,
+    split_name,
+)
 from wdstrain.shards.tar_headers import (
     BLOCK,
     EXTENSION_LIMIT,
@@ -35,16 +41,22 @@ from wdstrain.shards.tar_headers import (
 )
 from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import is_remote, open_remote, shown_path
+from wdstrain.storage.remote import is_remote, name_of, open_remote, shown_path
 from wdstrain.storage.shard_cache import Cache
 
 _READ = 1 << 20  # bytes of one read
+_COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _PART = 16 << 20  # bytes that are reserved at a time, because a header may promise too many
 
 
 def shown(path: str) -> str:
     """Return a path for messages: without secrets, and with printable characters."""
     return printable(shown_path(path))
+
+
+def has_compressed_name(path: str) -> bool:
+    """Return whether the name of a shard says that it is compressed."""
+    return _COMPRESSED.search(name_of(path)) is not None
 
 
 @contextmanager
@@ -54,12 +66,27 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
     cache: keeps shards of servers, as they are stored there. Raises StorageError or ShardError if
     the shard cannot be read, UsageError if its kind of compression cannot.
     """
-    raw = _open_remote(path, cache) if is_remote(path) else _open_local(path)
-    with raw, _decompressed(raw, shown(path)) as stream:
-        yield stream
+    with _open(path, cache) as raw:
+        head = raw.peek(BLOCK)[:BLOCK]
+        kind = _kind(head)
+        if kind is None:
+            check_plain(head, shown(path))  # other kinds of compression
+            yield raw
+        else:
+            # No buffer of our own: after damage it would drop the intact bytes that it holds.
+            with _decompressor(kind, shown(path))(raw) as stream:
+                yield stream
 
 
-def _open_local(path: str) -> io.BufferedReader:
+def _open(path: str, cache: Cache | None) -> io.BufferedReader:
+    if is_remote(path):
+        file = open_remote(path, first_bytes=1 if cache is not None else None)
+        cached = None
+        if cache is not None:
+            cached = cache.open(Shard(path, 0, file.size, tag=file.version or ""))
+        if cached is not None:
+            file.close()
+        return io.BufferedReader(RemoteStream(cached or file), _READ)
     try:
         return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))
     except OSError as error:
@@ -68,62 +95,24 @@ def _open_local(path: str) -> io.BufferedReader:
         ) from error
 
 
-def _open_remote(path: str, cache: Cache | None) -> io.BufferedReader:
-    file = open_remote(path, first_bytes=1 if cache is not None else None)
-    cached = None
-    if cache is not None:
-        cached = cache.open(Shard(path, 0, file.size, tag=file.version or ""))
-    if cached is not None:
-        file.close()
-    return io.BufferedReader(RemoteStream(cached or file), _READ)
-
-
-def is_compressed(head: bytes) -> bool:
-    """Return whether the first bytes of a file are those of a compressed file that can be read."""
-    return _kind(head) is not None
-
-
 def _kind(head: bytes) -> str | None:
+    """Return the kind of compression that the first bytes of a file show."""
     if head[257:262] == b"ustar":  # a tar whose first name looks like a magic number
         return None
     return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
 
 
-def _decompressed(raw: io.BufferedReader, shard: str) -> BinaryIO:
-    head = raw.peek(BLOCK)[:BLOCK]
-    kind = _kind(head)
-    if kind is None:
-        check_plain(head, shard)  # other kinds of compression
-        return raw
-    # No buffer of our own: after damage it would drop the intact bytes that it holds.
-    optional = {"zstd": _zstd, "lz4": _lz4}
-    return cast(BinaryIO, optional[kind](raw, shard) if kind in optional else _OPENERS[kind](raw))
-
-
-def _zstd(raw: BinaryIO, shard: str) -> Any:
-    for name in ("compression.zstd", "backports.zstd"):
+def _decompressor(kind: str, shard: str) -> Callable[[BinaryIO], Any]:
+    """Return a function that opens a stream of this kind. Raises UsageError if none is installed."""
+    for module, name, options in _DECOMPRESSORS[kind]:
         try:
-            return import_module(name).ZstdFile(raw)
+            return partial(getattr(import_module(module), name), **options)
         except ImportError:
             continue
-    try:
-        decompressor = import_module("zstandard").ZstdDecompressor()
-    except ImportError:
-        raise UsageError(
-            f"{shard} is compressed by zstd, which this Python cannot read. "
-            f"Install it: pip install 'wdstrain[archives]'"
-        ) from None
-    return decompressor.stream_reader(raw, read_across_frames=True)
-
-
-def _lz4(raw: BinaryIO, shard: str) -> Any:
-    try:
-        return import_module("lz4.frame").LZ4FrameFile(raw)
-    except ImportError:
-        raise UsageError(
-            f"{shard} is compressed by lz4, which Python cannot read. "
-            f"Install it: pip install 'wdstrain[archives]'"
-        ) from None
+    raise UsageError(
+        f"{shard} is compressed by {kind}, which this Python cannot read. Install it: "
+        f"pip install 'wdstrain[archives]'"
+    )
 
 
 _KINDS = {
@@ -133,11 +122,61 @@ _KINDS = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
 }
-_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
-    "gzip": partial(igzip.open, mode="rb"),
-    "bzip2": bz2.open,
-    "xz": lzma.open,
+# Module, class and options of the decompressors of each kind; the first that is installed is used.
+_DECOMPRESSORS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
+    "gzip": [("isal.igzip", "open", {"mode": "rb"})],
+    "bzip2": [("bz2", "open", {})],
+    "xz": [("lzma", "open", {})],
+    "zstd": [("compression.zstd", "ZstdFile", {}), ("backports.zstd", "ZstdFile", {})],
+    "lz4": [("lz4.frame", "LZ4FrameFile", {})],
 }
+
+
+def reraise(error: Exception) -> None:
+    """Raise an error: the default of functions that get errors."""
+    raise error
+
+
+def samples(
+    named: Iterable[tuple[str, bytes]],
+    shard: str,
+    skipped: SkippedMembers,
+    entries: Mapping[str, Any] | None = None,
+    on_error: Callable[[ShardError], Any] = reraise,
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of (name, data) of members: {"__key__": key, **entries, field: data}.
+
+    shard: its name in errors. skipped: counts the members without a sample. on_error: gets the
+    error for a key in two places, and for two members of one name, the second of which is left out.
+    """
+    keys, sample = set[str](), dict[str, Any]()
+    for name, data in named:
+        parts = split_name(name)
+        if parts is None or is_not_sample(name):
+            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
+            continue
+        key, field = parts
+        error = ""
+        if sample.get("__key__") != key:
+            if sample:
+                yield sample
+            if key in keys:
+                error = (
+                    f"{shard} holds members of '{printable(key)}' in two places; the fields of a "
+                    f"sample must be adjacent. Repack it from a sorted list."
+                )
+            keys.add(key)
+            sample = {"__key__": key, **(entries or {})}
+        if field in sample:
+            error = (
+                f"{shard} holds two members named '{printable(name)}', or a reserved name. "
+                f"Repack it."
+            )
+        if error:
+            on_error(ShardError(error))
+        sample.setdefault(field, data)
+    if sample:
+        yield sample
 
 
 def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:

@@ -1,0 +1,218 @@
+"""Samples of bytes from the loader, as a stage for webdataset's pipelines.
+
+    pipeline = wds.DataPipeline(wt.stream("shards/train-*.tar"), wds.map(my_function), wds.batched(32))
+
+A stream has the order, the forward reading and the checks of a loader. It does not know batches, so
+ranks differ by a sample or so where the samples do not divide. Each worker process of a torch
+DataLoader above it reads its own share, so the order depends on their number. Use `wt.Loader` where
+that matters.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from wdstrain.decode.label_fields import differing_labels
+from wdstrain.errors import SampleError, WdstrainError
+from wdstrain.loader.epoch import EpochBatches
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.options import rank_of
+from wdstrain.loader.planning import open_shards
+from wdstrain.order.plan import integer
+from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.index import Index
+from wdstrain.shards.tar_stream import reraise
+from wdstrain.storage.addresses import Urls
+
+_BATCH = 64  # samples taken from the pipeline at a time
+_RECORD = struct.Struct("qqq")  # of the log of passes
+_SET, _ALONE = -1, -2  # first number of a record; seeds of torch are >= 0
+
+
+class PassEnds(Exception):
+    """Raised by the handler of a `Stream` to end a pass without an error."""
+
+
+class Epochs:
+    """The number of the next epoch, which this process and worker processes count together.
+
+    A pass of a DataLoader over all its workers is one epoch. A worker knows the pass by the seed
+    that torch gives to all workers of a pass, and by the passes that it began before. Two passes
+    with the same seed of torch are therefore the same epoch.
+
+    The passes are a log in memory that the workers share: each appends a record, and a pass has the
+    number of its first record. The system makes appending atomic.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._attach(os.memfd_create("wdstrain-epochs", os.MFD_CLOEXEC), 0)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+        self.set(epoch)
+
+    def _attach(self, fd: int, changes: int) -> None:
+        self._fd, self._changes = fd, changes
+        self._begun = 0  # passes that this worker process began
+        weakref.finalize(self, os.close, fd)
+
+    def set(self, number: int) -> None:
+        """Make `number` the next epoch, in every worker process."""
+        self._changes += 1  # a worker that starts later has it, so its pass is a new one
+        os.write(self._fd, _RECORD.pack(_SET, number, 0))
+
+    def begin(self) -> int:
+        """Return the epoch of the pass that begins, in this process or over all worker processes."""
+        info = get_worker_info()
+        record = (_ALONE, time.monotonic_ns(), os.getpid())
+        if info is not None:
+            record = (info.seed - info.id, self._begun, self._changes)
+            self._begun += 1
+        os.write(self._fd, _RECORD.pack(*record))
+        return self._numbers()[0][record]
+
+    def _numbers(self) -> tuple[dict[tuple[int, ...], int], int]:
+        """Return the epochs of all passes in the log, and the next epoch."""
+        numbers, number = dict[tuple[int, ...], int](), 0
+        for record in _RECORD.iter_unpack(os.pread(self._fd, os.fstat(self._fd).st_size, 0)):
+            if record[0] == _SET:
+                number = record[1]
+            elif record not in numbers:
+                numbers[record] = number
+                number += 1
+        return numbers, number
+
+    def __reduce__(self) -> tuple[Callable[..., Epochs], tuple[Any, ...]]:
+        """A worker process that starts shares the log. Any other copy counts by itself."""
+        if get_spawning_popen() is not None:
+            return _attached, (DupFd(self._fd), self._changes)
+        return Epochs, (self._numbers()[1],)
+
+
+def _attached(handle: Any, changes: int) -> Epochs:
+    epochs = object.__new__(Epochs)
+    epochs._attach(handle.detach(), changes)
+    return epochs
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Samples as webdataset has them: {"__key__", "__url__", "__epoch__", field: bytes}.
+
+    Every `for` is the next epoch. Every sample comes once per epoch over all ranks and worker
+    processes. Ranks must begin the same passes. Of sets that number their classes differently a
+    sample also has "__labels__", by which `to_example` gives all of them one numbering.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        ranks: tuple[int, int] | None = None,
+        by_worker: bool = True,
+        handler: Callable[[Exception], Any] = reraise,
+        **options: Any,
+    ) -> None:
+        """ranks: (rank, world size); default: as `Loader`. by_worker: split also over the worker
+        processes of a DataLoader. handler: gets errors; raises, or returns to go on. options: of a
+        `Loader`."""
+        self._index, self._by_worker, self._handler = index, by_worker, handler
+        self._ranks = rank_of(None, None) if ranks is None else ranks
+        self._options, self._epochs = options, Epochs()
+
+    def set_epoch(self, number: int) -> None:
+        """The next `for` is this epoch, in every worker process."""
+        self._epochs.set(integer("epoch", number, 0))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._pass(self._epochs.begin())
+
+    def _pass(self, epoch: int) -> Iterator[dict[str, Any]]:
+        from webdataset.utils import pytorch_worker_info  # imported only where it is used
+
+        rank, world_size = self._ranks
+        worker, workers = pytorch_worker_info()[2:] if self._by_worker else (0, 1)
+        loader = Loader(
+            self._index,
+            batch_size=_BATCH,
+            tail="pad",
+            # Ranks come first, so that they differ by at most a sample in all of their workers.
+            rank=worker * world_size + rank,
+            world_size=world_size * workers,
+            **self._options,
+        )
+        with closing(loader), suppress(PassEnds):
+            yield from self._samples(loader, epoch)
+
+    def _samples(self, loader: Loader, epoch: int) -> Iterator[dict[str, Any]]:
+        """Yield the samples of this rank and worker in plan order.
+
+        A step that fails as a whole is left out if the handler goes on.
+        """
+        step, steps = 0, len(loader)
+        while step < steps:
+            batches = loader.epoch(epoch, start=step, until=epoch + 1)
+            try:
+                for batch in batches:
+                    step += 1
+                    for finding in batches.bad:
+                        self._handler(SampleError(finding.sentence))
+                    yield from self._rows(batch, batches, epoch)
+                return
+            except WdstrainError as error:
+                self._handler(error)
+                step += 1
+
+    def _rows(
+        self, batch: dict[str, Any], batches: EpochBatches, epoch: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a batch that have their own sample."""
+        keys, is_valid = batch.pop("__key__"), batch.pop("__valid__").numpy()
+        shards = self._index.shard_of(batches.ids).tolist()
+        for row in (is_valid & batches.own).nonzero()[0].tolist():
+            fields = {name: rows[row] for name, rows in batch.items() if rows[row] is not None}
+            if sample := self._sample(keys[row], fields, shards[row], epoch):
+                yield sample
+
+    def _sample(
+        self, key: str, fields: dict[str, Any], shard: int, epoch: int
+    ) -> dict[str, Any] | None:
+        """Return a sample as users get it; None to leave it out."""
+        url = self._index.shards[shard].shown
+        sample = {**fields, "__key__": key, "__url__": url, "__epoch__": epoch}
+        return {**sample, "__labels__": self._labels[shard]} if self._labels else sample
+
+    @cached_property
+    def _labels(self) -> Any:
+        return differing_labels(self._index)
+
+
+def stream(
+    urls: Urls,
+    *,
+    shuffle: bool = True,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_limit: int | str | None = None,
+) -> Stream:
+    """Return the samples of shards as a stage for `wds.DataPipeline`, or for torch's DataLoader.
+
+    The arguments are those of `Loader`.
+    """
+    return Stream(
+        open_shards(urls),
+        shuffle=shuffle,
+        shuffle_buffer=shuffle_buffer,
+        seed=integer("seed", seed),
+        cache_dir=cache_dir,
+        cache_limit=cache_limit,
+    )
