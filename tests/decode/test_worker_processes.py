@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import wdstrain as wt
 from tests.conftest import write_shards
 from wdstrain.decode import workers
-from wdstrain.decode.worker_queues import interruptible_context
+from wdstrain.decode.worker_queues import MessageMemory, interruptible_context
 from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -70,79 +70,95 @@ def test_a_slow_batch_blocks_no_other_worker_and_keeps_the_order(
     assert len(begun) == LAST  # all but the batch that waits behind the slow one
 
 
-MESSAGES = 7
+MESSAGES = {
+    "small": {"a": 1, "b": ["text", b"bytes"]},
+    "large": [np.arange(500_000), b"x" * 3_000_000],
+    "many": [np.full(5000, number, np.int16) for number in range(2000)],
+    "tensors": [torch.arange(12.0).reshape(3, 4).T, torch.ones(200_000)],
+    "empty": [np.zeros((0, 3)), torch.zeros(0), ""],
+}
+
+
+def as_lists(value: Any) -> Any:
+    """Return a message with its arrays and tensors as (dtype, nested list)."""
+    if isinstance(value, list):
+        return [as_lists(part) for part in value]
+    is_array = isinstance(value, (np.ndarray, torch.Tensor))
+    return (str(value.dtype), value.tolist()) if is_array else value
+
+
+def test_messages_are_copies_of_what_was_written_and_can_be_changed() -> None:
+    memory = MessageMemory()
+    parts = [memory.write(place, message) for place, message in enumerate(MESSAGES.values())]
+    for _ in range(2):
+        for place, message in reversed(list(enumerate(MESSAGES.values()))):
+            received = memory.read(place, parts[place])
+            assert as_lists(received) == as_lists(message)
+            for array in received if isinstance(received, list) else []:
+                if isinstance(array, (np.ndarray, torch.Tensor)):
+                    array[...] = 3
+
+
+def test_a_place_is_used_again_for_messages_of_any_size() -> None:
+    memory = MessageMemory()
+    for name in ("large", "small", "many", "empty", "large"):
+        parts = memory.write(1, MESSAGES[name])
+        assert as_lists(memory.read(1, parts)) == as_lists(MESSAGES[name])
+
+
+def test_what_cannot_be_pickled_is_an_error_and_the_place_can_be_used_again() -> None:
+    memory = MessageMemory()
+    with pytest.raises(Exception, match="lambda"):
+        memory.write(0, lambda: 1)
+    assert memory.read(0, memory.write(0, "next")) == "next"
 
 
 @pytest.fixture
 def context() -> Any:
-    return interruptible_context(multiprocessing.get_context("spawn"), MESSAGES)
+    return interruptible_context(multiprocessing.get_context("spawn"), [])
 
 
-def put_all(queue: Any, messages: list[bytes]) -> None:
-    for message in messages:
-        queue.put(message)
+def answer(questions: Any, answers: Any, memory: Any) -> None:
+    """Return each message with its number, until None."""
+    while (item := questions.get(timeout=60)) is not None:
+        place, parts = item
+        message = memory.read(place, parts)
+        answers.put((place, memory.write(place, [place, message])))
 
 
-def put_all_and_wait(queue: Any, messages: list[bytes], end: Any) -> None:
-    """The exit of the process does not wait for its messages."""
-    put_all(queue, messages)
-    end.get(timeout=60)
-
-
-def test_all_messages_of_a_full_flight_are_written_without_a_reader(context: Any) -> None:
-    """The sending thread is not used, so it does not compete with a decoder for the GIL."""
-    queue = context.Queue()
-    messages = [bytes([65 + i]) * 4000 for i in range(MESSAGES)]
-    put_all(queue, messages)
-    assert queue.unsent == 0
-    assert [queue.get(timeout=20) for _ in messages] == messages
-
-
-def test_put_does_not_wait_for_room_in_the_pipe(context: Any) -> None:
-    """A worker that waited for a reader would not notice the request to end."""
-    queue = context.Queue()
-    messages = [b"%d" % i * 50_000 for i in range(MESSAGES)] + [b"x" * 3_000_000, b"last"]
-    put_all(queue, messages)
-    assert queue.unsent > 0
-    assert [queue.get(timeout=20) for _ in messages] == messages
-
-
-def test_messages_of_each_process_keep_their_order_at_any_size(context: Any) -> None:
-    """A worker's answer that an older stream is over must follow the last answer of that stream."""
-    queue, ends = context.Queue(), [context.Queue() for _ in range(2)]
-    messages = [
-        [b"%d %d " % (sender, i) * (1 if i % 3 else 50_000) for i in range(15)]
-        for sender in range(2)
+def test_workers_answer_messages_of_any_size_without_waiting_for_a_reader(context: Any) -> None:
+    questions, answers = [context.Queue() for _ in range(2)], context.Queue()
+    memory, messages = MessageMemory(), list(MESSAGES.values())
+    workers = [
+        context.Process(target=answer, args=(queue, answers, memory), daemon=True)
+        for queue in questions
     ]
-    processes = [
-        context.Process(target=put_all_and_wait, args=arguments, daemon=True)
-        for arguments in zip([queue] * 2, messages, ends, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    received = [queue.get(timeout=60) for _ in range(2 * 15)]
-    for sender, sent in enumerate(messages):
-        assert [message for message in received if message.startswith(b"%d " % sender)] == sent
-    for process, end in zip(processes, ends, strict=True):
-        end.put("end")
-        process.join(20)
-        assert process.exitcode == 0
+    for worker in workers:
+        worker.start()
+    for place, message in enumerate(messages):
+        questions[place % 2].put((place, memory.write(place, message)))
+    for queue in questions:
+        queue.put(None)
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    received = dict(answers.get(timeout=20) for _ in messages)
+    for place, message in enumerate(messages):
+        assert as_lists(memory.read(place, received[place])) == [place, as_lists(message)]
 
 
-def test_a_queue_without_messages_is_empty(context: Any) -> None:
+def test_a_queue_without_items_is_empty(context: Any) -> None:
     with pytest.raises(Empty):
         context.Queue().get(timeout=0.01)
 
 
-def test_a_closed_queue_takes_only_the_request_to_end(context: Any) -> None:
+def test_a_closed_queue_ignores_the_request_to_end(context: Any) -> None:
     """The DataLoader's iterator may be finalized after its queues."""
     queue = context.Queue()
     queue.put(1)
     assert queue.get(timeout=20) == 1
     queue.close()
     queue.put(None)
-    with pytest.raises(ValueError, match="closed"):
-        queue.put(2)
 
 
 def open_files() -> set[str]:
@@ -154,16 +170,14 @@ def open_files() -> set[str]:
     return targets
 
 
-def test_a_dropped_queue_closes_its_pipe_and_ends_its_thread(context: Any) -> None:
-    threads, files = set(threading.enumerate()), open_files()
-    queue = context.Queue()
-    queue.put(1)
-    (thread,), pipe = set(threading.enumerate()) - threads, open_files() - files
-    assert pipe
-    del queue
-    thread.join(20)
-    assert not thread.is_alive()
-    assert not pipe & open_files()
+def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
+    files = open_files()
+    queue, memory = context.Queue(), MessageMemory()
+    queue.put((0, memory.write(0, "message")))
+    opened = open_files() - files
+    assert len(opened) >= 2
+    del queue, memory
+    assert not opened & open_files()
 
 
 # --- batches in flight ---

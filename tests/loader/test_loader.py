@@ -1415,7 +1415,7 @@ KILLED_LOOKING = """
     import multiprocessing
     from wdstrain.decode.worker_queues import interruptible_context
 
-    context = interruptible_context(multiprocessing.get_context("fork"), 7)
+    context = interruptible_context(multiprocessing.get_context("fork"), [])
     event = context.Event()
 
     def look(end):

@@ -11,18 +11,14 @@ module restores the order.
 from __future__ import annotations
 
 import faulthandler
-import io
-import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -30,27 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
-from wdstrain.decode.worker_queues import interruptible_context
+from wdstrain.decode.worker_queues import MessageMemory, interruptible_context
 from wdstrain.decode.workers import PREFETCH, InFlightLimits
 from wdstrain.errors import WdstrainError
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
-_SMALL = 256 << 10  # most bytes of a tensor that is pickled by value
-_NUMPY_DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-)
-
-_Message = tuple[int, tuple[Task, ...]]  # number of the message, and its tasks
-_Answer = tuple[int, list[bytes]]  # number of the message, and the pickled results
+_Item = tuple[int, int]  # number of a message, and its parts in the memory
 
 
 class WorkerProcesses:
@@ -64,32 +46,45 @@ class WorkerProcesses:
     def __init__(self, decoder: Decoder, limits: InFlightLimits, context: str | None) -> None:
         """context: start method; None: Python's default."""
         self.count = limits.decoders
-        self._decoder, self._context = decoder, context
-        self._sampler = _MessageSampler(limits)
+        self._decoder, self._limits, self._context = decoder, limits, context
+        self._sampler, self._memory = _NextItem(), MessageMemory()
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None  # of the DataLoader
         _instances.add(self)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Yield the results of a new stream of tasks.
+        """Yield the results of a new stream of tasks, in their order.
 
         The DataLoader first waits for the tasks in flight of an earlier stream, and drops them.
+        `tasks` is advanced in the thread that takes the results.
         """
+        sent = taken = 0  # messages
+        answers: dict[int, int] = {}  # parts of the results that wait for their turn, by message
         with WorkerDeathsAsErrors():
-            self._iterator = iterator = self._start(tasks)
-            early: dict[int, list[bytes]] = {}  # answers that came before their turn
-            for number in itertools.count():
-                while number not in early:
-                    answer = next(iterator, None)
-                    if answer is None:
-                        return
-                    early[answer[0]] = answer[1]
-                if self._sampler.take():
-                    # The sampler refused a message, and the DataLoader asks again only after a
-                    # further answer. If none is under way, the loop would wait forever.
+            iterator, most = self._begin(), self._limits.messages
+            while True:
+                while sent - taken < most and sent - taken - len(answers) < PREFETCH * self.count:
+                    # The loop waits for the first messages, so they have one task each.
+                    is_first = sent < PREFETCH * self.count
+                    count = 1 if is_first else self._limits.batches_per_message
+                    message = list(islice(tasks, count))
+                    if not message:
+                        break
+                    self._sampler.item = sent, self._memory.write(sent % most, message)
+                    # The DataLoader asks the sampler again only after a further answer. If none is
+                    # under way, the loop would wait forever.
                     iterator._try_put_index()
-                yield from map(pickle.loads, early.pop(number))
+                    sent += 1
+                if taken in answers:
+                    results = self._memory.read(taken % most, answers.pop(taken))
+                    taken += 1
+                    yield from results
+                elif taken < sent:
+                    number, parts = next(iterator)
+                    answers[number] = parts
+                else:
+                    return
 
     def describe(self) -> str:
         """Return the process ids of the workers, and how to get their stacks."""
@@ -102,7 +97,7 @@ class WorkerProcesses:
         Torch would end them when the child drops its iterator, and multiprocessing when the child
         exits. The parent's loop would then wait forever.
         """
-        if hasattr(self._iterator, "_shutdown"):
+        if self._iterator is not None:
             self._iterator._shutdown = True
         process_module: Any = multiprocessing.process
         process_module._children.difference_update(self._processes)
@@ -112,47 +107,41 @@ class WorkerProcesses:
         # A traceback may hold the iterator. Dropping it would then not end the workers: they would
         # wait for tasks, and the exit of this process for them.
         iterator, self._iterator, self._loader = self._iterator, None, None
-        if hasattr(iterator, "_shutdown_workers"):
+        if iterator is not None:
             iterator._shutdown_workers()
         # A worker that is stopped or hangs ignores torch's request and its SIGTERM. The exit of
         # this process would wait for it.
         self._kill()
-        self._sampler.tasks = iter(())  # they refer to the pipeline
 
-    def _start(self, tasks: Iterator[Task]) -> Any:
-        """Start the workers, unless they run, and return the DataLoader's iterator.
-
-        The iterator asks for its first tasks, which may take long.
-        """
+    def _begin(self) -> Any:
+        """Start the workers, unless they run, and return the DataLoader's iterator."""
+        if self._loader is not None:
+            return iter(self._loader)
         try:
-            # Hooks of Python around a fork would swallow a Ctrl-C.
-            with DeferSignals() as deferred:
-                if self._loader is None:
-                    self._loader = self._new_loader()
-                self._sampler.tasks = _release_signals(deferred, tasks)
-                return iter(self._loader)
+            with DeferSignals():  # hooks of Python around a fork would swallow a Ctrl-C
+                self._loader = self._new_loader()
+                self._iterator = iter(self._loader)
         except BaseException:
             if self._iterator is None:  # only the iterator, which was not returned, ends workers
+                self._loader = None
                 with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
                     self._kill()
             raise
+        return self._iterator
 
     def _new_loader(self) -> DataLoader[Any]:
         """Return a DataLoader whose workers decode messages. They start with its iterator."""
-        context = interruptible_context(
-            multiprocessing.get_context(self._context), (PREFETCH + 1) * self.count + 1
-        )
+        context = multiprocessing.get_context(self._context)
         return DataLoader(
-            _DecodingDataset(self._decoder),
+            _DecodingDataset(self._decoder, self._memory, self._limits.messages),
             batch_size=None,  # a message has whole batches
             sampler=self._sampler,
             num_workers=self.count,
             prefetch_factor=PREFETCH,
             persistent_workers=True,
             in_order=torch.__version__ < "2.7",
-            collate_fn=_unchanged,
             worker_init_fn=_begin_worker,
-            multiprocessing_context=child_process.recording_context(context, self._processes),
+            multiprocessing_context=interruptible_context(context, self._processes),
             generator=torch.Generator(),  # so that torch's global generator does not advance
         )
 
@@ -206,115 +195,39 @@ class WorkerDeathsAsErrors(ContextDecorator):
             raise death from error
 
 
-def _release_signals(deferred: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield the tasks. When the first is requested the workers run, and Ctrl-C works again."""
-    deferred.release()
-    yield from tasks
+class _NextItem(Iterator[_Item]):
+    """Sampler of the DataLoader: the next item, if there is one. Torch asks again after each answer."""
 
+    item: _Item | None = None
 
-class _MessageSampler(Iterator[_Message]):
-    """Sampler of the DataLoader: messages with the next tasks of the current stream.
-
-    tasks: the current stream. The first messages have one task each, because the loop waits for
-    them; later ones have several.
-
-    Each worker first gets a message without tasks. Its answer starts the thread that sends answers
-    while there is memory. Later a thread may not start for want of memory: multiprocessing would
-    wait forever for it, and the loop for the worker.
-
-    Raises StopIteration at the end of the tasks, and also when the most messages are under way.
-    The DataLoader then sends nothing, and may ask again.
-    """
-
-    tasks: Iterator[Task]
-
-    def __init__(self, limits: InFlightLimits) -> None:
-        self._workers, self._most, self._together = (
-            limits.decoders,
-            limits.messages,
-            limits.batches_per_message,
-        )
-
-    def __iter__(self) -> _MessageSampler:
-        self._sent = self._taken = self._refused = 0
-        return self
-
-    def __next__(self) -> _Message:
-        number = self._sent
-        if number - self._taken == self._most:
-            self._refused += 1
+    def __next__(self) -> _Item:
+        item, self.item = self.item, None
+        if item is None:
             raise StopIteration
-        tasks = tuple[Task, ...]()
-        if number >= self._workers:
-            count = 1 if number < (1 + PREFETCH) * self._workers else self._together
-            tasks = tuple(islice(self.tasks, count))
-            if not tasks:
-                raise StopIteration
-        self._sent += 1
-        return number, tasks
-
-    def take(self) -> bool:
-        """Note that the next answer was taken. Returns whether a refused message can go now."""
-        self._taken += 1
-        can_send = self._refused > 0
-        self._refused -= can_send
-        return can_send
+        return item
 
 
-class _DecodingDataset(Dataset[_Answer]):
-    """Data set of the DataLoader: `dataset[message]` decodes its tasks.
+class _DecodingDataset(Dataset[_Item]):
+    """Data set of the DataLoader: `dataset[item]` decodes the tasks of a message.
 
-    Results are pickled here. The thread of a queue would drop a result that cannot be pickled, and
-    the loop would wait forever.
+    The results replace the tasks in the memory.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, memory: MessageMemory, places: int) -> None:
+        self._decoder, self._memory, self._places = decoder, memory, places
 
-    def __getitem__(self, message: _Message) -> _Answer:
-        number, tasks = message
-        return number, [_pickled(self._decoder(task, own_process=True)) for task in tasks]
-
-
-def _pickled(result: Result) -> bytes:
-    """Return a result as bytes; if it cannot be pickled, a result that says so."""
-    try:
-        return _ResultPickler.bytes_of(result)
-    except Exception as error:  # any type, depending on the object
-        reason = f"its example cannot be sent from a worker process ({error}). Use num_workers=0"
-        return _ResultPickler.bytes_of(result._replace(values={}, bad=[BadSample(0, "", reason)]))
-
-
-class _ResultPickler(ForkingPickler):
-    """Pickler that sends small tensors by value.
-
-    Torch sends each tensor as a file in memory, over a socket of its own, which takes longer. A
-    worker that is doing so when a Ctrl-C ends the loop also prints a traceback.
-    """
-
-    @classmethod
-    def bytes_of(cls, result: Result) -> bytes:
-        """Return the pickled result."""
-        buffer = io.BytesIO()
-        cls(buffer).dump(result)
-        return buffer.getvalue()
-
-    def reducer_override(self, obj: Any) -> Any:
-        is_plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout == torch.strided
-        if (
-            is_plain
-            and not obj.requires_grad
-            and not obj.is_neg()
-            and obj.dtype in _NUMPY_DTYPES
-            and obj.nbytes <= _SMALL
-        ):
-            return torch.from_numpy, (obj.numpy(),)
-        return NotImplemented
-
-
-def _unchanged(value: Any) -> Any:
-    """Return the value. As collate_fn it keeps torch from converting answers."""
-    return value
+    def __getitem__(self, item: _Item) -> _Item:
+        number, parts = item
+        place = number % self._places
+        tasks: list[Task] = self._memory.read(place, parts)
+        results = [self._decoder(task, own_process=True) for task in tasks]
+        try:
+            return number, self._memory.write(place, results)
+        except Exception as error:  # any type, depending on the object that cannot be pickled
+            reason = f"an example cannot be sent from a worker process ({error}). Use num_workers=0"
+            bad = [BadSample(0, "", reason)]
+            failed = [result._replace(values={}, bad=bad) for result in results]
+            return number, self._memory.write(place, failed)
 
 
 def _begin_worker(_: int) -> None:
