@@ -329,7 +329,7 @@ def forward(index: Index) -> float:
             if len(on_the_way) == 8:
                 count += settled(on_the_way, done)
             place = memory[number % 8 * PIECE :][: min(PIECE, shard.bytes - offset)]
-            reading = lane.begin(shard, [place], offset, leaving=offset + PIECE >= shard.bytes)
+            reading = lane.begin(shard, [place], offset)
             on_the_way.append((reading, len(place)))
     while on_the_way:
         count += settled(on_the_way, done)

@@ -246,15 +246,15 @@ def test_a_read_error_of_the_source_names_the_source(
     write_shards(tmp_path / "in", [20])
     write_class_folder(tmp_path / "in", {"a": 3})
 
-    def failing(read: Callable[..., bytes]) -> Callable[..., bytes]:
-        def fail(fd: int, *words: int) -> bytes:
+    def failing(read: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(fd: int, *words: Any) -> Any:
             if where in os.readlink(f"/proc/self/fd/{fd}"):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return read(fd, *words)
 
         return fail
 
-    for name in ("read", "pread"):
+    for name in ("read", "pread", "preadv"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     pack: dict[str, Callable[[str], Any]] = {
         "tars": lambda out: wt.convert_tars(str(tmp_path / "in"), out),

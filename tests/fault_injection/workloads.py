@@ -19,7 +19,6 @@ from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import scan
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import block_map
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import (
     BEST,
@@ -322,10 +321,6 @@ class Filling(Work):
             if (place / "cache").exists()
             else "before"
         )
-
-    def reboot(self) -> None:
-        boot = os.urandom(16)
-        block_map.boot_id = lambda: boot  # type: ignore[assignment]
 
 
 # --- training ---

@@ -68,7 +68,7 @@ from wdstrain.shards.tar import (
     split_name,
 )
 from wdstrain.shards.tar_headers import BLOCK, END, header, padding
-from wdstrain.storage import http, http_request, retries
+from wdstrain.storage import http, remote, retries
 
 SPLIT = b"\n-- 8< --\n"
 MOST_PIXELS = 1 << 20  # pixels of images here, so that huge claimed sizes are refused soon
@@ -644,7 +644,7 @@ _OBJECT = b"".join(
 _ADDRESS = "http://server/a.tar"
 
 
-class _Script(http_request.HTTPConnection):
+class _Script(http.HTTPConnection):
     """A connection to a server that sends scripted responses and then closes the connection."""
 
     answers: Iterator[bytes] = iter(())
@@ -668,15 +668,13 @@ def run_http(data: bytes) -> None:
     pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=1.0)
     manager = type("Pool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": _Script})
     pool.pool_classes_by_scheme = {"http": manager, "https": manager}
-    quick = _instead(retries, network_timeout=lambda: 0.005, _FIRST_PAUSE=0.001)
-    with (
-        quick,
-        _instead(http_request, _pool_manager=lambda address: pool),
-        _instead(http, _HEAD_PATIENCE=0.5),
-    ):
+    quick = _instead(
+        retries, network_timeout=lambda: 0.005, _FIRST_PAUSE=0.001, _LONGEST_WAIT=0.001
+    )
+    with quick, _instead(http, _pool_manager=lambda address: pool):
         for size in (len(_OBJECT), None):
             _Script.answers = iter(parts + parts)
-            with suppress(WdstrainError), http.HttpFile(_ADDRESS, size) as source:
+            with suppress(WdstrainError), remote.RemoteFile(_ADDRESS, size) as source:
                 for offset, length in ((0, 700), (700, 300), (1500, 100), (10, 20)):
                     delivered = source.read(offset, length)
                     _must(
@@ -1105,7 +1103,7 @@ TARGETS = {
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair.recover", "wdstrain.inspection.verify.scan"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", *_TABLE), (), _mutated_part),
-        Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_response"), _HTTP_WORDS, None, 4096),
+        Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),

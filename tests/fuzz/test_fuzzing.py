@@ -30,7 +30,7 @@ from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards import index_table, tar
 from wdstrain.shards.tar import samples
 from wdstrain.shards.tar_headers import header, padding
-from wdstrain.storage import http_response
+from wdstrain.storage import http
 
 CASES = sorted(fuzzing.CASES.glob("*/*"))
 
@@ -66,7 +66,7 @@ def test_seeds_of_a_fuzzer_pass_and_are_within_its_size_limit(name: str) -> None
         (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
         (index_table, "_check_field", lambda *_: None, "part/member-outside-its-sample"),
         (
-            http_response,
+            http,
             "_RANGE",
             re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"),
             "http/range-of-5000-digits",

@@ -763,14 +763,14 @@ def test_two_shards_with_equal_names_are_not_repaired_into_one_folder(
 def test_a_read_error_is_not_reported_as_a_write_error(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pread = os.pread
+    preadv = os.preadv
 
-    def failing(fd: int, length: int, offset: int) -> bytes:
+    def failing(fd: int, buffers: Any, offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".tar"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return pread(fd, length, offset)
+        return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(shard_of(packed), bare)

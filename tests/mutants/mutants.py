@@ -50,7 +50,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/storage/test_replaced_shards.py",
         "tests/storage/test_odd_servers.py",
         "tests/storage/test_http.py",
-        "tests/storage/test_shard_cache.py",
+        "tests/storage/test_cache.py",
         "tests/oracle/test_loading.py",
         "tests/storage/test_object_store.py",
         "tests/fuzz",
@@ -125,14 +125,12 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/index_table.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
     "shards/tar.py": ("tests/shards/test_tar.py",),
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
-    "storage/http.py": ("tests/storage/test_http.py",),
-    "storage/http_response.py": (
-        "tests/storage/test_odd_servers.py::test_a_range_that_begins_elsewhere_is_an_error_that_names_it",
+    "storage/http.py": (
+        "tests/storage/test_odd_servers.py",
         "tests/storage/test_http.py",
+        "tests/storage/test_replaced_shards.py",
     ),
-    "storage/block_map.py": ("tests/storage/test_shard_cache.py",),
-    "storage/shard_cache.py": ("tests/storage/test_shard_cache.py",),
-    "storage/cache_folder.py": ("tests/storage/test_shard_cache.py",),
+    "storage/cache.py": ("tests/storage/test_cache.py", "tests/storage/test_replaced_shards.py"),
     "reader/run_state.py": ("tests/reader/test_read_errors.py",),
     "decode/codecs.py": ("tests/golden/test_images.py", "tests/robustness/test_bounds.py"),
     "decode/transforms.py": ("tests/decode/test_images.py",),
@@ -277,61 +275,54 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     # --- storage ---
     "storage/http.py": [
-        ("if-match", 'headers["If-Match"] = tag', 'headers["If-None-Match"] = tag'),
-        ("size-of-object", "total not in (None, self._size)", "total not in (None, total)"),
         (
-            "response-of-process",
-            "response.process == os.getpid()\n",
-            "response.process != os.getpid()\n",
+            "secrets-to-own-server",
+            "if server_of(address) == server_of(target) else",
+            "if server_of(address) or server_of(target) else",
         ),
+        ("expired-target", "400 <= status < 500 and", "500 <= status < 500 and"),
         ("missing-page", "is_page and urlsplit(address)", "is_page or urlsplit(address)"),
-    ],
-    "storage/http_response.py": [
         (
             "range-begins",
-            "match is None or int(match[1]) != requested",
-            "match is None or int(match[1]) > requested",
-        ),
-        (
-            "weak-etag",
-            'version.startswith(("W/", _MODIFIED))',
-            'version.startswith(("w/", _MODIFIED))',
+            "match is None or int(match[1]) != start",
+            "match is None or int(match[1]) > start",
         ),
         (
             "fresh-time",
             "if age.total_seconds() > 1 else None",
             "if age.total_seconds() >= 0 else None",
         ),
+        ("compressed", 'coding.lower() != "identity" and (', 'coding.lower() == "gzip" and not ('),
     ],
-    "storage/block_map.py": [
+    "storage/remote.py": [
+        ("size-of-object", "if total not in (None, self.size):", "if total in (None, self.size):"),
+        ("same-version", "if self.tag and not response.is_v", "if self.tag and response.is_v"),
         (
-            "blocks-round-up",
-            "self.count = -(-size // self.block_size)",
-            "self.count = size // self.block_size",
-        ),
-        (
-            "map-of-boot",
-            "os.pread(self._fd, len(_header()), self._size) == _header()",
-            "os.pread(self._fd, len(_header()), self._size) != b''",
+            "response-of-process",
+            "response.process == os.getpid()\n",
+            "response.process != os.getpid()\n",
         ),
     ],
-    "storage/shard_cache.py": [
+    "storage/retries.py": [
+        ("announced-wait", "if silent >= limit and not asked:", "if silent >= limit or not asked:"),
+    ],
+    "storage/cache.py": [
         (
             "checksum-of-shard",
-            "if self._shard.sha256 and self._digest() != self._shard.sha256:",
-            "if not self._shard.sha256 and self._digest() != self._shard.sha256:",
+            "if sha256 and digest.hexdigest() != sha256:",
+            "if not sha256 and digest.hexdigest() != sha256:",
         ),
-        ("needs-identity", "not (shard.sha256 or shard.tag)", "not (shard.sha256 or shard.path)"),
-        ("valid-part", "file.whole or (file.partial and", "file.whole or (file.partial or"),
-    ],
-    "storage/cache_folder.py": [
-        ("least-recent-first", "sorted(cached):", "sorted(cached, reverse=True):"),
-        (
-            "path-of-version",
-            "[shard.path, shard.tag, str(shard.bytes)]",
-            "[shard.path, str(shard.bytes)]",
-        ),
+        ("needs-identity", "not (sha256 or tag)", "not (sha256 or path)"),
+        ("unknown-prefix", "if not sha256 or os.fstat(opened)", "if sha256 and os.fstat(opened)"),
+        ("size-of-shard", "if status.st_size == size:", "if status.st_size <= size:"),
+        ("least-recent-first", "in sorted(cached):", "in sorted(cached, reverse=True):"),
+        ("path-of-version", "[path, tag, str(size)]", "[path, str(size)]"),
         ("limit-holds", "return total + size <= self.limit", "return total <= self.limit"),
+        (
+            "file-of-download",
+            "os.path.samestat(os.stat(part), os.fstat(fd))",
+            "os.path.samestat(os.fstat(fd), os.fstat(fd))",
+        ),
     ],
     "storage/local.py": [
         ("state-of-file", "now[0] == then[0] and (", "now[0] == then[0] or ("),
@@ -364,11 +355,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "most-needed",
             "self.needed = max(self.needed, steps.needed[number])",
             "self.needed = min(self.needed, steps.needed[number])",
-        ),
-        (
-            "cache-filled",
-            "not (read.is_last and self.stream.filling)",
-            "not (read.is_last or self.stream.filling)",
         ),
     ],
     "reader/run_state.py": [

@@ -10,10 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +27,13 @@ from wdstrain.conversion import shard_pool as jobs
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.runtime.file_locks import try_lock
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards import index_io
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import SWAPPING
-from wdstrain.storage.block_map import PART
-from wdstrain.storage.cache_folder import IN_USE
+from wdstrain.storage.cache import Cache
 from wdstrain.storage.local import LocalFile, is_state, state_of
-from wdstrain.storage.shard_cache import Cache
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
 # --- the fault injection script ---
@@ -369,11 +364,11 @@ def test_overwriting_bytes_during_a_read_raises(tmp_path: Path) -> None:
     os.utime(path, ns=(0, 0))  # later writes have another time, however coarse the clock is
     with LocalFile(str(path), state_of(os.stat(path))) as source:
         memory = memoryview(bytearray(600))
-        source.read_into([memory], 0)
+        source.read_into(memory, 0)
         with open(path, "r+b") as file:
             file.write(b"other")
         with pytest.raises(ShardError, match="was written to or replaced"):
-            source.read_into([memory], 0)
+            source.read_into(memory, 0)
 
 
 def test_a_new_link_and_changed_permissions_do_not_change_a_file(tmp_path: Path) -> None:
@@ -395,7 +390,7 @@ def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(
     shard = folder / "part-001.tar"
     data = shard.read_bytes()
     os.utime(shard, ns=(0, 0))
-    with watched_calls("pread", r"/part-001\.tar", lambda: shard.write_bytes(data)):
+    with watched_calls("preadv", r"/part-001\.tar", lambda: shard.write_bytes(data)):
         with pytest.raises(ShardError, match="part-001.tar was written to while it was scanned"):
             wt.index(folder)
         open_index(str(folder))
@@ -503,49 +498,20 @@ def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 
-def test_a_partial_shard_without_a_map_is_removed_once_its_other_reader_closes_it(
-    tmp_path: Path,
-) -> None:
-    """A killed process leaves an empty file; all threads of a reader open it at the same time."""
-    wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    shard, cache = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
-    part = cache.path_of(shard) + PART
-    Path(part).touch()
-    other_reader = os.open(part, os.O_RDWR)
-    assert try_lock(other_reader, IN_USE, shared=True)
-
-    class Stopping(threading.Event):
-        """The cache waits on it until the other reader has closed the file."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            os.close(other_reader)
-            return super().wait(0)
-
-    file = cache.open(shard, Stopping())
-    assert file is not None
-    assert file.partial
-    file.close()
-
-
-def test_a_partial_shard_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
+def test_a_part_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
     """Flushed files never look like this, but some disks may return it after a power cut."""
     index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    cache, shard = (
-        Cache(str(tmp_path / "cache")),
-        replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar"),
-    )
-    part = Path(cache.path_of(shard) + PART)
-    part.write_bytes(bytes(shard.bytes))
-    file = cache.open(shard)
-    assert file is not None
-    assert not file.whole
-    file.close()
-    part.write_bytes(Path(index.shards[0].path).read_bytes())
-    file = cache.open(shard)
-    assert file is not None
-    assert file.whole
-    file.close()
-    assert os.path.exists(cache.path_of(shard))
+    shard, cache = index.shards[0], Cache(str(tmp_path / "cache"))
+    path, data = "http://127.0.0.1:9/train-000000.tar", Path(shard.path).read_bytes()
+    place = cache.place(path, shard.bytes, shard.sha256)
+    for content, is_kept in ((bytes(shard.bytes), False), (data, True)):
+        Path(f"{place}.{shard.bytes}.part").write_bytes(content)
+        file = cache.open(path, shard.bytes, shard.sha256)
+        cache.stop(10)
+        if file is not None:
+            file.close()
+        assert os.path.exists(place) == is_kept
+    assert Path(place).read_bytes() == data
 
 
 # --- workers ---

@@ -46,8 +46,8 @@ from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage import http, prefetch
 from wdstrain.storage.addresses import expand
-from wdstrain.storage.http import HttpFile
-from wdstrain.storage.http_request import redacted
+from wdstrain.storage.remote import RemoteFile
+from wdstrain.storage.secrets import redacted
 
 
 @pytest.fixture(scope="module")
@@ -366,10 +366,10 @@ def test_a_dropped_connection_resumes_at_the_byte_where_it_broke(packed: Path) -
     size = (packed / "train-000000.tar").stat().st_size
     with (
         serving(packed, faults=[cut(70_001)]) as server,
-        HttpFile(f"{server.url}/train-000000.tar", size) as file,
+        RemoteFile(f"{server.url}/train-000000.tar", size) as file,
     ):
         actual = bytearray(size)
-        file.read_into([memoryview(actual)], 0)
+        file.read_into(memoryview(actual), 0)
         assert actual == (packed / "train-000000.tar").read_bytes()
         assert [requested for _, requested in server.requests] == [
             f"bytes=0-{size - 1}",
@@ -535,7 +535,7 @@ def test_a_truncated_response_header_is_a_transient_fault(packed: Path, after: i
     """This holds for the first request too, when no size is known."""
     data = (packed / "train-000000.tar").read_bytes()
     with serving(packed, faults=[end_in_headers(after)]) as server:
-        with HttpFile(f"{server.url}/train-000000.tar") as file:
+        with RemoteFile(f"{server.url}/train-000000.tar") as file:
             assert (file.size, file.read(0, 1000), file.retries) == (len(data), data[:1000], 1)
         assert not server.faults
 

@@ -30,7 +30,7 @@ from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
 from wdstrain.conversion.result import Step
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.storage.object_store import list_folder_of, put, read_object
+from wdstrain.storage.objects import list_folder_of, put, read_object
 
 server = pytest.importorskip("moto.server", reason="moto is not installed")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wdstrain[s3]'")

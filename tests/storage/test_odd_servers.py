@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -94,17 +93,10 @@ Job = Callable[[str, Path], None]
 JOBS: list[Job] = [load, load_through_a_cache, convert, verify]
 
 
-def jobs(mark: pytest.MarkDecorator, *right: Job) -> list[Any]:
-    """Return all jobs as parameters; those that do it right today have no mark."""
-    return [job if job in right else pytest.param(job, marks=mark) for job in JOBS]
-
-
 # --- redirects ---
 
-REDIRECTED = known_fault("remote/redirect_asked_for_each_range")
 
-
-@pytest.mark.parametrize("job", jobs(REDIRECTED, convert, verify))
+@pytest.mark.parametrize("job", JOBS)
 def test_a_redirected_shard_is_asked_for_once_or_twice(
     packed: Path, tmp_path: Path, job: Job
 ) -> None:
@@ -139,15 +131,13 @@ def test_a_redirect_whose_target_expires_is_asked_for_again(
 
 # --- limits of the rate ---
 
-LIMITED = known_fault("remote/wait_that_the_server_asks_for", raises=wt.StorageError)
-
 
 @pytest.mark.parametrize(
     ("code", "header", "value"),
     [
-        pytest.param(429, "Retry-After", "1", marks=LIMITED),
-        pytest.param(503, "Retry-After", "1", marks=LIMITED),
-        pytest.param(429, "RateLimit", '"resolvers";r=0;t=1', marks=LIMITED),
+        (429, "Retry-After", "1"),
+        (503, "Retry-After", "1"),
+        (429, "RateLimit", '"resolvers";r=0;t=1'),
     ],
 )
 def test_a_wait_that_the_server_asks_for_is_no_silence(
@@ -172,11 +162,8 @@ def test_a_wait_that_the_server_asks_for_is_no_silence(
 
 # --- versions ---
 
-REFUSED = known_fault("remote/precondition_412", raises=wt.ShardError)
-POOLED = known_fault("remote/two_etags_of_one_file", raises=wt.ShardError)
 
-
-@pytest.mark.parametrize("job", jobs(REFUSED, convert, verify))
+@pytest.mark.parametrize("job", JOBS)
 def test_a_server_that_refuses_its_own_version_is_read(
     packed: Path, tmp_path: Path, job: Job
 ) -> None:
@@ -185,7 +172,7 @@ def test_a_server_that_refuses_its_own_version_is_read(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("job", jobs(POOLED, convert, verify))
+@pytest.mark.parametrize("job", JOBS)
 def test_checksums_are_believed_where_the_servers_of_a_pool_give_different_versions(
     packed: Path, tmp_path: Path, job: Job, strict: bool
 ) -> None:
@@ -212,15 +199,13 @@ def test_without_checksums_different_versions_are_read_or_the_error_names_the_in
 
 # --- compression ---
 
-COMPRESSED = known_fault("remote/gzip_of_whole_objects")
-
 
 @pytest.mark.parametrize(
     ("ranges", "indexed"),
     [
-        pytest.param(True, False, marks=COMPRESSED),
-        pytest.param(False, False, marks=COMPRESSED),
-        pytest.param(False, True, marks=COMPRESSED),
+        (True, False),
+        (False, False),
+        (False, True),
         (True, True),
     ],
 )
@@ -240,38 +225,32 @@ def test_a_compressed_shard_is_read_or_refused_as_compressed(
 
 # --- reasons ---
 
-REASON = known_fault("remote/signed_address_expires")
-
 
 @pytest.mark.parametrize(
     ("code", "body", "reason"),
     [
-        pytest.param(
+        (
             403,
             "<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>",
             "expired",
-            marks=REASON,
         ),
-        pytest.param(
+        (
             400,
             "<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>",
             "expired",
-            marks=REASON,
         ),
-        pytest.param(
+        (
             403,
             "<Error><Code>AuthenticationFailed</Code><AuthenticationErrorDetail>Signature not "
             "valid in the specified time frame</AuthenticationErrorDetail></Error>",
             "time frame",
-            marks=REASON,
         ),
-        pytest.param(
+        (
             403,
             "<Error><Code>InvalidObjectState</Code><Message>The object is archived</Message></Error>",
             "archived",
-            marks=REASON,
         ),
-        pytest.param(401, '{"error": "token was revoked"}', "revoked", marks=REASON),
+        (401, '{"error": "token was revoked"}', "revoked"),
     ],
 )
 def test_the_reason_that_a_server_gives_is_in_the_error(
@@ -286,7 +265,6 @@ def test_the_reason_that_a_server_gives_is_in_the_error(
     assert reason in str(stopped.value)
 
 
-@REASON
 def test_an_address_that_expired_before_the_start_is_named_as_expired(
     packed: Path, tmp_path: Path
 ) -> None:
@@ -325,8 +303,8 @@ def sizes(served: Served) -> list[int]:
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(opened, marks=ORDERED),
-        pytest.param(streamed, marks=ORDERED),
+        opened,
+        streamed,
         pytest.param(counted, marks=ORDERED),
     ],
 )

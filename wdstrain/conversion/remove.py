@@ -30,7 +30,7 @@ from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.where import matching
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.object_store import is_object
+from wdstrain.storage.objects import is_object
 from wdstrain.storage.remote import is_remote, redacted
 
 Progress = Callable[[int, int], None]  # receives samples copied, and samples to copy

@@ -24,7 +24,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
-from wdstrain.storage.object_store import is_object
+from wdstrain.storage.objects import is_object
 
 # Entries of `Source.source` that its files decide, so they are not part of the call.
 _FROM_FILES = ("classes", "data", "decided", "origin")

@@ -48,7 +48,7 @@ from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.storage.addresses import INDEX_NAME
-from wdstrain.storage.object_store import is_object
+from wdstrain.storage.objects import is_object
 
 _COMPARISON = ".comparing"  # staging folder of a comparison, in the folder of a finished set
 

@@ -30,7 +30,7 @@ from wdstrain.shards.index_io import FORMER_TABLE, TABLE_NAME, load
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import put_whole, read_whole, user_cache, write_whole
 from wdstrain.storage.local import open_source
-from wdstrain.storage.object_store import copy, list_folder_of, put, read_object, remove
+from wdstrain.storage.objects import copy, list_folder_of, put, read_object, remove
 
 _BEGUN = ".begun.json"  # in the uploaded folder: names of objects that may be replaced or removed
 _DONE = ".uploaded"  # ending of a file beside the local folder: checksums of uploaded shards

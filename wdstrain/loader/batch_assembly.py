@@ -185,7 +185,8 @@ class BatchRepair:
         self._totals.reread += len(rows)
         if self._cache is not None:
             for number in set(self._index.shard_of(batch.ids[rows]).tolist()):
-                self._cache.forget(self._index.shards[number])
+                shard = self._index.shards[number]
+                self._cache.forget(shard.path, shard.bytes, shard.sha256, shard.tag)
         for row in rows:
             number, start = int(batch.ids[row]), int(batch.offset[row])
             with suppress(WdstrainError):  # then it stays as bad as it is
@@ -246,7 +247,7 @@ class BatchRepair:
         """Read the bytes of a sample into `place`."""
         shard = self._index.shard_with(number)
         with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-            source.read_into([place], int(self._index.offsets.start[number]))
+            source.read_into(place, int(self._index.offsets.start[number]))
 
 
 @contextmanager

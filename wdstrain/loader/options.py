@@ -19,7 +19,7 @@ from wdstrain.order.order import Tail
 from wdstrain.order.plan import integer, is_number
 from wdstrain.runtime.launch import Launch
 from wdstrain.runtime.options import parse_size
-from wdstrain.storage.shard_cache import Cache
+from wdstrain.storage.cache import Cache
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 OnError = Literal["raise", "replace", "mark"]

@@ -90,9 +90,7 @@ class ArenaRead(SampleRead):
     def begin(self, lane: Lane) -> None:
         """Read local samples, or start to read remote ones."""
         samples = self.samples
-        self.pending = lane.stream.begin(
-            samples.shard, self._target, int(samples.starts[0]), leaving=samples.leaves_shard
-        )
+        self.pending = lane.stream.begin(samples.shard, self._target, int(samples.starts[0]))
         if self.pending.error is not None and not is_remote(samples.shard.path):
             self.pending, self._checksums = PendingRead(), None
             lane.record_unverified(samples.places, slice(None))
@@ -108,7 +106,7 @@ class ArenaRead(SampleRead):
         """Read one sample of a local shard. Returns the error."""
         place = self._sink.view(self.samples, row, int(self.samples.offsets[row]))
         start = int(self.samples.starts[row])
-        return lane.stream.begin(self.samples.shard, [place], start, leaving=False).error
+        return lane.stream.begin(self.samples.shard, [place], start).error
 
 
 class ReadChecksums:

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from wdstrain.order.order import Order
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
-from wdstrain.storage.block_map import range_size
-from wdstrain.storage.remote import is_remote
+from wdstrain.storage.remote import is_remote, range_size
 
 READ_SAMPLES = 4096  # most samples in one read
 GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded

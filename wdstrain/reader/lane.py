@@ -106,9 +106,7 @@ class Lane:
         read = self.in_flight[0]
         if read.pending.error is not None:
             return read
-        # The loop may end the process after the last sample, so the cache must be complete by then.
-        is_complete = not read.pending.missing and not (read.is_last and self.stream.filling)
-        return read if is_complete else None
+        return read if not read.pending.missing else None
 
     def record_unverified(self, places: Ints, rows: Ints | slice) -> None:
         """Record which samples of a read are unverified. rows: positions in `places`.

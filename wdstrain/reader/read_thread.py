@@ -81,7 +81,8 @@ class ReadThread:
             unverified=np.zeros(ring, bool),
             any_unverified=False,
             stream=LaneStream(
-                lambda shard: LocalFile(shard.path, index.expected_state(shard)), self._prefetcher
+                lambda shard: LocalFile(shard.path, index.expected_state(shard) or ""),
+                self._prefetcher,
             ),
             begun=first,
             read=first,

@@ -15,8 +15,8 @@ from wdstrain.order.order import Order
 from wdstrain.reader.blocks import GAP, READ_SAMPLES, read_bytes
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Index
+from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import is_remote
-from wdstrain.storage.shard_cache import Cache
 
 _BUCKETS = 16  # groups of batches in which the memory of one window is released
 

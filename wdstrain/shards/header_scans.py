@@ -24,7 +24,7 @@ from wdstrain.storage.addresses import (
 )
 from wdstrain.storage.files import user_cache
 from wdstrain.storage.local import is_state
-from wdstrain.storage.remote import is_remote, name_of, open_remote
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of
 
 _STATE_THREADS = 8  # shards whose state is requested at the same time
 _HIDDEN = ".wdstrain"  # folder beside shards without an index, for the result of a scan
@@ -148,7 +148,7 @@ def is_unchanged(shard: Shard) -> bool:
     """
     if is_remote(shard.path):
         try:
-            with open_remote(shard.path) as source:
+            with RemoteFile(shard.path) as source:
                 # Without an ETag it may be any other shard of the same size
                 is_same_size = source.size == shard.bytes
                 return is_same_size and source.version is not None and source.version == shard.tag

@@ -29,7 +29,7 @@ from wdstrain.shards.label import disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Offsets, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
-from wdstrain.storage.local import ShardFile, Source, open_source
+from wdstrain.storage.local import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 _LOCAL_GAP, _REMOTE_GAP = 64 << 10, 1 << 20  # bytes between two values that are read and dropped
@@ -105,14 +105,14 @@ class Index:
             return float(self.offsets.size.sum()) / 1e6
         return sum(shard.bytes for shard in self.shards) / 1e6
 
-    def expected_state(self, shard: ShardFile) -> str:
-        """Return the state that a shard must still have when it is read.
+    def expected_state(self, shard: Shard) -> str | None:
+        """Return the state that a shard must still have when it is read; None if it is unknown.
 
         "" for a shard with checksums: each of its samples is verified instead.
         """
-        return "" if shard.path in self._with_checksums else shard.tag
+        return "" if shard.path in self._with_checksums else shard.tag or None
 
-    def needs_headers(self, shard: ShardFile) -> bool:
+    def needs_headers(self, shard: Shard) -> bool:
         """Return whether only headers can prove that a remote shard was not replaced.
 
         It has neither checksums nor a strong ETag, so a new shard of the same size looks equal.
@@ -383,7 +383,7 @@ def _values(
             stop = offsets[last] + sizes[last]
             last += 1
         data = memoryview(bytearray(stop - start))
-        source.read_into([data], start)
+        source.read_into(data, start)
         for member in range(first, last):
             yield data[offsets[member] - start :][: sizes[member]]
         first = last

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, cast
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
-from wdstrain.shards.index import Shard
 from wdstrain.shards.tar import (
     NO_KEY,
     NOT_A_SAMPLE,
@@ -39,10 +38,10 @@ from wdstrain.shards.tar_headers import (
     size_in,
     sparse_error,
 )
+from wdstrain.storage.cache import Cache
 from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import is_remote, name_of, open_remote, shown_path
-from wdstrain.storage.shard_cache import Cache
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _READ = 1 << 20  # bytes of one read
 _COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
@@ -80,10 +79,9 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
 
 def _open(path: str, cache: Cache | None) -> io.BufferedReader:
     if is_remote(path):
-        file = open_remote(path, first_bytes=1 if cache is not None else None)
-        cached = None
+        file, cached = RemoteFile(path), None
         if cache is not None:
-            cached = cache.open(Shard(path, 0, file.size, tag=file.version or ""))
+            cached = cache.open(path, file.size, tag=file.version or "")
         if cached is not None:
             file.close()
         return io.BufferedReader(RemoteStream(cached or file), _READ)

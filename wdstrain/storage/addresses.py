@@ -18,7 +18,7 @@ from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage.hub import is_hub, list_hub_files
-from wdstrain.storage.object_store import is_object, list_folder_of
+from wdstrain.storage.objects import is_object, list_folder_of
 from wdstrain.storage.remote import check_address, is_remote, name_of, redacted, shown_path
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

@@ -13,8 +13,8 @@ import io
 from typing import Any
 
 from wdstrain.errors import UsageError
-from wdstrain.storage.remote import RemoteFile, is_remote, open_remote, redacted
-from wdstrain.storage.shard_cache import CachedFile
+from wdstrain.storage.cache import CachedFile
+from wdstrain.storage.remote import RemoteFile, is_remote, redacted
 
 _BUFFER = 1 << 20  # bytes per read; tar readers ask for 512 at a time
 
@@ -42,7 +42,7 @@ class RemoteStream(io.RawIOBase):
         size = self._file.size
         count = max(0, min(len(buffer), size - self._position))
         if count:  # object stores refuse an empty range
-            self._file.read_into([memoryview(buffer)[:count]], self._position, last=size)
+            self._file.read_into(memoryview(buffer)[:count], self._position, last=size)
         self._position += count
         return count
 
@@ -62,4 +62,4 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
         raise UsageError(f'{redacted(url)}: mode={mode!r} is not supported. Use mode="rb".')
     if not is_remote(url):
         raise UsageError(f"{url}: not an address of a server. Use open() for a local file.")
-    return io.BufferedReader(RemoteStream(open_remote(url)), max(bufsize, _BUFFER))
+    return io.BufferedReader(RemoteStream(RemoteFile(url)), max(bufsize, _BUFFER))

@@ -1,251 +1,169 @@
-"""Files on HTTP servers, read by position.
+"""HTTP through urllib3: connections, proxies, redirects, headers, and bodies read without a copy.
 
-If a connection drops, stalls, ends early or the server fails for a time, reading continues at the
-first missing byte. An object that changes between two requests is an error. Reading fails after a
-time limit without a byte (`retries`).
+The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, as lines
+"Name: value". HF_TOKEN is sent to the Hugging Face Hub, or to the server that HF_ENDPOINT names.
+
+The target of a redirect is used again until it refuses a request. Servers that redirect to signed
+addresses count the requests for them.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import threading
-from collections.abc import Iterable
+import traceback
+from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
-from http.client import HTTPException
-from urllib.parse import urlsplit
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from http.client import HTTPException, HTTPResponse
+from typing import Any, cast
+from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import InvalidHeader
+from urllib3.util.response import assert_header_parsing
 
-from wdstrain.errors import ShardError, StorageError
-from wdstrain.memory.scatter import ScatterList, as_scatter_list
+from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
-from wdstrain.storage.http_request import describe_error, get, redacted
-from wdstrain.storage.http_response import (
-    HttpResponse,
-    TemporaryError,
-    changed,
-    check_head,
-    check_status,
-    has_version,
-    strong_etag,
-    version_of,
-)
-from wdstrain.storage.retries import Retries, silence_limit
+from wdstrain.storage.retries import Retries, TemporaryError, server_of, silence_limit
+from wdstrain.storage.secrets import redacted, scrubbed, without_user
 
-_CHUNK = 256 << 10  # most bytes that are read at a time if they are not kept in place
-_LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
-_HEAD_PATIENCE = 1.0  # seconds for the first byte of a body whose head is wrong
-_RETRIED = (HTTPError, HTTPException, OSError)  # errors that a retry may fix
+_HEADERS = "WDSTRAIN_HTTP_HEADERS"
+_CONNECT_TIMEOUT = 10.0  # seconds
+_REDIRECTS = 5
+_CHUNK = 256 << 10  # bytes of a small object that are read at a time
+_REASON_BYTES = 16 << 10  # of an error page, in which the server's reason is looked for
+_BODY = (200, 206)  # status codes of responses with bytes of the object
+_REDIRECT = (301, 302, 303, 307, 308)
 _MISSING = (403, 404, 410)  # status codes of an object that does not exist
+_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})  # status codes that a retry may fix
+_MODIFIED = "Last-Modified: "  # start of a version that is not an ETag
+# At most 18 digits, and ASCII only: int() accepts digits of other scripts and of any count.
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
+_RATE_LIMIT = re.compile(r";\s*t=([0-9]{1,9})")
 _NEXT_PAGE = re.compile(r'<([^<>]*)>;\s*rel="?next"?')
-_HEAD_ENDED = "the connection ended within the head of the response"
+_XML_REASON = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<")
+_JSON_REASON = re.compile(r'"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"')
+_EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
+
+_targets: dict[str, str] = {}  # address -> where its last redirect led to
+_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
 
 
 def is_http(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-class HttpFile:
-    """An object on an HTTP server, read by position. Only `stop` may be called by other threads.
+def check_address(address: str) -> None:
+    """Raise UsageError for an address to which no request can be sent."""
+    try:
+        parts = urlsplit(address)
+        _ = parts.port
+        if not (parts.hostname or "").encode("idna"):
+            raise ValueError("it has no host")
+    except ValueError as error:
+        raise UsageError(
+            f"{redacted(address)}: not a valid address, {error}. Check its host and port. "
+            f"Write for example http://host/shards"
+        ) from None
 
-    A read that follows the last one continues with the same response.
 
-    version: as the first response gives it: an ETag, weak or strong, or a modification time.
-    tag: the version that later responses must have; None if the server gives none.
-    ranged: False if the server answers a range request with the whole object.
-    retries: failed attempts. fetched: bytes that were read. cached: 0.
+def hub_endpoint() -> str:
+    """Return the address of the Hugging Face Hub."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+class HttpResponse:
+    """Response to a range request. Its body is read forward.
+
+    position: byte of the object that comes next. stop: end of the body. total: bytes of the object,
+    None if unknown. version: ETag or modification time, None if unknown. process: reads the body.
+    ranged: whether the server sent a range and not the whole object.
     """
 
-    cached = 0
+    def __init__(self, address: str, start: int, stop: int) -> None:
+        """Request bytes [start, stop) of an object.
 
-    def __init__(
-        self,
-        path: str,
-        size: int | None = None,
-        tag: str | None = None,
-        stopping: threading.Event | None = None,
-        *,
-        first_bytes: int | None = None,
-        by_version: bool = False,
-    ) -> None:
-        """size: None sends a request for it. tag: None takes the strong ETag of the first response.
-
-        stopping: set to end reading. first_bytes: bytes that the request for the size brings;
-        None: the whole object. by_version: without a strong ETag, take any version as the tag.
+        Raises `RETRIED` errors if a retry may help, otherwise StorageError.
         """
-        self.path, self.tag, self.ranged = path, tag, True
-        self.version: str | None = None
-        self.retries = self.fetched = 0
-        self._size, self._shown, self._by_version = size, redacted(path), by_version
-        self._stopping = stopping or threading.Event()
-        self._response: HttpResponse | None = None
-        if size is None:
-            self._request_size(first_bytes)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the object. Raises StorageError if the server did not send its size."""
-        if self._size is None:
-            raise StorageError(
-                f"{self._shown}: the server does not send the size. Make an index beside the "
-                f"shards and name the index."
-            )
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes [offset, offset + length), fewer only at the end of the object."""
-        data = bytearray(max(0, min(length, self.size - offset)))
-        self.read_into([memoryview(data)], offset, last=self.size)
-        return bytes(data)
-
-    def read_into(
-        self, target: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
-    ) -> None:
-        """Fill the target with the bytes from offset on.
-
-        last: end of the bytes that following reads will need. One request brings them all.
-        Raises ShardError if the object changed, StorageError if the server does not recover.
-        """
-        target = as_scatter_list(target)
-        stop = offset + target.left
-        if stop > self.size:
-            raise ShardError(
-                f"{self._shown} ends at byte {self.size}, {stop - self.size} bytes before the "
-                f"index says. Copy it again."
-            )
-        with self._new_retries() as retries:
-            while target.left:
-                try:
-                    self._read_some(target, stop - target.left, max(stop, last or stop))
-                    retries.progress()
-                except _RETRIED as error:
-                    self._wait(error, stop - target.left, retries)
-
-    def stop(self) -> None:
-        """End a read that another thread is in."""
-        self._stopping.set()
-        response = self._response
-        if response is not None:
-            with suppress(Exception):  # its reader may close it at the same time
-                response.stop()
-
-    def close(self) -> None:
-        """Close the connection, or keep it for reuse if the response was read to its end."""
-        if self._response is not None:
-            self._response.close()
-            self._response = None
-
-    def __enter__(self) -> HttpFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _request_size(self, first_bytes: int | None) -> None:
-        with self._new_retries() as retries:
-            while self._response is None:
-                try:
-                    self._request(0, first_bytes)
-                    retries.progress()
-                except _RETRIED as error:
-                    self._wait(error, 0, retries)
-
-    def _read_some(self, target: ScatterList, offset: int, stop: int) -> None:
-        """Fill some of the target from offset on. stop: end of the bytes that are requested."""
-        response = self._response_at(offset, stop)
-        count = response.read_into(target)
-        if not count:
-            raise HTTPException(
-                f"the response ended at byte {response.position} instead of {response.part.stop}"
-            )
-        self._check_stopping()  # `stop` may have cut the connection
-        self.fetched += count
-
-    def _response_at(self, offset: int, stop: int) -> HttpResponse:
-        """Return a response whose next byte is at offset."""
-        self._check_stopping()
-        response = self._response
-        if response is None or not _reaches(response, offset):
-            self.close()
-            response = self._request(offset, stop)
-        while response.position < offset:  # a gap, or a server without range requests
-            skipped = memoryview(bytearray(min(_CHUNK, offset - response.position)))
-            if not response.read_into(ScatterList.from_buffers([skipped])):
-                raise HTTPException(f"the response ended at byte {response.position}")
-        self._check_stopping()  # the memory of the target may be gone
-        return response
-
-    def _request(self, offset: int, stop: int | None) -> HttpResponse:
-        """Send a request for bytes [offset, stop), and check the head of its response.
-
-        stop: None requests the whole object if offset is 0. Raises `_RETRIED` errors if a retry
-        may help, otherwise ShardError or StorageError.
-        """
-        headers = {"Accept-Encoding": "identity"}
-        if offset or stop is not None:
-            headers["Range"] = f"bytes={offset}-{'' if stop is None else stop - 1}"
-        if (tag := strong_etag(self.tag)) is not None:
-            headers["If-Match"] = tag
-        raw = get(self.path, headers)
-        response = self._response = HttpResponse(raw, silence_limit())
+        self._shown, self.process = redacted(address), os.getpid()
+        self._response = get(address, {"Range": f"bytes={start}-{stop - 1}"})
+        self._raw = _raw(self._response)
+        self._headers = self._response.headers
+        self.version = _version_of(self._headers)
         try:
-            check_status(raw)
-            self._check(response, offset)
-            # A cut head may lack the ETag or some digits of the size.
-            if (self._size is None or self.tag is None) and not response.body_begins():
-                raise HTTPException(_HEAD_ENDED)
-        except (ShardError, StorageError):
-            cut = response.status in (200, 206) and not response.body_begins(_HEAD_PATIENCE)
-            self.close()
-            if cut:
-                raise HTTPException(_HEAD_ENDED) from None
-            raise
+            self.position, self.stop, self.total = self._locate(start, address)
+            self._check_body(is_tar=address.partition("?")[0].endswith(".tar"))
         except BaseException:
             self.close()
             raise
-        self._learn(response)
-        if response.status == 200 and "Range" in headers:
-            self.ranged = False
-        return response
+        self.ranged = self._response.status == 206
 
-    def _check(self, response: HttpResponse, offset: int) -> None:
-        """Raise ShardError or StorageError if a response is not for these bytes of this object."""
-        check_head(response, self._shown, is_shard=self.path.split("?")[0].endswith(".tar"))
-        response.locate(self._shown, offset)
-        total = response.part.total
-        if self._size is not None and total not in (None, self._size):
-            raise ShardError(
-                f"{self._shown} has {total} bytes, its index says {self._size}: it was cut or "
-                f"changed. Copy it again, or make its index again: wdstrain index"
+    def readinto(self, view: memoryview) -> int:
+        """Fill the view with the next bytes; return how many, 0 at the end of the body."""
+        count = self._raw.readinto(view)
+        self.position += count
+        return count
+
+    def is_version(self, version: str) -> bool:
+        """Return False if the headers say that the object has another version."""
+        if version.startswith(_MODIFIED):
+            return self._headers.get("Last-Modified") in (None, version.removeprefix(_MODIFIED))
+        tag = self._headers.get("ETag")
+        return tag in (None, version) or f"W/{tag}" == version
+
+    def interrupt(self) -> None:
+        """End a read that another thread is in."""
+        self._response.shutdown()
+
+    def close(self) -> None:
+        """Close the connection, unless the whole body was read: then it is kept for reuse."""
+        if not self._raw.isclosed():
+            self._response.close()
+        self._response.release_conn()
+
+    def _locate(self, start: int, address: str) -> tuple[int, int, int | None]:
+        """Return position, end of the body and bytes of the object. start: as requested."""
+        header = self._headers.get("Content-Range", "")
+        if self._response.status == 416 and header == "bytes */0":
+            return 0, 0, 0
+        _has_body(self._response, address)
+        if self._response.status == 200:
+            length = self._headers.get("Content-Length", "")
+            total = int(length) if _NUMBER.fullmatch(length) else None
+            return 0, 1 << 62 if total is None else total, total
+        match = _RANGE.fullmatch(header)
+        if match is None or int(match[1]) != start:
+            raise StorageError(
+                f"{self._shown}: the server sent the range {header!r} for a request that begins at "
+                f"byte {start}. Check the server."
             )
-        if self.tag is not None and not has_version(response.headers, self.tag):
-            raise ShardError(changed(self._shown))
+        return start, int(match[2]) + 1, None if match[3] == "*" else int(match[3])
 
-    def _learn(self, response: HttpResponse) -> None:
-        """Take over size and version of the object from a response."""
-        if self._size is None:
-            self._size = response.part.total
-        if self.version is None:
-            self.version = version_of(response.headers)
-        if self.tag is None:
-            self.tag = (
-                self.version if self._by_version else strong_etag(response.headers.get("ETag"))
+    def _check_body(self, *, is_tar: bool) -> None:
+        """Raise StorageError for a body that is not made of the object's own bytes."""
+        if is_tar and self._headers.get("Content-Type", "").startswith("text/html"):
+            raise StorageError(
+                f"{self._shown}: the server sent an HTML page instead of a shard. Check the address."
             )
-
-    def _new_retries(self) -> Retries:
-        return Retries(self.path, self._shown, self._stopping)
-
-    def _wait(self, error: Exception, offset: int, retries: Retries) -> None:
-        """Wait before the next attempt to read the byte at offset."""
-        self.close()
-        self.retries += 1
-        wait_for_server(self.path, error, f"byte {offset}", retries)
-
-    def _check_stopping(self) -> None:
-        if self._stopping.is_set():
-            raise StorageError(f"{self._shown}: reading was stopped.")
+        coding = self._headers.get("Content-Encoding", "identity")
+        # An object that is stored compressed has ranges of its compressed bytes.
+        if coding.lower() != "identity" and (is_tar or self._response.status == 200):
+            raise StorageError(
+                f"{self._shown}: the server compresses it ({coding[:80]!r}), although the request "
+                f"forbids it, so offsets do not hold. Switch compression off for this file."
+            )
+        coding = self._headers.get("Transfer-Encoding", "chunked")
+        if coding.lower() not in ("chunked", "identity"):
+            raise StorageError(
+                f"{self._shown}: the server sent the transfer coding {coding[:80]!r}; only chunked "
+                f"can be read. Check the server."
+            )
 
 
 def read_small(address: str) -> bytes | None:
@@ -254,7 +172,7 @@ def read_small(address: str) -> bytes | None:
     Raises StorageError for an object that would fill a quarter of the memory, also when it is
     decompressed.
     """
-    return _read_retried(address, _MISSING)[0]
+    return Retries(address).run(lambda: _read_page(address, _MISSING), "byte 0")[0]
 
 
 def read_listing(address: str) -> tuple[bytes | None, str | None]:
@@ -263,68 +181,255 @@ def read_listing(address: str) -> tuple[bytes | None, str | None]:
     The next page is that of the header `Link: <...>; rel="next"`. A server that hides objects from
     users without access answers 401.
     """
-    return _read_retried(address, (*_MISSING, 401))
+    return Retries(address).run(lambda: _read_page(address, (*_MISSING, 401)), "byte 0")
 
 
-def _read_retried(address: str, missing: tuple[int, ...]) -> tuple[bytes | None, str | None]:
-    with Retries(address, redacted(address)) as retries:
-        while True:
-            try:
-                page = _read_once(address, missing)
-                retries.progress()
-                return page
-            except _RETRIED as error:
-                wait_for_server(address, error, "byte 0", retries)
+def get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+    """Return the response to a GET request at the first byte of its body. Redirects are followed.
+
+    Raises `RETRIED` errors for what a retry may fix, StorageError for an address that is not valid.
+    """
+    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
+    if address in _targets or kind in _direct:
+        return _follow(address, headers, kind)
+    with _locks(os.getpid())[hash(address) % 64]:  # one request learns the target for all threads
+        return _follow(address, headers, kind)
 
 
-def _read_once(address: str, missing: tuple[int, ...]) -> tuple[bytes | None, str | None]:
-    with closing(get(address)) as response:
-        check_status(response)
-        if response.status == 200 and not HttpResponse(response, silence_limit()).body_begins():
-            raise HTTPException(_HEAD_ENDED)
-        data = _read_all(response, address)
+def _follow(
+    address: str, headers: Mapping[str, str], kind: tuple[str, str]
+) -> urllib3.BaseHTTPResponse:
+    """Send a request to the known target of an address, or to the address and its redirects."""
+    target = _targets.get(address, address)
+    try:
+        response = _send(address, target, headers)
+        status = response.status
+        if target != address and 400 <= status < 500 and status not in _TEMPORARY:
+            response.close()
+            target = address
+            response = _send(address, target, headers)
+        for _ in range(_REDIRECTS):
+            location = response.headers.get("Location")
+            if response.status not in _REDIRECT or not location:
+                break
+            response.close()
+            target = urljoin(target, location)
+            response = _send(address, target, headers)
+    except BaseException as error:
+        _targets.pop(address, None)
+        if isinstance(error, ValueError):  # of urllib and urllib3
+            raise StorageError(
+                f"{redacted(address)} leads to an address that is not valid "
+                f"({scrubbed(str(error))})."
+            ) from None
+        raise
+    if target == address:
+        _direct.add(kind)
+        _targets.pop(address, None)
+    elif response.status in _BODY:
+        _direct.discard(kind)
+        _targets[address] = target
+    return response
+
+
+def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+    """Send one GET request. address: named by the user; its secrets are sent to its server only."""
+    secret = _secret_headers(address) if server_of(address) == server_of(target) else {}
+    silence = silence_limit()
+    try:
+        response = _pool_manager(target).request(
+            "GET",
+            without_user(target),
+            headers={"Accept-Encoding": "identity", **secret, **headers},
+            preload_content=False,
+            redirect=False,
+            retries=False,
+            timeout=urllib3.Timeout(connect=min(_CONNECT_TIMEOUT, silence), read=silence),
+        )
+    except Exception as error:
+        _clear_frames(error)
+        raise
+    raw = _raw(response)
+    try:
+        # A malformed line hides the headers behind it. urllib3 only logs that.
+        assert_header_parsing(raw.headers)
+        # http.client takes a connection that ends within the head for the end of the head.
+        is_empty = raw.isclosed() or raw.length == 0
+        if response.status in _BODY and not is_empty and not raw.fp.peek(1):
+            raise HTTPException("the connection ended within the head of the response")
+    except BaseException:
+        response.close()
+        raise
+    return response
+
+
+def _read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str | None]:
+    with closing(get(address, {})) as response:
+        if not _has_body(response, address, missing):
+            return None, None
+        data, most = bytearray(), memory() // 4
+        for chunk in response.stream(_CHUNK):  # memory grows with the bytes, not with their claim
+            data += chunk
+            if len(data) > most:
+                raise StorageError(
+                    f"{redacted(address)} has more than {most} bytes, too many to hold at once. "
+                    f"Check the address."
+                )
     is_page = response.headers.get("Content-Type", "").startswith("text/html")
     # Some servers send a page with status 200 for a missing object.
-    if response.status in missing or (is_page and urlsplit(address).path.endswith(".json")):
+    if is_page and urlsplit(address).path.endswith(".json"):
         return None, None
-    if response.status != 200:
-        raise StorageError(
-            f"{redacted(address)}: the server answered {response.status} {response.reason or ''}. "
-            f"Check the address."
-        )
     following = _NEXT_PAGE.search(response.headers.get("Link", ""))
-    return data, following[1] if following else None
+    return bytes(data), following[1] if following else None
 
 
-def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
-    """Return a body. Memory grows with the bytes that arrive, not with the claimed length."""
-    data, most = bytearray(), memory() // 4
-    for chunk in response.stream(_CHUNK):
-        data += chunk
-        if len(data) > most:
-            raise StorageError(
-                f"{redacted(address)} has more than {most} bytes, too many to hold at once. "
-                f"Check the address."
-            )
-    return bytes(data)
+def _has_body(
+    response: urllib3.BaseHTTPResponse, address: str, missing: Collection[int] = ()
+) -> bool:
+    """Return whether a response has bytes of the object. missing: statuses that say it has none.
 
-
-def _reaches(response: HttpResponse, offset: int) -> bool:
-    """Return whether a byte can be read from a response without a new request."""
-    return (
-        response.process == os.getpid()
-        and response.position <= offset < response.part.stop
-        and offset - response.position <= _LONGEST_GAP
+    Raises TemporaryError for a status that a retry may fix, StorageError for another error.
+    """
+    if response.status in _BODY:
+        return True
+    if response.status in _TEMPORARY:
+        raise TemporaryError(f"status {response.status}", _wait_of(response))
+    reason = _reason(response, address)
+    advice = "Check the address."
+    if _EXPIRED.search(reason):
+        advice = (
+            "The signed address or the token has expired. Get a new one, and continue with it at "
+            "the same position (--resume)."
+        )
+    elif response.status in missing:
+        return False
+    raise StorageError(
+        f"{redacted(address)}: the server answered {response.status} {response.reason or ''}"
+        f"{reason}. {advice}"
     )
 
 
-def wait_for_server(address: str, error: Exception, missing: str, retries: Retries) -> None:
-    """Wait before the next attempt. Raises StorageError if no retry can help."""
-    reason = describe_error(error, address)
-    if "CERTIFICATE_VERIFY_FAILED" in reason:
-        raise StorageError(
-            f"{redacted(address)}: {reason}. Check the address; SSL_CERT_FILE names certificates "
-            f"to trust."
-        ) from None
-    retry_after = error.retry_after if isinstance(error, TemporaryError) else None
-    retries.wait(reason, missing, retry_after)
+def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
+    """Return ": " and the reason that an error page gives, without secrets; "" if it gives none."""
+    text = ""
+    with suppress(Exception):
+        text = response.read(_REASON_BYTES, cache_content=True).decode("utf-8", "replace")
+    found = _XML_REASON.findall(text) or _JSON_REASON.findall(text)
+    reason = scrubbed(", ".join(found)[:300]).rstrip(".")
+    for _, value in parse_qsl(urlsplit(address).query):
+        reason = reason.replace(value, "...")
+    return f": {reason}" if reason else ""
+
+
+def _wait_of(response: urllib3.BaseHTTPResponse) -> float:
+    """Return the seconds that a server asks to wait, by `Retry-After` or `RateLimit`."""
+    wait = 0.0
+    with suppress(InvalidHeader, ValueError, OverflowError):
+        wait = urllib3.Retry().get_retry_after(response) or 0.0
+    limit = _RATE_LIMIT.search(response.headers.get("RateLimit", ""))
+    return max(wait, float(limit[1]) if limit else 0.0)
+
+
+def _version_of(headers: Mapping[str, str]) -> str | None:
+    """Return the version of an object: its ETag, else its modification time, else None.
+
+    Modification times have a resolution of one second. A time within one second of the response is
+    not a version, because the object may change again in that second.
+    """
+    tag, modified = headers.get("ETag"), headers.get("Last-Modified")
+    if tag or not modified:
+        return tag or None
+    try:
+        age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(modified)
+    except (TypeError, ValueError, IndexError, OverflowError):  # not dates
+        return None
+    return _MODIFIED + modified if age.total_seconds() > 1 else None
+
+
+def _secret_headers(address: str) -> dict[str, str]:
+    """Return the headers from the environment, and a token or user and password as a header.
+
+    Raises UsageError for a header that cannot be sent.
+    """
+    headers = {}
+    for line in os.environ.get(_HEADERS, "").splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name.strip()] = value.strip()
+    token = os.environ.get("HF_TOKEN", "").strip()
+    for name, text in ((_HEADERS, "".join(map("".join, headers.items()))), ("HF_TOKEN", token)):
+        if not (text.isascii() and (text or " ").isprintable()):
+            raise UsageError(f"{name}: must be printable ASCII. Correct it.")
+    if token and address.startswith(f"{hub_endpoint()}/"):
+        headers["Authorization"] = f"Bearer {token}"
+    user = urlsplit(address).netloc.rpartition("@")[0]
+    if user:
+        headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
+    return headers
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error went through.
+
+    A frame of urllib3 refers to its error. The error refers to that frame, and so to all callers
+    and the buffers that they fill. They would live until the next garbage collection.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _keep_raw(connection: Any, *args: Any, **options: Any) -> HTTPResponse:
+    connection.raw = HTTPResponse(*args, **options)
+    return cast(HTTPResponse, connection.raw)
+
+
+class HTTPConnection(urllib3.connection.HTTPConnection):
+    """urllib3's connection that keeps http.client's response, which is read without a copy."""
+
+    raw: HTTPResponse
+    response_class: Any = _keep_raw  # http.client calls it as a method
+
+
+class HTTPSConnection(urllib3.connection.HTTPSConnection):
+    """HTTPConnection over TLS."""
+
+    raw: HTTPResponse
+    response_class: Any = _keep_raw
+
+
+class HTTPConnectionPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = HTTPConnection
+
+
+class HTTPSConnectionPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = HTTPSConnection
+
+
+def _raw(response: urllib3.BaseHTTPResponse) -> HTTPResponse:
+    return cast(HTTPConnection, response.connection).raw
+
+
+def _pool_manager(address: str) -> urllib3.PoolManager:
+    """Return the connections of this process, through a proxy if the environment names one."""
+    parts = urlsplit(address)
+    proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
+    certificates = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    return _new_pool_manager(os.getpid(), proxy, certificates)
+
+
+@lru_cache(maxsize=4)
+def _new_pool_manager(
+    process: int, proxy: str, certificates: tuple[str | None, ...]
+) -> urllib3.PoolManager:
+    """process: a forked child must not use its parent's connections."""
+    options: Any = {"num_pools": 16, "maxsize": 128}
+    manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
+    manager.pool_classes_by_scheme = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
+    return manager
+
+
+@lru_cache(maxsize=1)
+def _locks(process: int) -> list[threading.Lock]:
+    """Return locks of this process; a forked child must not wait for its parent's threads."""
+    return [threading.Lock() for _ in range(64)]

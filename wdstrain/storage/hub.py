@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from urllib.parse import quote, urljoin, urlsplit
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage.http import read_listing
-from wdstrain.storage.http_request import hub_endpoint
+from wdstrain.storage.http import hub_endpoint, read_listing
 
 _ADDRESS = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@/]+|refs/convert/\w+|refs/pr/\d+))?"

@@ -1,40 +1,15 @@
-"""Local shards, read by position into memory of the caller.
-
-One system call fills many buffers, so no byte is copied twice. Remote files have the same methods.
-"""
+"""Local shards, read by position into memory of the caller. Remote files have the same methods."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.memory.scatter import ScatterList, as_scatter_list
-from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
-
-
-class ShardFile(Protocol):
-    """A shard as storage sees it.
-
-    bytes: size. sha256: of the whole file, "" if unknown. tag: state or version of the file when it
-    was indexed, "" if unknown. name: file name. shown: the path without secrets, for messages.
-    """
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def tag(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def shown(self) -> str: ...
+from wdstrain.memory.scatter import ScatterList
+from wdstrain.storage.remote import RemoteFile, is_remote
 
 
 def state_of(status: os.stat_result) -> str:
@@ -73,7 +48,8 @@ class LocalFile:
         if not stat.S_ISREG(status.st_mode):  # opening or reading a pipe could wait forever
             self.close()
             raise StorageError(f"{path} is a folder, a pipe or a device. Name a tar file.")
-        self.size, self.tag = status.st_size, state_of(status)
+        self.size = status.st_size
+        self.version = self.tag = state_of(status)
         try:
             self._check_state()
         except ShardError:
@@ -82,45 +58,27 @@ class LocalFile:
         with suppress(OSError):  # a hint, which some file systems do not know
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    @property
-    def version(self) -> str:
-        return self.tag
-
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end of the file.
 
         Raises StorageError if the file cannot be read.
         """
-        try:
-            data = os.pread(self._fd, length, offset)
-            # One call returns at most 2 GB, and fewer over a network file system.
-            while len(data) < length and (
-                more := os.pread(self._fd, length - len(data), offset + len(data))
-            ):
-                data += more
-        except OSError as error:
-            raise self._unreadable(offset, error) from error
-        return data
+        data = bytearray(max(0, min(length, self.size - offset)))
+        return bytes(data[: self._read_at(memoryview(data), offset)])
 
-    def read_into(self, target: ScatterList | Iterable[memoryview], offset: int) -> None:
+    def read_into(self, target: memoryview | ScatterList, offset: int) -> None:
         """Fill the target with the bytes from offset on.
 
         Raises ShardError if the file ends before or has another state, StorageError if it cannot be
         read.
         """
-        target = as_scatter_list(target)
-        while target.left:
-            try:
-                count = target.read(self._fd, offset)
-            except OSError as error:
-                raise self._unreadable(offset, error) from error
-            if count == 0:
-                raise ShardError(
-                    f"{self.path} ends at offset {offset}, {target.left} bytes before the index "
-                    f"says; it changed since it was indexed. Copy it again, or accept it as it is: "
-                    f"wdstrain index {os.path.dirname(self.path) or '.'}"
-                )
-            offset += count
+        left, offset = self._fill(target, offset)
+        if left:
+            raise ShardError(
+                f"{self.path} ends at offset {offset}, {left} bytes before the index says; it "
+                f"changed since it was indexed. Copy it again, or accept it as it is: "
+                f"wdstrain index {os.path.dirname(self.path) or '.'}"
+            )
         self._check_state()
 
     def close(self) -> None:
@@ -142,17 +100,50 @@ class LocalFile:
                 f"may differ. Start again to use the new shard."
             )
 
-    def _unreadable(self, offset: int, error: OSError) -> StorageError:
-        return StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.")
+    def _fill(self, target: memoryview | ScatterList, offset: int) -> tuple[int, int]:
+        """Return (bytes that are missing at the end of the file, offset of the first of them)."""
+        if isinstance(target, memoryview):
+            count = self._read_at(target, offset)
+            return len(target) - count, offset + count
+        with self._errors(offset):
+            while target.left and (count := target.read(self._fd, offset)):
+                offset += count
+        return target.left, offset
+
+    def _read_at(self, view: memoryview, offset: int) -> int:
+        with self._errors(offset):
+            return read_at(self._fd, view, offset)
+
+    @contextmanager
+    def _errors(self, offset: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be read at offset {offset}: {error.strerror}."
+            ) from error
 
 
 Source = LocalFile | RemoteFile
 
 
-def open_source(path: str, size: int | None = None, state: str = "") -> Source:
+def open_source(path: str, size: int | None = None, state: str | None = None) -> Source:
     """Return a shard to read from, local or remote.
 
     size: as the index says; it saves a request for the size. state: state or version that the
-    shard must have; "" for any.
+    shard must have; "" for any; None for that of the first read.
     """
-    return open_remote(path, size, state or None) if is_remote(path) else LocalFile(path, state)
+    return RemoteFile(path, size, state) if is_remote(path) else LocalFile(path, state or "")
+
+
+def read_at(fd: int, view: memoryview, offset: int) -> int:
+    """Fill a view from an offset of a file on.
+
+    Returns the number of bytes, which are fewer only at the end of the file. Raises OSError.
+    """
+    count = more = os.preadv(fd, [view], offset)
+    # One call reads at most 2 GB, and fewer over a network file system.
+    while more and count < len(view):
+        more = os.preadv(fd, [view[count:]], offset + count)
+        count += more
+    return count

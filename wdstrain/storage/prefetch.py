@@ -4,9 +4,7 @@ Several range requests are in flight, also beyond the end of a shard, so that th
 request is hidden. The reader says where the bytes go before they are fetched. They are received
 there without a copy, and memory is bounded by how far the reader runs ahead.
 
-A range request retries by itself (`http`). Its error is raised when its bytes are needed. With a
-cache, fetched blocks are stored. The rest of a shard that no plan asked for is fetched too if it is
-small, so that the shard is whole at the end of the epoch.
+A range request retries by itself (`retries`). Its error is raised when its bytes are needed.
 """
 
 from __future__ import annotations
@@ -16,23 +14,42 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.storage.block_map import range_size
-from wdstrain.storage.local import LocalFile, ShardFile
-from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
-from wdstrain.storage.shard_cache import Cache, CachedFile
+from wdstrain.storage.cache import Cache, CachedFile
+from wdstrain.storage.local import LocalFile
+from wdstrain.storage.remote import RemoteFile, is_remote, range_size
 
 THREADS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for the threads, in total
 
 _FILES_WITHOUT_RANGES = 4  # shards that one thread has open if a server knows no ranges
-_LARGEST_REST = 32 << 20  # most bytes of a shard that are fetched for the cache alone
 
 File = RemoteFile | CachedFile
+
+
+class ShardFile(Protocol):
+    """A shard as storage sees it.
+
+    bytes: size. sha256: of the whole file, "" if unknown. tag: state or version of the file when it
+    was indexed, "" if unknown. name: file name. shown: the path without secrets, for messages.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def tag(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def shown(self) -> str: ...
 
 
 @dataclass
@@ -71,12 +88,12 @@ class PendingRead:
 
 @dataclass(eq=False)
 class _RangeRequest:
-    """Bytes [start, stop) of a shard, as a part of a read. target: None for the cache alone."""
+    """Bytes [start, stop) of a shard, as a part of a read."""
 
     shard: ShardFile
     start: int
     stop: int
-    target: ScatterList | None
+    target: ScatterList
     read: PendingRead
 
 
@@ -87,47 +104,29 @@ class LaneStream:
     open_local: opens a local shard. prefetcher: fetches the ranges of remote shards.
     """
 
-    open_local: Callable[[ShardFile], LocalFile]
+    open_local: Callable[[Any], LocalFile]
     prefetcher: RangePrefetcher
     _local: LocalFile | None = None  # the open local shard
-    _remote: ShardFile | None = None  # the remote shard that is read with a cache
-    _requested: set[int] | None = None  # its requested blocks; None if it was entered mid-file
-    _cache_fill: PendingRead = field(default_factory=PendingRead)
-
-    @property
-    def filling(self) -> bool:
-        """Whether bytes are in flight that only the cache needs."""
-        return self._cache_fill.missing > 0
 
     def begin(
         self,
         shard: ShardFile,
         target: ScatterList | Iterable[memoryview],
         offset: int,
-        *,
-        leaving: bool,
     ) -> PendingRead:
-        """Start to fill the target with bytes of a shard from offset on.
-
-        leaving: whether this is the lane's last read of the shard.
-        """
+        """Start to fill the target with bytes of a shard from offset on."""
         if not is_remote(shard.path):
             return self._read_local(shard, target, offset)
         read, target, requests = PendingRead(), as_scatter_list(target), list[_RangeRequest]()
-        cached, most = self.prefetcher.cache is not None, range_size()
+        most = range_size()
         while target.left:
-            # With a cache, ranges end where blocks end. Without, a range begins with a sample:
-            # a sample in two ranges would be verified by the decoder instead of on arrival.
-            count = min(target.left, most - offset % most if cached else most)
+            # A range begins with a sample: a sample in two ranges would be verified by the decoder
+            # instead of on arrival.
+            count = min(target.left, most)
             part = target.split_off(count)
             requests.append(_RangeRequest(shard, offset, offset + count, part, read))
             offset += count
         read.missing = len(requests)
-        if cached:
-            rest = self._rest_of(shard, requests, leaving)
-            with self.prefetcher.lock:
-                self._cache_fill.missing += len(rest)
-            requests += rest
         self.prefetcher.add(requests)
         return read
 
@@ -144,34 +143,10 @@ class LaneStream:
             if self._local is None or shard.path != self._local.path:
                 self.close()
                 self._local = self.open_local(shard)
-            self._local.read_into(target, offset)
+            self._local.read_into(as_scatter_list(target), offset)
         except WdstrainError as error:
             return PendingRead(error=error)
         return PendingRead()
-
-    def _rest_of(
-        self, shard: ShardFile, requests: list[_RangeRequest], leaving: bool
-    ) -> list[_RangeRequest]:
-        """Return requests for the blocks that a lane leaves out, unless they are large.
-
-        Only for a shard that the lane read from its beginning.
-        """
-        block = range_size()
-        if self._remote is not shard:
-            self._remote, self._requested = shard, set() if requests[0].start < block else None
-        if self._requested is None:
-            return []
-        self._requested |= {request.start // block for request in requests}
-        # Before the blocks are listed: the size comes from an index, which may be hostile.
-        if not leaving or shard.bytes - len(self._requested) * block > _LARGEST_REST:
-            return []
-        rest = [
-            _RangeRequest(shard, start, min(start + block, shard.bytes), None, self._cache_fill)
-            for start in range(0, shard.bytes, block)
-            if start // block not in self._requested
-        ]
-        self._requested = None
-        return rest if sum(part.stop - part.start for part in rest) <= _LARGEST_REST else []
 
 
 class ShardVersions(Protocol):
@@ -183,7 +158,8 @@ class ShardVersions(Protocol):
 
     @property
     def versions(self) -> dict[str, str]: ...
-    def needs_headers(self, shard: ShardFile) -> bool: ...
+    def needs_headers(self, shard: Any) -> bool: ...
+    def expected_state(self, shard: Any) -> str | None: ...
 
 
 class RangePrefetcher:
@@ -239,6 +215,8 @@ class RangePrefetcher:
         # A thread that waits for the head of a response ends with it, and writes nothing.
         for thread in self._threads:
             thread.join(max(0.0, self._stop_deadline - time.monotonic()))
+        if self.cache is not None:
+            self.cache.stop(max(0.0, self._stop_deadline - time.monotonic()))
 
     def _run(self) -> None:
         thread, files = threading.get_ident(), dict[str, File]()
@@ -297,32 +275,36 @@ class RangePrefetcher:
         return file
 
     def _open(self, shard: ShardFile) -> File:
-        file = self.cache.open(shard, self._stopping) if self.cache is not None else None
-        if file is not None:
-            return file
-        versions, by_version = self._versions(shard)
-        tag = shard.tag or versions.get(shard.path)
-        return open_remote(shard.path, shard.bytes, tag, self._stopping, by_version=by_version)
+        if self.cache is not None:
+            file = self.cache.open(shard.path, shard.bytes, shard.sha256, shard.tag, self._stopping)
+            if file is not None:
+                return file
+        tag: str | None = None
+        if self._index is not None:
+            tag = self._index.expected_state(shard)
+        if tag is None:
+            tag = self._versions(shard).get(shard.path)
+        return RemoteFile(shard.path, shard.bytes, tag, self._stopping)
 
     def _fetch(self, file: File, request: _RangeRequest) -> None:
         before = file.retries, file.cached, file.fetched
         try:
-            if request.target is not None:
-                last = None if file.ranged else request.shard.bytes
-                file.read_into(request.target, request.start, last=last)
-            elif isinstance(file, CachedFile):
-                file.fill(request.start, request.stop)
+            data = memoryview(bytearray(request.target.left))
+            file.read_into(data, request.start)
+            if not self._stopping.is_set():  # the memory of the target may be gone
+                request.target.write(data)
         finally:
+            fetched, retries = self.cache.take_counts() if self.cache is not None else (0, 0)
             with self.lock:
-                self._stats.retries += file.retries - before[0]
+                self._stats.retries += file.retries - before[0] + retries
                 self._stats.cached += file.cached - before[1]
-                self._stats.fetched += file.fetched - before[2]
-        versions = self._versions(request.shard)[0]
-        if file.tag is not None and versions.setdefault(file.path, file.tag) != file.tag:
+                self._stats.fetched += file.fetched - before[2] + fetched
+        versions = self._versions(request.shard)
+        if file.tag and versions.setdefault(file.path, file.tag) != file.tag:
             raise ShardError(f"{request.shard.shown} changed while it was read. Start again.")
 
-    def _versions(self, shard: ShardFile) -> tuple[dict[str, str], bool]:
-        """Return the known versions by path, and whether any version must be compared."""
+    def _versions(self, shard: ShardFile) -> dict[str, str]:
+        """Return the known versions by path."""
         if self._index is not None and self._index.needs_headers(shard):
-            return self._index.versions, True
-        return self._tags, False
+            return self._index.versions
+        return self._tags

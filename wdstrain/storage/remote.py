@@ -1,27 +1,44 @@
-"""Remote files: HTTP servers and object stores behind one set of functions."""
+"""Remote files on HTTP servers and in object stores, read by position.
+
+If a connection drops, stalls, ends early or the server fails for a time, reading continues at the
+first missing byte (`retries`). An object that changes between two requests is an error.
+
+The environment variable WDSTRAIN_RANGE_SIZE sets the most bytes of a range request.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from contextlib import suppress
+from functools import partial
 from urllib.parse import unquote, urlsplit
 
-from wdstrain.storage.http import HttpFile, is_http, read_small
-from wdstrain.storage.http_request import check_address, redacted
-from wdstrain.storage.object_store import ObjectFile, is_object, read_object
-
-RemoteFile = HttpFile | ObjectFile
+from wdstrain.errors import ShardError, StorageError
+from wdstrain.runtime.options import size_setting
+from wdstrain.storage.http import HttpResponse, check_address, is_http, read_small
+from wdstrain.storage.objects import ObjectResponse, is_object, read_object
+from wdstrain.storage.retries import Retries, TemporaryError, server_of
+from wdstrain.storage.secrets import redacted
 
 __all__ = [
     "RemoteFile",
     "check_address",
     "is_remote",
     "name_of",
-    "open_remote",
+    "range_size",
     "read_remote",
     "redacted",
     "shown_path",
 ]
+
+_RANGE_SIZE = "WDSTRAIN_RANGE_SIZE", 4 << 20
+_CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
+_LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
+
+_log = logging.getLogger("wdstrain")
+_pools: set[str] = set()  # servers of which the log says that their versions differ
 
 
 def is_remote(path: str) -> bool:
@@ -33,24 +50,16 @@ def shown_path(path: str) -> str:
     return redacted(path) if is_remote(path) else path
 
 
-def open_remote(
-    path: str,
-    size: int | None = None,
-    tag: str | None = None,
-    stopping: threading.Event | None = None,
-    *,
-    first_bytes: int | None = None,
-    by_version: bool = False,
-) -> RemoteFile:
-    """Return a remote file to read from.
+def name_of(path: str) -> str:
+    """Return the name of a file in its folder, local or remote."""
+    if is_object(path):  # all characters of a key are literal
+        return path.rpartition("/")[2]
+    return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
 
-    size: None sends a request for it. tag: the version that the file must have; None: unknown.
-    stopping: set to end reading. first_bytes: bytes that the request for the size brings; None: the
-    whole file. by_version: without a strong ETag, compare any version that the server gives.
-    """
-    if is_object(path):
-        return ObjectFile(path, size, tag, stopping)
-    return HttpFile(path, size, tag, stopping, first_bytes=first_bytes, by_version=by_version)
+
+def range_size() -> int:
+    """Return the most bytes of a range request."""
+    return size_setting(*_RANGE_SIZE)
 
 
 def read_remote(path: str) -> bytes | None:
@@ -58,8 +67,177 @@ def read_remote(path: str) -> bytes | None:
     return read_object(path) if is_object(path) else read_small(path)
 
 
-def name_of(path: str) -> str:
-    """Return the name of a file in its folder, local or remote."""
-    if is_object(path):  # all characters of a key are literal
-        return path.rpartition("/")[2]
-    return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
+class RemoteFile:
+    """A remote file, read by position. Only `stop` may be called by other threads.
+
+    A read that follows the last one continues with the same response.
+
+    size: bytes of the object. tag: the version that all responses must have. version: that of the
+    first response, None if the server gives none. ranged: False if the server answers a range
+    request with the whole object. fetched: bytes that were read. cached: 0.
+    """
+
+    cached = 0
+
+    def __init__(
+        self,
+        path: str,
+        size: int | None = None,
+        tag: str | None = None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        """size: None requests one byte, whose response says size and version.
+
+        tag: None takes the version of the first response; "" allows any, for bytes that are
+        verified by checksums. stopping: set to end reading.
+        """
+        self.path, self.size, self.tag = path, -1 if size is None else size, tag
+        self.version: str | None = None
+        self.ranged, self.fetched = True, 0
+        self._shown, self._stopping = redacted(path), stopping or threading.Event()
+        self._retries = Retries(path, self._stopping)
+        self._response: HttpResponse | ObjectResponse | None = None
+        if size is None:
+            self._retries.run(self._request_size, "byte 0")
+
+    @property
+    def retries(self) -> int:
+        """Number of failed attempts."""
+        return self._retries.failed
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes [offset, offset + length), fewer only at the end of the object."""
+        data = bytearray(max(0, min(length, self.size - offset)))
+        self.read_into(memoryview(data), offset, last=self.size)
+        return bytes(data)
+
+    def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
+        """Fill the target with the bytes from offset on.
+
+        last: end of the bytes that following reads will need. One request brings them all.
+        Raises ShardError if the object changed, StorageError if the server does not recover.
+        """
+        stop = offset + len(target)
+        if stop > self.size:
+            raise ShardError(
+                f"{self._shown} ends at byte {self.size}, {stop - self.size} bytes before the "
+                f"index says. Copy it again."
+            )
+        while offset < stop:
+            attempt = partial(self._read_some, target, offset, max(stop, last or 0))
+            count = self._retries.run(attempt, f"byte {offset}")
+            target, offset = target[count:], offset + count
+
+    def stop(self) -> None:
+        """End a read that another thread is in."""
+        self._stopping.set()
+        response = self._response
+        if response is not None:
+            with suppress(Exception):  # its reader may close it at the same time
+                response.interrupt()
+
+    def close(self) -> None:
+        """Close the connection, or keep it for reuse if the response was read to its end."""
+        if self._response is not None:
+            self._response.close()
+            self._response = None
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request_size(self) -> None:
+        """Request one byte. A server without range requests sends all, which later reads use."""
+        try:
+            response = self._request(0, 1)
+            if response.ranged:
+                response.readinto(memoryview(bytearray(1)))  # then the connection can be reused
+                self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_some(self, view: memoryview, offset: int, stop: int) -> int:
+        """Fill the beginning of a view. Returns the number of bytes. stop: end of a new request."""
+        try:
+            self._check_stopping()
+            response = self._response_at(offset, stop)
+            self._check_stopping()  # the memory of the view may be gone
+            count = response.readinto(view[:_CHUNK])
+            self._check_stopping()  # `stop` may have cut the connection
+            if not count:
+                raise TemporaryError(
+                    f"the response ended at byte {response.position} instead of {response.stop}"
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.fetched += count
+        return count
+
+    def _response_at(self, offset: int, stop: int) -> HttpResponse | ObjectResponse:
+        """Return a response whose next byte is at offset."""
+        response = self._response
+        if response is None or not self._reaches(response, offset):
+            self.close()
+            response = self._request(offset, stop)
+        while response.position < offset:  # a gap, or a server without range requests
+            skipped = memoryview(bytearray(min(_CHUNK, offset - response.position)))
+            if not response.readinto(skipped):
+                raise TemporaryError(f"the response ended at byte {response.position}")
+        return response
+
+    def _reaches(self, response: HttpResponse | ObjectResponse, offset: int) -> bool:
+        """Return whether a byte can be read from a response without a new request."""
+        return (
+            # Bytes that a forked child took from the connection would be missing in its parent.
+            response.process == os.getpid()
+            and response.position <= offset < response.stop
+            and (offset - response.position <= _LONGEST_GAP or not self.ranged)
+        )
+
+    def _request(self, offset: int, stop: int) -> HttpResponse | ObjectResponse:
+        """Send a request for bytes [offset, stop), and check that its object is the same."""
+        kind = ObjectResponse if is_object(self.path) else HttpResponse
+        response = self._response = kind(self.path, offset, stop)
+        self.ranged = response.ranged
+        total = response.total
+        if self.size < 0:
+            if total is None:
+                raise StorageError(
+                    f"{self._shown}: the server does not send the size. Make an index beside the "
+                    f"shards and name the index."
+                )
+            self.size = total
+        if total not in (None, self.size):
+            raise ShardError(
+                f"{self._shown} has {total} bytes, its index says {self.size}: it was cut or "
+                f"changed. Copy it again, or make its index again: wdstrain index"
+            )
+        if self.tag and not response.is_version(self.tag):
+            raise ShardError(
+                f"{self._shown} changed while it was read. Start again; if it has an index, make "
+                f"the index again: wdstrain index"
+            )
+        if self.version is not None and not response.is_version(self.version):
+            self._log_pool()
+        self.version = self.version or response.version
+        self.tag = self.version if self.tag is None else self.tag
+        return response
+
+    def _log_pool(self) -> None:
+        """Log once for a server that its versions differ where checksums decide."""
+        if (server := server_of(self.path)) not in _pools:
+            _pools.add(server)
+            _log.warning(
+                "%s gives %s several versions (ETag, Last-Modified). Its size and the checksums "
+                "of the index decide whether it changed.",
+                server,
+                self._shown,
+            )
+
+    def _check_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise StorageError(f"{self._shown}: reading was stopped.")

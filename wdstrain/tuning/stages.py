@@ -68,7 +68,7 @@ def _read_run(index: Index, ids: Any) -> list[tuple[int, Members]]:
     start, stop = int(index.offsets.start[ids[0]]), int(index.offsets.stop[ids[-1]])
     data = memoryview(bytearray(stop - start))
     with open_source(shard.path, shard.bytes) as source:
-        source.read_into([data], start)
+        source.read_into(data, start)
     return [
         (
             number,

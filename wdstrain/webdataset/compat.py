@@ -31,8 +31,8 @@ from wdstrain.shards.resolve import shard_index
 from wdstrain.shards.tar import CompressedError, SkippedMembers, is_not_sample, other_kind
 from wdstrain.shards.tar_stream import has_compressed_name, members, open_tar, samples, shown
 from wdstrain.storage.addresses import beside, expand, is_json
+from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import is_remote, redacted
-from wdstrain.storage.shard_cache import Cache
 from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)

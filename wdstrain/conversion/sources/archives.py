@@ -35,7 +35,7 @@ from wdstrain.shards.tar import (
 )
 from wdstrain.shards.tar_stream import members, open_tar, samples, shown
 from wdstrain.storage.addresses import INDEX_NAME, Urls, expand, is_json
-from wdstrain.storage.remote import is_remote, name_of, open_remote
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of
 
 _ARCHIVE = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|zip)$", re.IGNORECASE)
 _MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
@@ -144,7 +144,7 @@ def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, byte
 def _limit(path: str) -> int:
     """Return the bytes that an archive may unpack to."""
     if is_remote(path):
-        with open_remote(path, first_bytes=1) as file:
+        with RemoteFile(path) as file:
             size = file.size
     else:
         size = os.path.getsize(path)

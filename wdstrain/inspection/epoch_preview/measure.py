@@ -19,8 +19,7 @@ from wdstrain.order.plan import Plan
 from wdstrain.reader.blocks import ReadBlock, read_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
-from wdstrain.storage.block_map import range_size
-from wdstrain.storage.remote import is_remote
+from wdstrain.storage.remote import is_remote, range_size
 
 NEAREST = 16  # nearest samples on disk: half of them before a sample, half after it
 _GOOD_NEIGHBORS = 0.1  # by so many more than ideal of the nearest samples may share a batch

@@ -25,7 +25,7 @@ from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import Sample, SkippedMembers, samples
 from wdstrain.shards.tar_headers import END
 from wdstrain.storage.local import LocalFile, Source
-from wdstrain.storage.remote import is_remote, open_remote, redacted, shown_path
+from wdstrain.storage.remote import RemoteFile, is_remote, redacted, shown_path
 
 _SHARDS = 8  # shards whose beginning is read
 _FIRST_BYTES = 1 << 20  # of each of them
@@ -131,7 +131,7 @@ def remote_heads(index: Index, errors: list[WdstrainError]) -> dict[str, bytes]:
     def read(shard: Shard, stopping: threading.Event) -> Beginning:
         beginning = Beginning(shard.path)
         try:
-            with open_remote(shard.path, shard.bytes, shard.tag or None, stopping) as source:
+            with RemoteFile(shard.path, shard.bytes, shard.tag or None, stopping) as source:
                 beginning.head = _read(source, 0, min(_FIRST_BYTES, shard.bytes))
         except WdstrainError as error:
             beginning.error = error
@@ -292,12 +292,7 @@ def _read_beginning(
         if not reads and not checks_end:
             beginning.size = os.stat(path).st_size
             return beginning
-        first_bytes = _FIRST_BYTES if reads else 1
-        source = (
-            open_remote(path, stopping=stopping, first_bytes=first_bytes)
-            if remote
-            else LocalFile(path)
-        )
+        source = RemoteFile(path, stopping=stopping) if remote else LocalFile(path)
         with source:
             beginning.size, beginning.requests, beginning.tag = source.size, 1, source.version or ""
             if reads:
@@ -351,7 +346,7 @@ def _walk(source: Source, beginning: Beginning) -> None:
 def _read(source: Source, offset: int, length: int) -> bytes:
     """Return exactly these bytes, with one request."""
     data = bytearray(length)
-    source.read_into([memoryview(data)], offset)
+    source.read_into(memoryview(data), offset)
     return bytes(data)
 
 

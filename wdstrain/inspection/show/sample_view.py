@@ -306,7 +306,7 @@ def _read_members(source: Source, members: list[tuple[str, int, int]]) -> dict[i
 
 def _read(source: Source, start: int, stop: int) -> memoryview:
     data = memoryview(bytearray(stop - start))
-    source.read_into([data], start)
+    source.read_into(data, start)
     return data
 
 

@@ -1,0 +1,264 @@
+"""Object stores (s3://, gs://, az://) through obstore.
+
+obstore is an optional dependency. It brings credentials from the usual environment variables
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), range requests and multipart uploads. An object is
+written whole or not at all.
+
+Reads are retried here and not by obstore, so that one time limit holds for all servers and the log
+says when a server is silent (`retries`). Credentials are read again after a request was refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.runtime.machine import memory
+from wdstrain.storage.retries import Retries, TemporaryError, network_timeout
+
+_PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
+_SHA256 = "sha256"  # metadata name of an object's checksum
+_LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
+_MOST_BYTES = 64 << 20  # of a request, which must end within its time
+_UPLOAD_RETRIES = 1000  # the time limit ends them before
+# obstore's texts of network errors, and of status codes that a retry or new credentials may fix
+_TEMPORARY = re.compile(r"HTTP error: |status code: (408|429|5\d\d)\b")
+_REFUSED = re.compile(r"status code: 40[13]\b|ExpiredToken|Unauthenticated|PermissionDenied")
+
+Result = TypeVar("Result")
+
+
+def is_object(path: str) -> bool:
+    return path.startswith(_PREFIXES)
+
+
+class ObjectResponse:
+    """Response to a range request, as `http.HttpResponse`."""
+
+    ranged = True
+
+    def __init__(self, path: str, start: int, stop: int) -> None:
+        """Request bytes [start, stop) of an object, or the first of them."""
+        stop = min(stop, start + _MOST_BYTES)
+        self._path, self.process = path, os.getpid()
+        with _errors(path, f"byte {start}"):
+            response = _call(path, _obstore().get, options={"range": (start, stop)})
+            self.position, self.stop = response.range
+            self.total: int | None = response.meta["size"]
+            self.version: str | None = response.meta["e_tag"]
+            self._chunks = iter(response.stream())
+        self._chunk = memoryview(b"")  # the bytes from `position` on that have arrived
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill the view with the next bytes; return how many, 0 at the end of the body."""
+        if not self._chunk:
+            with _errors(self._path, f"byte {self.position}"):
+                self._chunk = memoryview(next(self._chunks, b""))
+        count = min(len(view), len(self._chunk))
+        view[:count], self._chunk = self._chunk[:count], self._chunk[count:]
+        self.position += count
+        return count
+
+    def is_version(self, version: str) -> bool:
+        """Return whether the object has this version."""
+        return self.version == version
+
+    def interrupt(self) -> None:
+        """Do nothing: a request ends by its own time limit."""
+
+    def close(self) -> None:
+        """Drop the body."""
+        self._chunks, self._chunk = iter(()), memoryview(b"")
+
+
+def read_object(path: str) -> bytes | None:
+    """Return a small object; None if it does not exist."""
+
+    def read() -> bytes | None:
+        with _errors(path, "byte 0"):
+            try:
+                response = _call(path, _obstore().get)
+            except FileNotFoundError:
+                return None
+            if response.meta["size"] <= memory() // 4:
+                return bytes(response.bytes())
+        raise StorageError(
+            f"{path} has {response.meta['size']} bytes, too many to hold at once. Check the address."
+        )
+
+    return Retries(path).run(read, "byte 0")
+
+
+def list_folder_of(path: str) -> list[str]:
+    """Return the sorted names of the objects in the folder of an address, without subfolders."""
+    folder = _locate(path)[1].rpartition("/")[0]
+
+    def read() -> list[str]:
+        with _errors(path, "a list"):
+            listed = _call(path, lambda store, _: _obstore().list(store, folder or None).collect())
+            return [entry["path"][len(folder) :].lstrip("/") for entry in listed]
+
+    names = Retries(path).run(read, "a list")
+    return sorted(name for name in names if name and "/" not in name)
+
+
+def put(path: str, file: str, sha256: str) -> bool:
+    """Upload a file as an object, whole or not at all.
+
+    Returns False if an object with this checksum exists already. Raises StorageError.
+    """
+    store, key = _locate(path, for_writing=True)
+    if _is_stored(path, sha256, os.path.getsize(file)):
+        return False
+    with _writing(path), open(file, "rb") as opened:
+        _obstore().put(store, key, opened, attributes={_SHA256: sha256})
+    return True
+
+
+def copy(source: str, path: str, sha256: str, size: int) -> bool:
+    """Copy an object inside its bucket, on the server.
+
+    Returns False if an object with this checksum exists already. Raises StorageError, also if the
+    server makes another object than the source, as one does that does not know the request.
+    """
+    store, key = _locate(path, for_writing=True)
+    if _is_stored(path, sha256, size):
+        return False
+    with _writing(path):
+        try:
+            _obstore().copy(store, _locate(source)[1], key)
+            copied = _obstore().head(store, key)["size"]
+        except FileNotFoundError:
+            raise StorageError(
+                f"{source} is gone. It is part of an unfinished upload. Run it again with "
+                f"overwrite=True instead of resume=True."
+            ) from None
+    if copied != size:
+        remove(path)
+        raise StorageError(f"{path}: the server cannot copy {source}.")
+    return True
+
+
+def remove(path: str) -> None:
+    """Remove an object if it exists. Raises StorageError."""
+    try:
+        _obstore().delete(*_locate(path, for_writing=True))
+    except FileNotFoundError:
+        return
+    except Exception as error:
+        raise StorageError(f"{path} cannot be removed: {_describe(error)}.") from None
+
+
+def _is_stored(path: str, sha256: str, size: int) -> bool:
+    """Return whether an object has this size, and this checksum in its metadata."""
+    store, key = _locate(path, for_writing=True)
+    with _errors(path, "its metadata"):
+        try:
+            present = _obstore().get(store, key, options={"head": True})
+        except FileNotFoundError:
+            return False
+    is_same: bool = present.meta["size"] == size and present.attributes.get(_SHA256) == sha256
+    return is_same
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+    except ImportError:
+        raise UsageError(
+            "s3://, gs:// and az:// need obstore. Install it: pip install 'wdstrain[s3]'"
+        ) from None
+    return obstore
+
+
+def _call(path: str, request: Callable[..., Result], **options: Any) -> Result:
+    """Return the result of a request to a store and key, repeated once with new credentials."""
+    try:
+        return request(*_locate(path), **options)
+    except Exception as error:
+        if not _REFUSED.search(f"{type(error).__name__} {error}"):
+            raise
+    _store.cache_clear()
+    return request(*_locate(path), **options)
+
+
+@contextmanager
+def _errors(path: str, missing: str) -> Iterator[None]:
+    """Raise TemporaryError or StorageError for obstore's errors. missing: what was requested."""
+    try:
+        yield
+    except (StorageError, UsageError):
+        raise
+    except Exception as error:
+        problem = _describe(error)
+        if isinstance(error, FileNotFoundError):
+            raise StorageError(f"{path} is not there. Check the address.") from None
+        if _TEMPORARY.search(str(error)):
+            raise TemporaryError(problem) from None
+        raise StorageError(
+            f"{path}: the server did not send {missing}: {problem}. Check the credentials and the "
+            f"network."
+        ) from None
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Raise StorageError for errors of writing an object."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"{path} cannot be written: {_describe(error)}. Run it again with resume=True (--resume)."
+        ) from None
+
+
+def _locate(path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+    """Return (store of the bucket, key in the bucket)."""
+    scheme, _, rest = path.partition("://")
+    bucket, _, key = rest.partition("/")
+    store = _store(f"{scheme}://{bucket}", os.getpid(), network_timeout(), for_writing)
+    return store, key.lstrip("/")
+
+
+@lru_cache(maxsize=8)
+def _store(bucket: str, process: int, timeout: float, for_writing: bool) -> Any:
+    """Return a bucket with its connections.
+
+    process: a forked child must not use its parent's connections. timeout: seconds that its server
+    may be silent. for_writing: obstore retries requests, because it knows the parts of an upload.
+    """
+    _obstore()
+    from obstore.store import from_url
+
+    longest = min(_LONGEST_REQUEST, max(0.1, timeout / 2))
+    options: Any = {
+        "timeout": timedelta(seconds=longest),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, longest)),
+    }
+    retries: Any = {
+        "max_retries": _UPLOAD_RETRIES if for_writing else 0,
+        "retry_timeout": timedelta(seconds=timeout),
+    }
+    # A plain endpoint must be allowed. For Google it may be set in a file; the default is https.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    if bucket.startswith("gs://") or endpoint.startswith("http://"):
+        options["allow_http"] = True
+    try:
+        return from_url(bucket, client_options=options, retry_config=retries)
+    except Exception as error:
+        raise StorageError(
+            f"{bucket} cannot be opened: {_describe(error)}. Check the credentials in the "
+            f"environment."
+        ) from None
+
+
+def _describe(error: Exception) -> str:
+    return " ".join(str(error).split("Debug source")[0].split())[:300]
