@@ -191,13 +191,8 @@ class SpanCatalog:
         order = np.lexsort((self.offsets.start[numbers], self.file[numbers]))
         for file in np.unique(self.file[numbers]).tolist():
             places = order[self.file[numbers[order]] == file]
-            with open_source(
-                self.paths[file],
-                # "": the source of the shards verifies their bytes.
-                state=""
-                if len(self.offsets.member_crc) and self.offsets.member_crc.all()
-                else None,
-            ) as source:
+            is_verified = self.offsets.members_of(numbers[places]).crc.all()  # by their source
+            with open_source(self.paths[file], state="" if is_verified else None) as source:
                 for run in self._runs(numbers, places):
                     start = int(self.offsets.start[numbers[run[0]]])
                     stop = int(self.offsets.stop[numbers[run[-1]]])
