@@ -25,7 +25,6 @@ from wdstrain.loader.stats import Report
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.order.plan import integer
-from wdstrain.report import pages
 from wdstrain.runtime.options import hinted
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
@@ -254,15 +253,19 @@ class Loader:
         return self._state.stats.report()
 
     def __repr__(self) -> str:
-        return (
+        """What is read, what a batch holds, and the position: a text of some lines."""
+        plan, (epoch, step, _) = self.plan(0), self._state.position
+        fields = (self.fields or {}).items()
+        lines = [
             f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} "
             f"batches of {self.batch_size} on rank {self.rank} of {self.world_size}, "
             f"shuffle_buffer={self.shuffle_buffer} holds about "
-            f"{self._plans.buffered_megabytes(self.rank):.1f} MB)"
-        )
-
-    def _repr_html_(self) -> str:
-        return _card(self)
+            f"{self._plans.buffered_megabytes(self.rank):.1f} MB)",
+            f"  at epoch {epoch}, step {step} of {len(self)}; seed {plan.seed}, {plan.left_out} "
+            f"samples left out",
+            *(f"  {name}: {_describe(field, self.batch_size)}" for name, field in fields),
+        ]
+        return "\n".join(lines)
 
     def __enter__(self) -> Loader:
         return self
@@ -315,40 +318,6 @@ def _checked_steps(
             f"start={start}: must be below {steps}; an epoch has {steps} steps, which count from 0."
         )
     return number, start, until
-
-
-def _card(loader: Loader) -> str:
-    """Return what a loader reads, what its batches hold, and where it is, as an HTML table."""
-    index, plan, report = loader.index, loader.plan(0), loader.report()
-    size = sum(shard.bytes for shard in index.shards)
-    left_out = f", {plan.left_out} samples left out" if plan.left_out else ""
-    rows = {
-        "samples": f"{len(index)} in {len(index.shards)} shards, {size / 1e6:.1f} MB",
-        "batches": f"{plan.steps} of {plan.batch_size} in an epoch{left_out}",
-    }
-    if loader.transform is not None:
-        rows["batch"] = "the examples of the transform"
-    elif loader.fields is None:
-        rows["batch"] = f"bytes of {', '.join(index.fields)}"
-    for name, field in (loader.fields or {}).items():
-        rows[f"batch[{name!r}]"] = _describe(field, plan.batch_size)
-    rows["rank"] = f"{loader.rank} of {loader.world_size}"
-    rows["order"] = (
-        f"shuffled by seed {plan.seed} within {plan.window} samples; the buffer holds about "
-        f"{loader._plans.buffered_megabytes(loader.rank):.1f} MB"
-        if plan.shuffle
-        else "as in the shards"
-    )
-    epoch, step, _ = loader._state.position
-    rows |= {
-        "workers": str(loader.num_workers or "threads"),
-        "position": f"epoch {epoch}, step {step} of {len(loader)}",
-    }
-    if report["batches"]:
-        rows["verdict"] = report["verdict"]
-    if report["bad"]:
-        rows["bad samples"] = str(report["bad"])
-    return pages.fragment("Loader", pages.table(rows))
 
 
 def _describe(field: Field, batch_size: int) -> str:
