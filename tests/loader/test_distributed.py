@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import wdstrain as wt
 from tests.conftest import write_shards
 
 RANK = """
@@ -69,3 +72,28 @@ def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
             samples = sum(counts) if tail == "pad" else steps.pop() * 4 * world
             assert len(keys) == len(set(keys)) == samples
         assert sum(counts) < 20 or epochs[0][0] != epochs[0][1]
+
+
+def test_a_rank_of_the_job_is_compared_with_the_process_group_and_a_given_one_is_not(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickled copy remembers where its rank came from."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    of_job = wt.Loader(shards, batch_size=2)
+    given = wt.Loader(shards, batch_size=2, rank=1, world_size=2)
+    assert len(list(of_job)) == len(list(given)) == 5
+    group = torch.distributed
+    group.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for loader in (of_job, pickle.loads(pickle.dumps(of_job))):
+            with pytest.raises(
+                wt.UsageError, match="rank 1 of 2, and the process group says rank 0"
+            ):
+                next(iter(loader))
+        for loader in (given, pickle.loads(pickle.dumps(given))):
+            assert len(list(loader)) == 5
+        assert len(list(wt.Loader(shards, batch_size=2))) == 10
+    finally:
+        group.destroy_process_group()
+    assert len(list(of_job)) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.conftest import write_shards, write_tar
 Make = Callable[..., wt.Loader]
 
 
-def keys(loader: wt.Loader) -> list[list[str]]:
+def keys(loader: Iterable[dict[str, Any]]) -> list[list[str]]:
     return [batch["__key__"] for batch in loader]
 
 
@@ -170,6 +170,18 @@ def test_set_epoch_after_a_break_sets_the_next_epoch_and_the_state(shards: Path,
     loader.set_epoch(3)
     state = loader.state_dict()
     assert (state["epoch"], state["step"]) == loader.next_position == (3, 0)
+
+
+def test_set_epoch_keeps_the_step_of_a_state_of_that_epoch(shards: Path) -> None:
+    """Trainers call `set_epoch` before every epoch, also after a resume."""
+    plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
+    state = {**loader.state_dict(), "epoch": 1, "step": 2}
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(1, start=2)]
+    loader.load_state_dict(state)
+    loader.set_epoch(0)
+    assert keys(loader) == keys(plain.epoch(0))
 
 
 def test_state_dict_returns_a_state_loaded_within_a_loop(shards: Path) -> None:

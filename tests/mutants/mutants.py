@@ -143,7 +143,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/mixture.py": ("tests/order/test_mixture.py",),
     "loader/epoch.py": ("tests/loader/test_positions.py",),
     "loader/nested.py": ("tests/loader/test_batch_types.py",),
-    "loader/options.py": ("tests/loader/test_trainers.py",),
+    "loader/options.py": ("tests/loader/test_distributed.py",),
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/optim.py": ("tests/training/test_recipes.py",),
@@ -478,7 +478,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("all-tensors", 'hasattr(value, "_fields") or _has', 'hasattr(value, "_fields") and _has'),
     ],
     "loader/options.py": [
-        ("rank-compared", "self.is_rank_given or not _is_distributed()", "self.is_rank_given"),
+        ("rank-given", "self.is_rank_given or not _is", "not self.is_rank_given or not _is"),
     ],
     "loader/pipeline.py": [
         ("goes-on", "self._position != (epoch, step)", "self._position == (epoch, step)"),
