@@ -34,6 +34,9 @@ class Copies:
         self.begun = threading.Semaphore(0)
         self.threads: list[str] = []
 
+    def check(self, batch: dict[str, Any]) -> None:
+        """Accept any batch."""
+
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         self.threads.append(threading.current_thread().name)
         self.begun.release()
@@ -192,14 +195,15 @@ def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> 
 def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:
     """The report counts the batches that the loop received, not the batch ahead."""
 
-    def slow(batch: dict[str, Any]) -> dict[str, Any]:
-        begun = time.perf_counter()
-        while time.perf_counter() < begun + 0.02:
-            pass
-        return batch
+    class Slow(Copies):
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            begun = time.perf_counter()
+            while time.perf_counter() < begun + 0.02:
+                pass
+            return batch
 
     loader = wt.Loader(pictures, FIELDS, batch_size=20)
-    for step, _ in enumerate(copied_ahead(loader.epoch(0), slow)):
+    for step, _ in enumerate(copied_ahead(loader.epoch(0), Slow())):
         assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
     loader.close()
 

@@ -315,7 +315,7 @@ def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
     with pytest.raises(wt.UsageError, match=r"batch\['label'\] is float32\[2\]"):
         varied({"image": _pictures(2), "label": torch.zeros(2)}, _draws(2))
     with pytest.raises(wt.UsageError, match="no batch was delivered yet"):
-        wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).draws(3)
+        _ = wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).ids
 
 
 def test_an_empty_batch_has_the_types_of_full_batches() -> None:

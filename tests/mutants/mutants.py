@@ -460,8 +460,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "loader/epoch.py": [
         (
             "bad-of-epoch",
-            "self._bad if taken.position[1] else 0",
-            "self._bad if taken.position else 0",
+            "Position(self._epoch + 1, 0) if is_last",
+            "Position(self._epoch + 1, 0, self._bad) if is_last",
         ),
         (
             "errors-of-epoch",

@@ -38,16 +38,16 @@ from wdstrain.storage.local import open_source
 _MOST_TRIED = 100  # samples that are tried as substitutes, one after another
 
 
-class BatchInfo(NamedTuple):
-    """Counts of one batch of b rows.
+class TakenBatch(NamedTuple):
+    """A batch of b rows, with its counts.
 
-    ids: sample ids in the rows, int64[b]. draws: see `Plan.draws`, int64[b].
-    own: bool[b], whether a row has the sample that the plan put there; the other rows are bad
-    samples, replaced or empty. padded: rows of padding. bad: the bad samples, without padding.
+    values: by name. ids: sample ids in the rows, int64[b]. own: bool[b], whether a row has the
+    sample that the plan put there; the other rows are bad samples, replaced or empty. padded: rows
+    of padding. bad: the bad samples, without padding.
     """
 
+    values: dict[str, Any]
     ids: Ints
-    draws: Ints
     own: npt.NDArray[np.bool_]
     padded: int
     bad: list[Finding]
@@ -73,7 +73,7 @@ class BatchAssembler:
 
     def assemble(
         self, result: Result, batch: CollectedBatch, rng_ids: Ints, keys: list[str], plan: Order
-    ) -> tuple[dict[str, Any], BatchInfo]:
+    ) -> TakenBatch:
         """Return the batch and its counts.
 
         rng_ids: see `Plan.draws`, int64[b]. Raises SampleError for a bad sample that is not
@@ -103,7 +103,7 @@ class BatchAssembler:
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if plan.tail == "pad":
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
-        return values, BatchInfo(ids[:rows], draws[:rows], own[:rows], rows - valid, findings)
+        return TakenBatch(values, ids[:rows], own[:rows], rows - valid, findings)
 
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
         """Return the labels that the index gives, for the samples in the rows."""

@@ -23,7 +23,8 @@ import torch
 from wdstrain.augment.gpu import Augmentation
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.loader.epoch import EpochBatches, TakenBatch
+from wdstrain.loader.batch_assembly import TakenBatch
+from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.nested import map_tensors
 from wdstrain.runtime.signals import DeferSignals
 
@@ -186,8 +187,8 @@ class _CopyThread:
             if self._copier.stream is not None:
                 with torch.cuda.stream(self._copier.stream):  # on its device
                     self._batches.lock_pages()
-            copy = self._copier.copy(taken.batch)
-            return _Ahead(taken._replace(batch={}), copy, time.perf_counter() - begun)
+            copy = self._copier.copy(taken.values)
+            return _Ahead(taken._replace(values={}), copy, time.perf_counter() - begun)
         except StopIteration:
             return None
         except BaseException as error:

@@ -18,20 +18,17 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.worker_processes import worker_death_error
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.loader.batch_assembly import BatchInfo
+from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.pipeline import OVER, Batch, Batches, Pipeline
 from wdstrain.loader.stats import EpochStats, Finding, StageTotals
 from wdstrain.order.order import Order
 from wdstrain.order.plan import integer
-from wdstrain.order.rng import uniform
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
 _log = logging.getLogger("wdstrain")
-
-Draws = npt.NDArray[np.float64]
 
 
 class Position(NamedTuple):
@@ -135,20 +132,6 @@ class LoaderState:
                 self._pipeline = None
 
 
-class TakenBatch(NamedTuple):
-    """A batch that was taken from the pipeline and not delivered yet.
-
-    totals: of the stages up to it, since the pipeline was made.
-    position: (epoch, step) of the batch after it.
-    """
-
-    batch: Batch
-    info: BatchInfo
-    totals: StageTotals
-    position: tuple[int, int]
-    plan: Order
-
-
 class EpochBatches(Iterator[Batch]):
     """The batches of one epoch from a step on. Nothing starts before the first is requested.
 
@@ -173,7 +156,8 @@ class EpochBatches(Iterator[Batch]):
         # next error. The loader must be able to end before that.
         self._state: LoaderState | None = state
         self._plans, self._options, self._start, self._until = plans, options, start, until
-        self._epoch, self._step, self._bad = start
+        self._epoch, self._step, self._bad = start  # the step that is taken next
+        self._delivered_steps = start.step
         self._rows = 0  # taken so far
         self._pipeline: Pipeline | None = None
         self._batches: Batches | None = None  # of the pipeline, set with the first batch
@@ -188,21 +172,13 @@ class EpochBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         self._check_process()
-        with self._lock:
+        with self._lock, WorkerDeathsAsErrors():
             try:
                 requested = self.request()
-                try:
-                    return self.deliver(self.take(), requested)
-                except StopIteration:
-                    self.log_summary()
-                    raise
+                return self.deliver(self.take(), requested)
             except StopIteration:
+                self.log_summary()
                 raise
-            except RuntimeError as error:
-                self.close()
-                if (death := worker_death_error(error)) is None:
-                    raise
-                raise death from error
             except BaseException:
                 self.close()
                 raise
@@ -213,24 +189,15 @@ class EpochBatches(Iterator[Batch]):
             "this process. Pickle the loader, or save loader.state_dict(), and begin a pass from it."
         )
 
-    def draws(self, columns: int) -> Draws:
-        """Return random numbers in [0, 1) for the batch delivered last. float64[b, columns].
-
-        Row i depends on seed, epoch and the sample in row i: not on workers, ranks or a resume.
-        The numbers are unrelated to those that `fields` use.
-        """
-        taken = self._delivered
-        return uniform(taken.info.draws, columns, "device", taken.plan.seed, taken.plan.epoch)
-
     @property
     def own(self) -> npt.NDArray[np.bool_]:
         """Rows of the batch delivered last that hold their own sample, not a substitute. bool[b]"""
-        return self._delivered.info.own
+        return self._delivered.own
 
     @property
     def bad(self) -> list[Finding]:
         """The bad samples of the batch delivered last, in row order, without padding."""
-        return self._delivered.info.bad
+        return self._delivered.bad
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -238,7 +205,7 @@ class EpochBatches(Iterator[Batch]):
 
         The id of a sample is its number in the index.
         """
-        return self._delivered.info.ids
+        return self._delivered.ids
 
     @property
     def _delivered(self) -> TakenBatch:
@@ -272,12 +239,10 @@ class EpochBatches(Iterator[Batch]):
                         f"{self._rows} delivered. Please report this error."
                     )
                 raise StopIteration
-            batch, info = next(self._batches)
-            self._rows += len(info.ids)
+            taken = next(self._batches)
+            self._rows += len(taken.ids)
             self._step += 1
-            is_last = self._step == self._plan.steps
-            position = (self._epoch + 1, 0) if is_last else (self._epoch, self._step)
-            return TakenBatch(batch, info, self._pipeline.totals(), position, self._plan)
+            return taken
 
     def deliver(
         self,
@@ -292,15 +257,19 @@ class EpochBatches(Iterator[Batch]):
         its copy on a device. copy_seconds: how long that copy took.
         """
         self._stats.copy_seconds += copy_seconds
-        self._count(taken.info)
+        self._count(taken)
+        self._delivered_steps += 1
+        is_last = self._delivered_steps == self._plan.steps
         state = self._state
         if state is not None and state.newest() is self:
-            state.move(Position(*taken.position, self._bad if taken.position[1] else 0))
-        self._stats.set_stages(self._totals_before, taken.totals)
-        self._last = taken._replace(batch={})  # only the loop refers to the batch's memory
+            after = Position(self._epoch, self._delivered_steps, self._bad)
+            state.move(Position(self._epoch + 1, 0) if is_last else after)
+        if self._pipeline is not None:
+            self._stats.set_stages(self._totals_before, self._pipeline.totals())
+        self._last = taken._replace(values={})  # only the loop refers to the batch's memory
         self._delivered_at = time.perf_counter()
         self._stats.wait_seconds += self._delivered_at - requested
-        return taken.batch if batch is None else batch
+        return taken.values if batch is None else batch
 
     def log_summary(self) -> None:
         """Log the counts of the epoch once, after the loop got all batches."""
@@ -366,17 +335,17 @@ class EpochBatches(Iterator[Batch]):
         state.begin(self._stats, self._start)
         return pipeline, batches
 
-    def _count(self, info: BatchInfo) -> None:
+    def _count(self, taken: TakenBatch) -> None:
         """Count a batch. Raises SampleError if the epoch has too many bad samples with it."""
         stats = self._stats
-        if info.bad:
-            self._bad += len(info.bad)
-            stats.add_bad(info.bad)
+        if taken.bad:
+            self._bad += len(taken.bad)
+            stats.add_bad(taken.bad)
             if self._bad > self._options.max_errors * self._epoch_samples:
-                raise SampleError(self._too_many_errors(info.bad[-1]))
+                raise SampleError(self._too_many_errors(taken.bad[-1]))
         stats.batches += 1
-        stats.samples += len(info.ids) - info.padded
-        stats.padded += info.padded
+        stats.samples += len(taken.ids) - taken.padded
+        stats.padded += taken.padded
 
     def _too_many_errors(self, last: Finding) -> str:
         """Return the error message. last: the newest bad sample."""

@@ -27,7 +27,7 @@ from wdstrain.decode.task import DecoderSettings, Result, Task
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
-from wdstrain.loader.batch_assembly import BatchAssembler, BatchInfo, BatchRepair
+from wdstrain.loader.batch_assembly import BatchAssembler, BatchRepair, TakenBatch
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.stats import StageTotals
 from wdstrain.loader.task_blocks import TaskBuilder
@@ -63,8 +63,8 @@ class _Pending(NamedTuple):
     rng_ids: Any
 
 
-class Batches(Iterator[tuple[Batch, BatchInfo]]):
-    """Batches of a pipeline with their counts, until `Pipeline.batches` is called again.
+class Batches(Iterator[TakenBatch]):
+    """Batches of a pipeline, until `Pipeline.batches` is called again.
 
     Raises SampleError for a bad sample that is not replaced, the error of a read at the first batch
     that lacks its samples, and WdstrainError if the pipeline was closed.
@@ -73,7 +73,7 @@ class Batches(Iterator[tuple[Batch, BatchInfo]]):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def __next__(self) -> tuple[Batch, BatchInfo]:
+    def __next__(self) -> TakenBatch:
         return self._pipeline.next_of(self)
 
 
@@ -203,8 +203,8 @@ class Pipeline:
             self._newest = weakref.ref(batches)
             return batches
 
-    def next_of(self, batches: Batches) -> tuple[Batch, BatchInfo]:
-        """Return the next batch and its counts, for `batches`."""
+    def next_of(self, batches: Batches) -> TakenBatch:
+        """Return the next batch, for `batches`."""
         with self._lock:
             if self._newest() is not batches:
                 raise WdstrainError(TAKEN)
