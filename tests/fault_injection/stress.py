@@ -76,6 +76,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -108,7 +109,6 @@ import wdstrain as wt
 from tests.fault_injection.faulty_server import FAULTS, RARE, serve
 from wdstrain.decode.fields import Field
 from wdstrain.runtime import child_process
-from wdstrain.runtime.file_locks import try_lock
 
 SHARDS, OF_SHARD, VALUES = 8, 500, 8192  # 43 MB in shards of 5.4 MB, which are two requests each
 BATCH, WINDOW = 50, 1000
@@ -558,8 +558,7 @@ def bytes_in(folder: Path) -> int:
     """Return the contents of a cache while no process changes it."""
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        while not try_lock(fd, 0):
-            time.sleep(0.001)
+        fcntl.flock(fd, fcntl.LOCK_EX)
         total = 0
         for entry in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):

@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import integer
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import as_bytes, option, parse_size
+from wdstrain.runtime.options import as_bytes, integer, option, parse_size
 
 Path = str | os.PathLike[str]
 OnError = Literal["raise", "skip"]

@@ -72,6 +72,8 @@ class _Copier:
 
     def copy(self, batch: Batch) -> _Copy:
         """Return the copy of a batch, whose own memory is not needed any more."""
+        if self._augmentation is not None:  # a wrong label would end the CUDA context
+            self._augmentation.check(batch)
         with torch.cuda.stream(self.stream):  # does nothing without a stream
             moved = map_tensors(
                 lambda tensor: tensor.to(self._device, non_blocking=self.stream is not None), batch

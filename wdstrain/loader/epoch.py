@@ -25,7 +25,7 @@ from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.pipeline import OVER, Batch, Batches, Pipeline
 from wdstrain.loader.stats import EpochStats, Finding, StageTotals
 from wdstrain.order.order import Order
-from wdstrain.order.plan import integer
+from wdstrain.runtime.options import integer
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
 _log = logging.getLogger("wdstrain")

@@ -24,8 +24,7 @@ from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_num
 from wdstrain.loader.stats import Report
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
-from wdstrain.order.plan import integer
-from wdstrain.runtime.options import hinted
+from wdstrain.runtime.options import hinted, integer
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 

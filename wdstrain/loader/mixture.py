@@ -14,7 +14,7 @@ from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import MixedSources, open_shards
-from wdstrain.order.plan import is_number
+from wdstrain.runtime.options import is_number
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 

@@ -16,9 +16,8 @@ from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
-from wdstrain.order.plan import integer, is_number
 from wdstrain.runtime.launch import Launch
-from wdstrain.runtime.options import parse_size
+from wdstrain.runtime.options import integer, is_number, parse_size
 from wdstrain.storage.cache import Cache
 
 StartMethod = Literal["fork", "forkserver", "spawn"]

@@ -23,43 +23,21 @@ commit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
-from operator import index
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
-from wdstrain.errors import PlanError, UsageError
+from wdstrain.errors import PlanError
 from wdstrain.order.order import Ints, Tail
 from wdstrain.order.rng import below, bits
 from wdstrain.runtime.cached import cached_property
+from wdstrain.runtime.options import integer
 
 ORDER = 1  # version of the order; equal inputs and equal ORDER give equal epochs
 
 
 _BLOCK = 4096  # least number of positions computed at a time; smaller blocks sort too often
 _KEPT_BLOCKS = 3  # blocks before and after the newest one that are kept
-
-
-def integer(name: str, value: Any, least: int | None = None) -> int:
-    """Return an argument as a Python int.
-
-    value: an int or a NumPy integer. name: the name of the argument, for the error message.
-    Raises UsageError for a bool, a float, any other type, and a value below `least`.
-    """
-    rule = "must be an integer" + (f" >= {least}" if least is not None else "")
-    try:
-        number = int(index(value))
-    except TypeError:
-        raise UsageError(f"{name}={value!r}: {rule}.") from None
-    if isinstance(value, bool) or (least is not None and number < least):
-        raise UsageError(f"{name}={value!r}: {rule}.")
-    return number
-
-
-def is_number(value: Any) -> bool:
-    """Return whether an argument is a real number of Python or NumPy."""
-    return isinstance(value, Real)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,26 +6,22 @@ that is forked while a thread holds the lock inherits it locked, and waits for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # the types are those of Python's
+    from functools import cached_property as cached_property
+else:
 
+    class cached_property:
+        """Property that is computed once and kept in the object's `__dict__`.
 
-class cached_property(Generic[T]):
-    """Property that is computed once and kept in the object's `__dict__`.
+        Two threads may both compute it. Both get the value that was stored first.
+        """
 
-    Two threads may both compute it. Both get the value that was stored first.
-    """
+        def __init__(self, function):
+            self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__
 
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> Any:
-        if instance is None:
-            return self
-        return vars(instance).setdefault(self._name, self._function(instance))
+        def __get__(self, instance, owner):
+            if instance is None:
+                return self
+            return vars(instance).setdefault(self._name, self._function(instance))

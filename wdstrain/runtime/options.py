@@ -2,7 +2,8 @@
 
 The same fields are the keyword arguments of a public function (`takes`), its documentation, and the
 flags of a verb (`wdstrain.cli.common`), so that these cannot differ. Also here: the texts of values,
-such as 256MB, and settings in environment variables, which are read when they are used.
+such as 256MB, checks of arguments, and settings in environment variables, which are read when they
+are used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from numbers import Real
+from operator import index
 from textwrap import fill
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +47,27 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """Return an argument as a Python int.
+
+    value: an int or a NumPy integer. name: the name of the argument, for the error message.
+    Raises UsageError for a bool, a float, any other type, and a value below `least`.
+    """
+    rule = "must be an integer" + (f" >= {least}" if least is not None else "")
+    try:
+        number = int(index(value))
+    except TypeError:
+        raise UsageError(f"{name}={value!r}: {rule}.") from None
+    if isinstance(value, bool) or (least is not None and number < least):
+        raise UsageError(f"{name}={value!r}: {rule}.")
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a real number of Python or NumPy."""
+    return isinstance(value, Real)
 
 
 def option(
@@ -226,25 +250,28 @@ def format_size(size: float) -> str:
 
 def seconds_setting(name: str, default: float) -> float:
     """Return a number of seconds from the environment. Raises UsageError for another value."""
-    text = os.environ.get(name, "")
-    try:
-        value = float(text) if text.strip() else default
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"{name}={text!r}: must be a number of seconds >= 0. Unset it for {default:g} s."
-        )
-    return value
+    rule = f"a number of seconds >= 0. Unset it for {default:g} s"
+    return _setting(name, default, float, (0, threading.TIMEOUT_MAX), rule)
 
 
 def size_setting(name: str, default: int) -> int:
     """Return a number of bytes from the environment. Raises UsageError for another value."""
+    rule = "a size of at least 1 byte, such as 4MiB"
+    return int(_setting(name, default, parse_size, (1, math.inf), rule))
+
+
+def _setting(
+    name: str,
+    default: float,
+    parse: Callable[[str], float],
+    limits: tuple[float, float],
+    rule: str,
+) -> float:
     text = os.environ.get(name, "").strip()
     try:
-        value = parse_size(text) if text else default
+        value = parse(text) if text else default
     except ValueError:
-        value = 0
-    if value < 1:
-        raise UsageError(f"{name}={text!r}: must be a size of at least 1 byte, such as 4MiB.")
+        value = math.nan
+    if not limits[0] <= value <= limits[1]:
+        raise UsageError(f"{name}={text!r}: must be {rule}.")
     return value

@@ -9,8 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import integer
-from wdstrain.runtime.options import REQUIRED, choices_of, option, parse_list
+from wdstrain.runtime.options import REQUIRED, choices_of, integer, option, parse_list
 from wdstrain.shards.declare import read_classes
 from wdstrain.storage.addresses import Urls
 

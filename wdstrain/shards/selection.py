@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import integer, is_number
 from wdstrain.order.rng import bits
+from wdstrain.runtime.options import integer, is_number
 from wdstrain.shards.where import Samples, column_values
 
 Ints = npt.NDArray[np.int64]

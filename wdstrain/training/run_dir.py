@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.runtime import file_locks
+from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.storage.files import check_folder_output, write_whole
 
 CONFIG, METRICS, STEPS = "config.toml", "metrics.jsonl", "steps.jsonl"
@@ -46,7 +46,8 @@ class RunDir:
     """The folder of a new run, or with `resume` of an earlier one. config: text of config.toml."""
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
-        self.folder, self._fd = folder, -1
+        self.folder = folder
+        self._fd: int | None = None
         check_out(folder, overwrite=overwrite, resume=resume)
         try:
             os.makedirs(folder, exist_ok=True)
@@ -98,13 +99,12 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder for other processes."""
-        if self._fd >= 0:
-            file_locks.close_file(self._fd)
-            self._fd = -1
+        unlock_file(self._fd)
+        self._fd = None
 
     def _lock(self) -> None:
-        self._fd = file_locks.open_file(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
-        if file_locks.available and not file_locks.try_lock(self._fd, 0):
+        self._fd = lock_file(self.path(_LOCK))
+        if self._fd is None:
             raise UsageError(
                 f"another process is training into {self.folder}. Wait for it, or choose another folder."
             )

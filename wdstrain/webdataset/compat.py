@@ -25,7 +25,7 @@ from webdataset.pipeline import DataPipeline
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.loader.planning import open_shards
-from wdstrain.order.plan import integer
+from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import shard_index
 from wdstrain.shards.tar import CompressedError, SkippedMembers, is_not_sample, other_kind

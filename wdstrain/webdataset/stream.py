@@ -29,8 +29,8 @@ from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import rank_of
 from wdstrain.loader.planning import open_shards
-from wdstrain.order.plan import integer
 from wdstrain.runtime.cached import cached_property
+from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
 from wdstrain.shards.tar_stream import reraise
 from wdstrain.storage.addresses import Urls

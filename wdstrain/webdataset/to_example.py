@@ -15,8 +15,8 @@ from wdstrain.decode.fields import Field, read_field
 from wdstrain.decode.label_fields import Label, label_of_set, with_classes
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
-from wdstrain.order.plan import integer
 from wdstrain.order.rng import key, uniform
+from wdstrain.runtime.options import integer
 
 
 def to_example(
