@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         pack,
     )
     from wdstrain.conversion.remove import remove
-    from wdstrain.decode.fields import Example, Field, array, image, json, text
-    from wdstrain.decode.label_fields import label, number
+    from wdstrain.decode.fields import Example, Field, array, image, json
+    from wdstrain.decode.labels import label, number, text
     from wdstrain.decode.masks import mask
     from wdstrain.errors import (
         PlanError,
@@ -129,8 +129,8 @@ __all__ = [
 _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
     "conversion.remove": "remove",
-    "decode.fields": "Example Field array image json text",
-    "decode.label_fields": "label number",
+    "decode.fields": "Example Field array image json",
+    "decode.labels": "label number text",
     "decode.masks": "mask",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
     "inspection.epoch_preview.api": "plan_epoch",

@@ -318,7 +318,7 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
     assert found == {value: column.count(value) for value in column}
     assert set(found) <= set(label.classes)
     assert sum(found.values()) == rows
-    field = wt.label(label.field, column=label.entry)
+    field = wt.label(label.stored_as)
     loader = wt.Loader(index, {"y": field}, batch_size=rows, tail="keep", shuffle=False)
     try:
         delivered = [label.classes[number] for batch in loader for number in batch["y"].tolist()]
@@ -328,16 +328,15 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
 
 
 BOOLEANS = [n % 3 == 0 for n in range(12)]
-_FAULT = known_fault("conversion/true_false_labels")
 
 
 @pytest.mark.parametrize(
     ("form", "cells", "kind"),
     [
-        *(pytest.param(form, BOOLEANS, "", marks=_FAULT) for form in FORMS),
-        pytest.param("parquet", BOOLEANS, ":class", marks=_FAULT),
-        pytest.param("jsonl", ["true", "FALSE", "True"], "", marks=_FAULT),
-        pytest.param("jsonl", [True, "cat"], ":class", marks=_FAULT),
+        *((form, BOOLEANS, "") for form in FORMS),
+        ("parquet", BOOLEANS, ":class"),
+        ("jsonl", ["true", "FALSE", "True"], ""),
+        ("jsonl", [True, "cat"], ":class"),
         ("jsonl", [0, 1, 2], ""),
         ("jsonl", [0.5, 1.5], ":class"),
         ("jsonl", [0.0, 1.0], ":class"),
@@ -367,9 +366,9 @@ def test_a_second_label_has_the_same_values_in_index_conditions_and_batches(
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        pytest.param([True, False, False], "", marks=_FAULT),
-        pytest.param([True, False, False], ":class", marks=_FAULT),
-        pytest.param([0.0, 1.0, 2.0], ":class", marks=_FAULT),
+        ([True, False, False], ""),
+        ([True, False, False], ":class"),
+        ([0.0, 1.0, 2.0], ":class"),
         ([0, 1, 2], ""),
     ],
 )

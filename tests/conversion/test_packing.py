@@ -276,8 +276,8 @@ def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
         file, tmp_path / "out", image="file", label=["kind", "age"], shuffle=False
     )
     fields = {
-        "kind": wt.label("json", column="kind", classes=index.labels[0].classes),
-        "age": wt.number("json", column="age"),
+        "kind": wt.label("json.kind", classes=index.labels[0].classes),
+        "age": wt.number("json.age"),
     }
     batch = next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))
     assert (batch["kind"].tolist(), batch["age"].tolist()) == ([1, 0], [1.5, 2.5])
@@ -332,7 +332,7 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     index = wt.convert_table(
         file, tmp_path / "out", image="file", label=["a:class", "b"], shuffle=False
     )
-    fields = {"a": wt.label("json", column="a", classes=index.labels[0].classes)}
+    fields = {"a": wt.label("json.a", classes=index.labels[0].classes)}
     assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
 
 

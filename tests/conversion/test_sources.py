@@ -105,8 +105,8 @@ def test_tables_of_any_format_give_the_same_samples(pictures: Path, form: str) -
             wt.Loader(
                 index,
                 {
-                    "tags": wt.label("json", column="tags", multi=True),  # the classes of the index
-                    "good": wt.label("json", column="good"),
+                    "tags": wt.label("json.tags", multi=True),  # the classes of the index
+                    "good": wt.label("json.good"),
                 },
                 batch_size=6,
             )
@@ -131,8 +131,6 @@ def test_several_classes_in_a_cell_are_separated_by_bars(pictures: Path) -> None
         "IMG/2": ["sea"],
     }
     assert skipped(out) == {3: "the label column 'tags' is empty"}
-    with pytest.raises(UsageError, match="Give column="):
-        wt.label("json", multi=True)
 
 
 def test_images_may_be_bytes_in_the_table(pictures: Path) -> None:
@@ -1040,7 +1038,7 @@ def test_class_names_that_look_like_numbers_are_read_as_in_the_table(pictures: P
         label=["a", "b:class", "c:class"],
         shuffle=False,
     )
-    fields = {name: wt.label("json", column=name) for name in "abc"}
+    fields = {name: wt.label(f"json.{name}") for name in "abc"}
     batch = next(iter(wt.Loader(index, fields, batch_size=6, shuffle=False)))
     assert batch["a"].tolist() == [0, 1, 2, 0, 1, 2]
     assert batch["b"].tolist() == [0, 1, 0, 1, 0, 1]
@@ -1106,7 +1104,7 @@ def test_semicolons_and_lists_beside_single_values_are_supported(pictures: Path)
         iter(
             wt.Loader(
                 index,
-                {"t": wt.label("json", column="tags", multi=True)},
+                {"t": wt.label("json.tags", multi=True)},
                 batch_size=2,
                 shuffle=False,
             )

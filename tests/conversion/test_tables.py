@@ -459,7 +459,7 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_minus_one_is_missing(
     assert bad_rows(tmp_path / "out") == {
         3: "the label column 'label' holds -1, which means no label"
     }
-    field = wt.label("json", column="label") if several else wt.label()
+    field = wt.label("json.label") if several else wt.label()
     batch = next(iter(wt.Loader(index, {"y": field}, batch_size=3, shuffle=False)))
     assert dict(zip(batch["__key__"], batch["y"].tolist(), strict=True)) == {
         "row-000000001": 0,

@@ -130,13 +130,13 @@ def test_text_that_is_not_a_class_is_an_error(data: bytes) -> None:
 
 def test_labels_and_numbers_are_read_from_json_columns() -> None:
     data = b'{"angle": -0.25, "kind": "dog", "n": 3}'
-    assert value(wt.number("json", column="angle"), data) == np.float32(-0.25)
-    assert value(wt.label("json", column="kind", classes=["cat", "dog"]), data) == 1
-    assert value(wt.label("json", column="n"), data) == 3
+    assert value(wt.number("json.angle"), data) == np.float32(-0.25)
+    assert value(wt.label("json.kind", classes=["cat", "dog"]), data) == 1
+    assert value(wt.label("json.n"), data) == 3
     with pytest.raises(SampleError, match="it has no entry 'speed', but angle, kind, n"):
-        value(wt.number("json", column="speed"), data)
+        value(wt.number("json.speed"), data)
     with pytest.raises(SampleError, match="'dog' is not a number"):
-        value(wt.number("json", column="kind"), data)
+        value(wt.number("json.kind"), data)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_labels_and_numbers_are_read_from_json_columns() -> None:
 def test_a_number_beyond_float32_is_an_error(number: str) -> None:
     for field, data in (
         (wt.number("x"), number),
-        (wt.number("json", column="n"), f'{{"n": {number}}}'),
-        (wt.number("json", column="n"), f'{{"n": "{number}"}}'),
+        (wt.number("json.n"), f'{{"n": {number}}}'),
+        (wt.number("json.n"), f'{{"n": "{number}"}}'),
     ):
         with pytest.raises(SampleError, match=r"more than a float32 holds|is not a number"):
             value(field, data.encode())
@@ -156,7 +156,7 @@ def test_a_number_beyond_float32_is_an_error(number: str) -> None:
 
 def test_a_number_may_be_infinite() -> None:
     assert value(wt.number("x"), b"-inf") == -np.inf
-    assert value(wt.number("json", column="n"), b'{"n": Infinity}') == np.inf
+    assert value(wt.number("json.n"), b'{"n": Infinity}') == np.inf
     assert value(wt.number("x"), npy_bytes(np.float64("inf"))) == np.inf
 
 
@@ -434,7 +434,7 @@ def _saved_array(array: Any) -> bytes:
     ("field", "data"),
     [
         (wt.json("json.gz"), b'{"n": 3}'),
-        (wt.number("json.gz", column="n"), b'{"n": 3}'),
+        (wt.number("json.gz.n"), b'{"n": 3}'),
         (wt.text("txt.gz"), b"three"),
         (wt.label("cls.gz"), b"3"),
         (wt.number("cls.gz"), b"3.5"),
@@ -493,18 +493,15 @@ def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     assert (isinstance(outcome, int) and outcome > 200) or any("bit" in text for text in told)
 
 
-EXACT = known_fault("training/numbers_above_16_million")
-
-
 @pytest.mark.parametrize(
     ("first", "column", "pack"),
     [
         (1_000_000, "t", lambda n: {"json": {"t": n}}),
-        pytest.param(1_700_000_000, "t", lambda n: {"json": {"t": n}}, marks=EXACT),
-        pytest.param(1_700_000_000, "t", lambda n: {"json": {"t": n + 0.5}}, marks=EXACT),
-        pytest.param(1_700_000_000, None, lambda n: {"t": str(n)}, marks=EXACT),
-        pytest.param(1_700_000_000, None, lambda n: {"t.npy": np.int64(n)}, marks=EXACT),
-        pytest.param(2**60, None, lambda n: {"t.npy": np.int64(n)}, marks=EXACT),
+        (1_700_000_000, "t", lambda n: {"json": {"t": n}}),
+        (1_700_000_000, "t", lambda n: {"json": {"t": n + 0.5}}),
+        (1_700_000_000, None, lambda n: {"t": str(n)}),
+        (1_700_000_000, None, lambda n: {"t.npy": np.int64(n)}),
+        (2**60, None, lambda n: {"t.npy": np.int64(n)}),
     ],
     ids=["small", "json", "fraction", "text", "int64", "beyond float64"],
 )
@@ -516,14 +513,13 @@ def test_neighboring_numbers_stay_different_or_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A warning of the conversion or of the loader counts as a refusal, too."""
-    place = "json" if column else "t;t.npy"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             labels = [wt.Label("t", "number", "json", "t")] if column else []
             samples = ({"__key__": str(i), **pack(first + i)} for i in range(8))
             wt.pack(samples, tmp_path / "set", labels=labels)
-            fields = {"t": wt.number(place, column=column)}
+            fields = {"t": wt.number("json.t" if column else "t;t.npy")}
             with closing(wt.Loader(tmp_path / "set", fields, batch_size=8)) as loader:
                 values = next(iter(loader))["t"].tolist()
         except wt.WdstrainError as error:

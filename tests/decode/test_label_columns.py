@@ -62,11 +62,11 @@ COLUMN = {"cls": None, "json": "kind"}
 
 
 def fields(place: str) -> list[Any]:
-    column = COLUMN[place]
-    samples_: list[Any] = [wt.number(place, column=column)]
-    samples_ += [wt.label(place, column=column, classes=list(c)) for c in CLASSES]
-    if column:
-        samples_ += [wt.label(place, column=column, classes=NAMES, multi=True)]
+    name = "cls" if COLUMN[place] is None else f"{place}.{COLUMN[place]}"
+    samples_: list[Any] = [wt.number(name)]
+    samples_ += [wt.label(name, classes=list(c)) for c in CLASSES]
+    if COLUMN[place]:
+        samples_ += [wt.label(name, classes=NAMES, multi=True)]
     return samples_
 
 
@@ -135,15 +135,24 @@ def test_label_columns_and_label_bytes_have_equal_values(
 
 def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) -> None:
     orders = [("cat", "dog", "emu"), ("emu", "cat"), ("dog",)]
+    order = ["emu", "dog", "cat"]
     for number, classes in enumerate(orders):
         values = [n % len(classes) for n in range(5)]
         labels = [wt.Label("label", "class", "cls", None, classes)]
-        wt.pack(samples(values, field="cls"), str(tmp_path / str(number)), labels=labels)
+        rows = samples(values, field="cls")
+        wt.pack(rows, str(tmp_path / str(number)), labels=labels, shuffle=False)
     index = wt.open([str(tmp_path / str(number)) for number in range(3)])
-    for field in (wt.label(), wt.label(classes=["emu", "dog", "cat"])):
-        expected = outcome(replace(index, columns=()), field)
-        assert outcome(index, field) == expected
-        assert sum(map(len, expected)) == 15
+    names = {key: orders[key[0]][key[1] % len(orders[key[0]])] for key in _places(3, 5)}
+    for field, classes in ((wt.label(), index.labels[0].classes), (wt.label(classes=order), order)):
+        with closing(wt.Loader(index, {"label": field}, batch_size=15, shuffle=False)) as loader:
+            (batch,) = loader.epoch(0, until=1)
+        assert [classes[number] for number in batch["label"].tolist()] == list(names.values())
+    with pytest.raises(wt.UsageError, match="wdstrain index --columns"):
+        wt.Loader(replace(index, columns=()), {"label": wt.label()})
+
+
+def _places(sets: int, samples: int) -> list[tuple[int, int]]:
+    return [(number, row) for number in range(sets) for row in range(samples)]
 
 
 def with_labels(shape: bool) -> dict[str, Any]:
@@ -151,7 +160,7 @@ def with_labels(shape: bool) -> dict[str, Any]:
     return {
         "a": array,
         "label": wt.label(),
-        "price": wt.number("json", column="price"),
+        "price": wt.number("json.price"),
     }
 
 
@@ -253,7 +262,7 @@ def test_a_loader_of_columns_reads_no_shard(
     """A class and a number of the index are delivered though the shards are gone."""
     rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
     index = wt.pack(rows, tmp_path / "out", shuffle=False)
-    fields = {"label": wt.label("cls"), "angle": wt.number("json", column="angle")}
+    fields = {"label": wt.label("cls"), "angle": wt.number("json.angle")}
     more = {"shuffle": False, "num_workers": num_workers, **options}
     with closing(wt.Loader(index, fields, batch_size=4, **more)) as loader:
         for shard in index.shards:

@@ -43,7 +43,7 @@ from PIL import Image
 
 from tests.fuzz import tar_mutations
 from tests.support.indexes import with_checksums
-from wdstrain.decode import codecs, fields, label_fields
+from wdstrain.decode import codecs, fields, labels
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Field
 from wdstrain.decode.jpeg_batch import EncodedImages
@@ -795,8 +795,9 @@ _LABELS: list[tuple[str | None, tuple[str, ...]]] = [
 def run_label(data: bytes) -> None:
     """Labels and numbers: the value in the bytes, or a bad sample."""
     for column, classes in _LABELS:
+        name = "cls" if column is None else f"json.{column}"
         out = np.full((), -1, np.int64)
-        if _read(label_fields.label("cls", column=column, classes=classes), data, out):
+        if _read(labels.label(name, classes=classes), data, out):
             value = int(out)
             _must(
                 value >= 0 and (not classes or value < len(classes)),
@@ -814,15 +815,11 @@ def run_label(data: bytes) -> None:
                 )
         many = np.full((len(_CLASSES),), -1, np.float32)
         if column is not None and _read(
-            label_fields.label("cls", column=column, classes=_CLASSES, multi=True), data, many
+            labels.label(name, classes=_CLASSES, multi=True), data, many
         ):
             _must(set(many.tolist()) <= {0.0, 1.0}, "several classes are ones and zeros", many)
         real = np.full((), -7, np.float32)
-        if (
-            _read(label_fields.number("n", column=column), data, real)
-            and column is None
-            and data[:6] != b"\x93NUMPY"
-        ):
+        if _read(labels.number(name), data, real) and column is None and data[:6] != b"\x93NUMPY":
             text = data.decode("utf-8-sig").strip()
             expected = float(text)
             _must("_" not in text, "a number is written as numbers are", text)
@@ -840,10 +837,10 @@ def run_label(data: bytes) -> None:
 
 def run_document(data: bytes) -> None:
     """JSON and text: a value, or a bad sample."""
-    for field in (fields.json(), fields.text()):
+    for field in (fields.json(), labels.text()):
         with suppress(ValueError, RecursionError):
             value = field.read(field.names[0], memoryview(data), None, _DRAWS)
-            if isinstance(value, str) and isinstance(field, fields.Text):
+            if isinstance(value, str) and isinstance(field, labels.LabelField):
                 _must(
                     value.encode() in (data, data.removeprefix(b"\xef\xbb\xbf")),
                     "a text is its bytes",
@@ -1104,8 +1101,8 @@ TARGETS = {
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
-        Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
-        Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
+        Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
+        Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.labels:LabelField")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
         Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch"), _IMAGE_WORDS, None, 8192),
     )

@@ -25,7 +25,7 @@ from tests.fuzz import __main__ as fuzzing
 from tests.fuzz import mutated_tars, targets
 from tests.fuzz.tar_mutations import KINDS, summed
 from tests.fuzz.targets import TARGETS
-from wdstrain.decode import codecs, fields, label_fields
+from wdstrain.decode import codecs, fields, labels
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards import index_table, tar
 from wdstrain.shards.tar import samples
@@ -72,9 +72,9 @@ def test_seeds_of_a_fuzzer_pass_and_are_within_its_size_limit(name: str) -> None
             "http/range-of-5000-digits",
         ),
         (
-            label_fields,
-            "_without_underscores",
-            lambda value: value,
+            labels,
+            "number_of",
+            lambda value: float(value),
             "label/name-that-python-takes-for-a-number",
         ),
     ],
@@ -200,7 +200,7 @@ def test_a_label_or_number_equals_its_text(text: str) -> None:
 @given(st.floats(allow_nan=False))
 def test_a_number_is_the_nearest_float32_or_a_bad_sample(value: float) -> None:
     out = np.zeros((), np.float32)
-    field = label_fields.number("n")
+    field = labels.number("n")
     if math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
         with pytest.raises(SampleError, match="more than a float32 holds"):
             field.read("n", memoryview(repr(value).encode()), out, np.zeros(27))

@@ -472,8 +472,8 @@ def test_a_child_forked_while_a_label_is_prepared_decodes_labels(multi: bool) ->
 
     SlowName.begun.clear()
     SlowName.released.clear()
-    slow = wt.label("json", column="kind", classes=(SlowName("dog"), "cat"), multi=multi)
-    plain = wt.label("json", column="kind", classes=("dog", "cat"), multi=multi)
+    slow = wt.label("json.kind", classes=(SlowName("dog"), "cat"), multi=multi)
+    plain = wt.label("json.kind", classes=("dog", "cat"), multi=multi)
     thread = threading.Thread(target=decode, args=[slow])
     thread.start()
     try:

@@ -124,6 +124,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/selection.py": ("tests/shards/test_selection.py",),
     "shards/index_table.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
     "shards/tar.py": ("tests/shards/test_tar.py",),
+    "shards/kinds.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
     "storage/http.py": (
         "tests/storage/test_odd_servers.py",
@@ -135,7 +136,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "decode/codecs.py": ("tests/golden/test_images.py", "tests/robustness/test_bounds.py"),
     "decode/transforms.py": ("tests/decode/test_images.py",),
     "decode/masks.py": ("tests/decode/test_masks.py",),
-    "decode/label_columns.py": ("tests/decode/test_label_columns.py",),
+    "decode/labels.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
@@ -216,10 +217,22 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "if len(same) > 1 and len(named) > 1:",
             "if len(same) > 1 and len(named) > 2:",
         ),
+    ],
+    "shards/kinds.py": [
         (
-            "class-number-below",
-            "is_number = text.isdecimal() and int(text) < len(classes)",
-            "is_number = text.isdecimal() and int(text) <= len(classes)",
+            "class-below-count",
+            "0 <= number < (self._count or math.inf)",
+            "0 <= number <= (self._count or math.inf)",
+        ),
+        (
+            "whole-number",
+            "isinstance(value, float) and number != value",
+            "isinstance(value, float) and number > value",
+        ),
+        (
+            "name-before-number",
+            "named is not None and (self._by_name or not is_number)",
+            "named is not None and (self._by_name and not is_number)",
         ),
     ],
     "shards/where.py": [
@@ -412,25 +425,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "decode/decoder.py": [
         ("draws-each-epoch", '"sample", seed, task.epoch)', '"sample", seed, 0)'),
     ],
-    "decode/label_fields.py": [
-        (
-            "class-below-count",
-            "if number < 0 or (classes and number >= len(classes)):",
-            "if number < 0 or (classes and number > len(classes)):",
-        ),
-        (
-            "whole-number",
-            "isinstance(value, float) and number != value",
-            "isinstance(value, float) and number > value",
-        ),
+    "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
-        (
-            "name-before-number",
-            "if self.column is not None or not is_number:",
-            "if self.column is not None and not is_number:",
-        ),
-    ],
-    "decode/label_columns.py": [
         (
             "nulls-need-bytes",
             "or not len(column) or column.values.null_count:",

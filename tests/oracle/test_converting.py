@@ -289,7 +289,7 @@ def check_labels(source: Source, out: Path, index: wt.Index) -> None:
     fields: dict[str, Any] = {}
     for label in index.labels:
         make = wt.number if label.kind == "number" else wt.label
-        fields[label.name] = make(label.field, column=label.entry)
+        fields[label.name] = make(label.stored_as)
     for split in {path.name.rpartition("-")[0] for path in out.glob("*.tar")}:
         pattern = str(out / f"{split}-*.tar")
         named = wt.Loader(pattern, fields, batch_size=16, shuffle=False, tail="keep")

@@ -112,8 +112,8 @@ def input_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
 
 def label_field(label: str) -> wt.Field:
     if label == "size":
-        return wt.number("json", column=label)
-    return wt.label("json", column=label, classes=NAMES[label], multi=label == "tags")
+        return wt.number(f"json.{label}")
+    return wt.label(f"json.{label}", classes=NAMES[label], multi=label == "tags")
 
 
 # --- networks -------------------------------------------------------------------------------------

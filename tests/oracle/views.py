@@ -52,8 +52,8 @@ def options(view: str) -> dict[str, Any]:
         fields |= {"image": wt.image("png", size=SIDE)}
     else:
         fields |= {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
-        fields |= {"angle": wt.number("json", column="angle")}
-        fields |= {"kind": wt.label("json", column="kind", classes=CLASSES)}
+        fields |= {"angle": wt.number("json.angle")}
+        fields |= {"kind": wt.label("json.kind", classes=CLASSES)}
     return {"fields": fields}
 
 

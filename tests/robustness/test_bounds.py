@@ -54,7 +54,7 @@ def status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 fields = {"image": wt.image("img", size=32), "json": wt.json("doc"), "label": wt.label("txt"),
-          "deep": wt.label("doc", column="k"), "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
+          "deep": wt.label("doc.k"), "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
 results = {}
 cases = json.load(sys.stdin)
 for path, name in cases[:1] + cases:  # the first twice, so that imports do not count

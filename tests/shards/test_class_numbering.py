@@ -87,9 +87,10 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
     for fields in (field, {"y": wt.label()}, {"y": wt.label(classes=classes[::-1])}):
         order = classes[::-1] if fields["y"].classes == tuple(classes[::-1]) else classes
         assert delivered(wt.Loader(known, fields, batch_size=3), order) == dict(numbers)
-    assert delivered(wt.Loader([known, foreign], field, batch_size=3), classes) == dict(
-        numbers + samples
-    )
+    with pytest.raises(UsageError, match=r"differs between these sets.*wdstrain index --columns"):
+        wt.Loader([known, foreign], field, batch_size=3)
+    wt.index(foreign.parent, label="cls", classes=classes)  # the numbers, which the texts could be
+    assert len(delivered(wt.Loader([known, foreign], field, batch_size=3), classes)) == 18
     with pytest.raises(UsageError, match="may be the name of one class and the number of another"):
         wt.to_example(field)
     assert (
@@ -148,7 +149,7 @@ def test_labels_in_a_json_field_are_joined_by_name(tmp_path: Path) -> None:
             label=labels,
             shuffle=False,
         )
-    field = {"y": wt.label("json", column="kind")}
+    field = {"y": wt.label("json.kind")}
     loader = wt.Loader([tmp_path / "a", tmp_path / "b"], field, batch_size=4, shuffle=False)
     (batch,) = loader
     assert [loader.index.labels[0].classes[int(number)] for number in batch["y"]] == [
@@ -187,10 +188,12 @@ def test_sets_with_and_without_class_names_are_not_joined(
             ) in (14, 16)
         with pytest.raises(UsageError, match="label in cls differs"):
             wt.mix({"a": sets[0], "b": other}, {"y": wt.label()}, batch_size=1)
-    own_classes = ["dog", "cat", "hen"]  # names given by the caller apply to the set without names
-    loader = wt.Loader(
-        [sets[0], without["no label"]], {"y": wt.label(classes=own_classes)}, batch_size=1
-    )
+    own_classes = ["dog", "cat", "hen"]  # names given by the caller cannot tell what 1 means there
+    field = {"y": wt.label(classes=own_classes)}
+    with pytest.raises(UsageError, match="wdstrain index --columns"):
+        wt.Loader([sets[0], without["no label"]], field, batch_size=1)
+    wt.index(without["no label"], label="cls", classes=own_classes)
+    loader = wt.Loader([sets[0], without["no label"]], field, batch_size=1)
     assert delivered(loader, own_classes) == dict(PETS) | {f"f{i}": "cat" for i in range(4)}
 
 

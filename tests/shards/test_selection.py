@@ -400,7 +400,7 @@ def test_zeros_of_either_sign_are_one_stratum(tmp_path: Path) -> None:
 @known_fault("core/zero_groups")
 def test_zeros_of_either_sign_are_balanced_as_one_class(tmp_path: Path) -> None:
     index = entries(tmp_path, [{"g": value} for value in (0.0, -0.0, 1.5) * 10])
-    fields = {"g": wt.number("json", column="g")}
+    fields = {"g": wt.number("json.g")}
     with closing(wt.Loader(index, fields, balance="g", batch_size=10)) as loader:
         counts = Counter(v for batch in loader.epoch(0, until=1) for v in batch["g"].tolist())
     assert counts == {0.0: 15, 1.5: 15}

@@ -97,7 +97,7 @@ class One(nn.Module):
 SEVERAL = {
     "image": wt.image(size=8),
     "x": wt.array("x.npy", shape=(3,), dtype="float32"),
-    "age": wt.number("json", column="age"),
+    "age": wt.number("json.age"),
 }
 
 
@@ -271,8 +271,8 @@ def test_class_numbers_as_inputs_are_those_of_training(tmp_path: Path) -> None:
     wt.pack(rows(range(24)), sets.train, labels=numbered("ant", "bee", "cow"))
     wt.pack(rows(range(24, 40)), sets.val, labels=numbered("cow", "ant", "bee"), shuffle=False)
     fields = {
-        "kind": wt.label("json", column="kind"),
-        "tags": wt.label("json", column="tags", multi=True),
+        "kind": wt.label("json.kind"),
+        "tags": wt.label("json.tags", multi=True),
     }
     done = train(sets, tmp_path / "run", model=Kinds, fields=fields, label="age")
     assert torch.cat(done.model.seen[-2:]).tolist() == [n % 3 for n in range(24, 40)]
@@ -292,7 +292,7 @@ def test_class_numbers_as_inputs_are_those_of_training(tmp_path: Path) -> None:
     [
         wt.array("x.npy", shape=(4,), dtype="float32"),
         wt.array("x.npy", shape=(3,), dtype="int64"),
-        wt.number("json", column="height"),
+        wt.number("json.height"),
     ],
 )
 def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path, field: Any) -> None:
@@ -339,9 +339,9 @@ def test_the_image_size_of_a_model_comes_from_its_field(shards: Sets, tmp_path: 
 @pytest.mark.parametrize(
     ("label", "option"),
     [
-        (wt.label("json", column="kind"), "json.kind:class"),
-        (wt.number("json", column="age"), "json.age:number"),
-        (wt.label("json", column="tags", multi=True, classes=CLASSES), "json.tags:multi"),
+        (wt.label("json.kind"), "json.kind:class"),
+        (wt.number("json.age"), "json.age:number"),
+        (wt.label("json.tags", multi=True, classes=CLASSES), "json.tags:multi"),
     ],
 )
 def test_the_field_of_the_label_decides_the_task(
@@ -368,7 +368,7 @@ def test_the_field_of_the_label_selects_a_declared_label(tmp_path: Path) -> None
         wt.Label("age", "number", "json", "age"),
     ]
     wt.pack(map(sample, range(40)), tmp_path / "set", labels=labels)
-    fields = {"image": wt.image(size=8), "label": wt.number("json", column="age")}
+    fields = {"image": wt.image(size=8), "label": wt.number("json.age")}
     done = wt.train(tmp_path / "set", tmp_path / "run", model=One, fields=fields, **QUICK)
     assert str(done.task) == "age (a number)"
 

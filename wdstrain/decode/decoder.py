@@ -7,10 +7,9 @@ received it by pickling, can decode any task with the same result.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 
 from wdstrain.decode.batch_bytes import BatchBytes
 from wdstrain.decode.fields import Field, Image, read_field, torch_has
-from wdstrain.decode.label_fields import Label
 from wdstrain.decode.task import (
     BadSample,
     DecodedRows,
@@ -138,20 +136,14 @@ class _FieldBatch:
         values: list[Any] | None = [None] * len(self._ids) if column is None else None
         if len(done) == len(self._ids):
             return values
-        # joined sets may number their classes differently
-        readers: Iterable[Field] = repeat(field)
-        if isinstance(field, Label) and field.parts:
-            readers = field.readers(self._ids)
-        for row, ((member, data), reader) in enumerate(
-            zip(self._data.values(field.names), readers, strict=False)
-        ):
+        for row, (member, data) in enumerate(self._data.values(field.names)):
             if row in done or row in self.bad:
                 continue
             out = None if column is None else column[row, ...]
             try:
                 if data is None:
                     raise LookupError(f"it has none of {', '.join(field.names)}")
-                value = read_field(reader, member, data, out, self._draws[row])
+                value = read_field(field, member, data, out, self._draws[row])
                 if values is not None:
                     values[row] = _checked(value)
             except Exception as error:  # a user's field may raise anything

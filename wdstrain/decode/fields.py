@@ -4,8 +4,8 @@ A field names the tar fields (file extensions) to look for; the first that a sam
 Values of a fixed shape are written straight into reused batch memory, and become a tensor. Other
 values become a list.
 
-`image`, `text`, `json` and `array` make fields, as do `wdstrain.decode.label_fields.label` and
-`number`. Users can write their own; see `Field`.
+`image`, `json` and `array` make fields, as do `label`, `number` and `text` of
+`wdstrain.decode.labels`. Users can write their own; see `Field`.
 """
 
 from __future__ import annotations
@@ -128,17 +128,6 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Field of `text`."""
-
-    names: tuple[str, ...]
-    example: None = None
-
-    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str:
-        return bytes(data).decode("utf-8-sig")
-
-
-@dataclass(frozen=True)
 class Json:
     """Field of `json`."""
 
@@ -222,20 +211,12 @@ def _sides(size: Any) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[1])
 
 
-def text(names: str = "txt") -> Text:
-    """Return a field of UTF-8 text. The batch holds a list of b strings.
-
-    names: tar fields to look for, separated by ";".
-    """
-    return Text(field_names(names))
-
-
 def json(names: str = "json") -> Json:
     """Return a field of JSON documents. The batch holds a list of b parsed documents.
 
     names: tar fields to look for, separated by ";".
 
-    For one number or label of a document, use `wt.number` or `wt.label` with `column`.
+    For one value of a document, use `wt.label`, `wt.number` or `wt.text`, such as wt.number("json.n").
     """
     return Json(field_names(names))
 
@@ -321,10 +302,10 @@ def fits_batch_memory(example: Example) -> bool:
     return torch_has(dtype) and dtype.isnative
 
 
-def field_names(names: str) -> tuple[str, ...]:
-    """Return the tar fields named in "jpg;png", in lower case. Raises UsageError without any."""
+def field_names(names: str, *, lower: bool = True) -> tuple[str, ...]:
+    """Return the names in "jpg;png", tar fields in lower case. Raises UsageError without any."""
     parts = names.split(";") if isinstance(names, str) else []
-    stripped = tuple(part.strip().lower() for part in parts if part.strip())
+    stripped = tuple(part.strip() for part in parts if part.strip())
     if not stripped:
         raise UsageError(f'{names!r} names no field. Give tar fields such as "jpg;png".')
-    return stripped
+    return tuple(map(str.lower, stripped)) if lower else stripped

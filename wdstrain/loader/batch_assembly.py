@@ -20,7 +20,7 @@ import torch
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.label_columns import LabelColumn
+from wdstrain.decode.labels import LabelColumn
 from wdstrain.decode.task import MISMATCH, BadSample, Result
 from wdstrain.errors import SampleError, ShardError, StorageError, WdstrainError
 from wdstrain.loader.nested import without_rows
@@ -105,12 +105,17 @@ class BatchAssembler:
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
         return TakenBatch(values, ids[:rows], own[:rows], rows - valid, findings)
 
-    def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
+    def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""
         labels = {name: column.rows(ids) for name, column in self._columns.items()}
         if self._on_error == "mark" and not own.all():
-            for rows in labels.values():
-                rows[torch.from_numpy(~own)] = 0
+            for name, rows in labels.items():
+                if isinstance(rows, list):
+                    labels[name] = [
+                        r if is_own else None for r, is_own in zip(rows, own, strict=True)
+                    ]
+                else:
+                    rows[torch.from_numpy(~own)] = 0
         return labels
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:

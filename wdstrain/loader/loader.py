@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from wdstrain.decode.fields import Field
-from wdstrain.decode.label_fields import with_classes
+from wdstrain.decode.labels import with_classes
 from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import EpochBatches, LoaderState, Position

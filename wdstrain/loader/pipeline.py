@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
-from wdstrain.decode.label_columns import label_columns
+from wdstrain.decode.labels import label_columns
 from wdstrain.decode.task import DecoderSettings, Result, Task
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits

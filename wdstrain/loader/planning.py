@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.decode.fields import Field, Image
-from wdstrain.decode.label_fields import reader_of
+from wdstrain.decode.labels import reader_of, with_classes
 from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.order.mixture import TURNS, Mixture
@@ -206,7 +206,7 @@ class EpochPlans:
 def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
     """Raise UsageError if a field looks for names of which the index has none."""
     for name, field in fields.items():
-        if any(member in index.fields for member in field.names):
+        if any(member in index.fields for member in with_classes(field, index).names):
             continue
         readers = ", ".join(reader_of(label) for label in index.labels)
         hint = f" Their labels are read with {readers}." if readers else ""

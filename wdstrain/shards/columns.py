@@ -16,8 +16,6 @@ text      string                         texts of at most 256 characters
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +25,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.kinds import KINDS, LONGEST_TEXT, NOT_A_COLUMN, ColumnInfo, Place
+from wdstrain.shards.kinds import (
+    KINDS,
+    LONGEST_TEXT,
+    NOT_A_COLUMN,
+    Classes,
+    ColumnInfo,
+    Place,
+    number_of,
+    spelled,
+)
 from wdstrain.shards.values import npy_array, parsed_json, scalar
 
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
@@ -229,7 +236,8 @@ def _with_not_finite_numbers(columns: Sequence[Column | None]) -> Sequence[Colum
     if not all(set(pc.unique(text.values).to_pylist()) <= {None, *_NOT_FINITE} for text in texts):
         return columns
     return [
-        as_label(c, c.name, "number") if c is not None and c.kind == "text" else c for c in columns
+        as_label(c, replace(c, kind="number")) if c is not None and c.kind == "text" else c
+        for c in columns
     ]
 
 
@@ -267,38 +275,24 @@ def _cast(column: Column, kind: str) -> pa.Array:
     if column.values.null_count == len(column):
         return pa.nulls(len(column), KINDS[kind].arrow)
     if kind == "text":
-        return pa.array([_spelled(value) for value in column.values.to_pylist()], pa.string())
+        return pa.array([spelled(value) for value in column.values.to_pylist()], pa.string())
     return column.values.cast(KINDS[kind].arrow, safe=False)
 
 
-def as_label(column: Column, name: str, kind: str, classes: Sequence[str] = ()) -> Column:
-    """Return a column with the meaning of a label: "class" of `classes`, "number" or "multi".
-
-    A value that the label cannot have becomes null.
-    """
-    if kind == "class":
-        values = _class_codes(column, tuple(classes))
-    elif kind == "number":
-        values = _mapped(column, _as_number, pa.float64())
-    else:
-        values = (
-            column.values if column.kind == "multi" else pa.nulls(len(column), KINDS["multi"].arrow)
+def as_label(column: Column, info: ColumnInfo) -> Column:
+    """Return a column with the meaning of a label. A value that the label cannot have becomes null."""
+    kind, values = KINDS[info.kind], column.values
+    if info.kind == "class":
+        codes = _mapped(
+            column, Classes(info.classes, by_name=info.entry is not None).number, pa.int32()
         )
-    return replace(column, name=name, kind=kind, classes=tuple(classes), values=values)
-
-
-def _class_codes(column: Column, classes: tuple[str, ...]) -> pa.Array:
-    places = {name: number for number, name in reversed(list(enumerate(classes)))}
-
-    def code(value: Any) -> int | None:
-        text = _spelled(value)
-        is_number = text.isdecimal() and int(text) < len(classes)
-        if column.entry is None and is_number:
-            return int(text)
-        return places.get(text, int(text) if is_number and isinstance(value, int) else None)
-
-    codes = _mapped(column, code, pa.int32())
-    return pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
+        values = pa.DictionaryArray.from_arrays(codes, pa.array(info.classes, pa.string()))
+    elif info.kind == "number":
+        values = _mapped(column, number_of, kind.arrow)
+    elif column.kind != info.kind:
+        values = pa.nulls(len(column), kind.arrow)
+    typed = replace(column, name=info.name, kind=info.kind, values=values)
+    return replace(typed, classes=info.classes)
 
 
 def _mapped(column: Column, function: Callable[[Any], Any], kind: pa.DataType) -> pa.Array:
@@ -306,24 +300,13 @@ def _mapped(column: Column, function: Callable[[Any], Any], kind: pa.DataType) -
     if column.kind in ("multi", NOT_A_COLUMN):
         return pa.nulls(len(column), kind)
     coded = column.values if column.kind == "class" else column.values.dictionary_encode()
-    table = pa.array([function(value) for value in coded.dictionary.to_pylist()], kind)
-    return table.take(coded.indices)
-
-
-def _as_number(value: Any) -> float | None:
-    try:
-        return None if isinstance(value, str) and "_" in value else float(value)
-    except ValueError:
-        return None
-
-
-def _spelled(value: Any) -> Any:
-    """Return a value as text, None as None."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # as a conversion writes it into JSON
-    return json.dumps(value) if isinstance(value, (bool, float)) else str(value)
+    numbers = []
+    for value in coded.dictionary.to_pylist():
+        try:
+            numbers.append(function(value))
+        except ValueError:
+            numbers.append(None)
+    return pa.array(numbers, kind).take(coded.indices)
 
 
 def _inferred(place: Place, values: list[Any]) -> Column:
@@ -336,12 +319,12 @@ def _inferred(place: Place, values: list[Any]) -> Column:
         kinds = {"text"}
     kind = kinds.pop() if len(kinds) == 1 else (NOT_A_COLUMN if kinds else "text")
     if kind == "text":
-        values = [_spelled(value) for value in values]
+        values = [spelled(value) for value in values]
         if any(value is not None and len(value) > LONGEST_TEXT for value in values):
             kind = NOT_A_COLUMN
         values = [None if value is None else _valid_text(value) for value in values]
     elif kind == "multi":
-        values = [None if v is None else [_valid_text(_spelled(one)) for one in v] for v in values]
+        values = [None if v is None else [_valid_text(spelled(one)) for one in v] for v in values]
     elif kind == "number":
         values = [None if value is None else float(value) for value in values]
     array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, KINDS[kind].arrow)

@@ -39,7 +39,7 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     for column in _raw(index, places):
         label = labels.get(column.place)
         if label is not None:
-            column = as_label(column, label.name, label.kind, label.classes)
+            column = as_label(column, label)
         fresh.append(column)
     kept = [column for column in index.columns if column.place not in places]
     return replace(index, columns=(*kept, *fresh))
@@ -68,7 +68,7 @@ def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
     for column in index.columns:
         label = by_place.get(column.place)
         if label is not None:
-            columns.append(as_label(column, label.name, label.kind, label.classes))
+            columns.append(as_label(column, label))
         elif column.kind != NOT_A_COLUMN:
             columns.append(column)
     return replace(index, labels=tuple(labels), columns=tuple(columns))
@@ -89,7 +89,7 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     plain = place[1] is None and place[0] in PLAIN_FIELDS
     title = "label" if plain else column_name(place)
     label = ColumnInfo(title, kind, *place, tuple(known))
-    typed = as_label(column, title, kind, known)
+    typed = as_label(column, label)
     _check_values(index, column, typed, label)
     labels = [other for other in index.labels if other.place != place and other.name != title]
     columns = [other for other in index.columns if other.place != place]

@@ -16,6 +16,9 @@ mask      no column                      images of class numbers
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,7 @@ Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
 NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
 FLAG_CLASSES = ("False", "True")  # of a label of true and false
-LARGEST = 3.4028234663852886e38  # of a float32, the type of numbers in a batch
+_SCALARS = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,71 @@ def kind_of(arrow: pa.DataType) -> str:
     tests = {"flag": types.is_boolean, "class": types.is_dictionary, "multi": types.is_list}
     tests |= {"null": types.is_null}
     return next((kind for kind, holds in tests.items() if holds(arrow)), "text")
+
+
+def json_place(name: str) -> Place:
+    """Return (field, entry) of `json.kind` or `meta.json.kind`; (name, None) of other names."""
+    parts = name.split(".")
+    at = parts.index("json", 0, -1) + 1 if "json" in parts[:-1] else len(parts)
+    return ".".join(parts[:at]), ".".join(parts[at:]) or None
+
+
+class Classes:
+    """Numbers of classes by the values that stand for them: names, or numbers."""
+
+    def __init__(self, names: Sequence[str], *, by_name: bool) -> None:
+        """by_name: a text that is a name and a number is the name, as in the values of a table."""
+        self._by_name, self._count = by_name, len(names)
+        self._numbers = {name: number for number, name in reversed(list(enumerate(names)))}
+
+    def number(self, value: Any) -> int:
+        """Return the number of a class. Raises ValueError for a value that is none."""
+        named = self._numbers.get(spelled(value)) if isinstance(value, _SCALARS) else None
+        number = _whole(value)
+        is_number = number is not None and 0 <= number < (self._count or math.inf)
+        if named is not None and (self._by_name or not is_number):
+            return named
+        if number is None:
+            known = f" and none of the {self._count} classes" if self._count else ""
+            raise ValueError(f"{str(value)[:80]!r} is not a whole number{known}")
+        if is_number:
+            return number
+        raise ValueError(
+            f"{number} is not a class: they are 0 to {self._count - 1 if self._count else 'n'}"
+        )
+
+
+def number_of(value: Any) -> float:
+    """Return a number, or a text that is one. Raises ValueError for other values."""
+    try:
+        if isinstance(value, str) and "_" in value:  # Python reads 1_0 as 10
+            raise ValueError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{str(value)[:80]!r} is not a number") from None
+    if math.isinf(number) and isinstance(value, str) and "inf" not in value.lower():
+        raise ValueError(f"{value[:80]} is more than a float32 holds")
+    return number
+
+
+def spelled(value: Any) -> Any:
+    """Return a value as text, None as None."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return json.dumps(value)
+    return str(value)  # nan and inf as a conversion writes them into JSON
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number, or a text that is one; None for other values."""
+    if isinstance(value, str) and "_" in value:
+        return None
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if isinstance(value, float) and number != value else number
 
 
 def _word(value: object) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wdstrain.decode.codecs import EXTENSIONS, decode_mask
 from wdstrain.decode.fields import Field
-from wdstrain.decode.label_fields import Label, Labels, Number
+from wdstrain.decode.labels import LabelField, with_classes
 from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
@@ -194,9 +194,12 @@ def _label_of(index: Index, field: Field) -> tuple[str | None, str | None]:
 
     None for a label that is not declared beside others, and for a field that reads no label.
     """
-    kinds = {Labels: "multi", Number: "number", Label: "class", Mask: "mask"}
-    kind, column = kinds.get(type(field)), getattr(field, "column", None)
-    if kind is None:
+    kind, column = "mask", None
+    if type(field) is LabelField:
+        field = with_classes(field, index)
+        assert isinstance(field, LabelField)
+        kind, column = field.kind, field.entry
+    elif type(field) is not Mask:
         return None, None
     for label in index.labels:
         if label.field in field.names and label.entry == column:

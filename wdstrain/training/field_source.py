@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from wdstrain.decode.fields import Example, Field, Image
-from wdstrain.decode.label_fields import Label, Labels, with_classes
+from wdstrain.decode.labels import LabelField, with_classes
 from wdstrain.decode.masks import Mask
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import UsageError
@@ -114,7 +114,8 @@ def field_source(
     targets = source.targets(task)
     for name, head in heads.items():
         if name in fields:
-            _check_label_field(f"{title}[{name!r}]", fields[name], targets[f"target {head.name}"])
+            given = fields[name] if index is None else with_classes(fields[name], index)
+            _check_label_field(f"{title}[{name!r}]", given, targets[f"target {head.name}"])
     return source
 
 
@@ -123,17 +124,19 @@ def _numbered(field: Field, index: Index | None, known: InputSpec | None) -> Fie
 
     Any other field is returned unchanged, and so is one whose classes no index names.
     """
-    if not isinstance(field, (Label, Labels)) or field.classes:
+    if not isinstance(field, LabelField):
         return field
-    if known is not None:
-        return replace(field, classes=known.classes)
     named = with_classes(field, index)
-    return replace(field, classes=getattr(named, "classes", ()))
+    assert isinstance(named, LabelField)
+    classes = field.classes or (named.classes if known is None else known.classes)
+    return LabelField(
+        named.names, named.kind, named.entry, classes, is_bound=True, dtype=field.dtype
+    )
 
 
 def _check_label_field(title: str, given: Field, learned: Field) -> None:
     """Raise UsageError if a given field of a label is not the one that the task learns."""
-    names = ("names", "column", "size", "augment")
+    names = ("names", "entry", "kind", "size", "augment")
     is_same = type(given) is type(learned) and all(
         getattr(given, name, None) == getattr(learned, name, None) for name in names
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wdstrain.decode.fields import Field
-from wdstrain.decode.label_fields import Number, label
+from wdstrain.decode.labels import field_of
 from wdstrain.errors import SampleError
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -64,7 +64,7 @@ class Head(ABC):
 
         image: field of the images, which masks follow.
         """
-        return label(self.target.field, column=self.target.entry, classes=self.classes)
+        return replace(field_of(self.target), classes=self.classes)
 
     def checked_target(self, value: Any) -> Any:
         """Return a label that a transform returned, as `field` reads it.
@@ -251,7 +251,7 @@ class MultiLabelHead(Head):
 
     def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target: float32[b, classes], 0 or 1."""
-        return label(self.target.field, column=self.target.entry, classes=self.classes, multi=True)
+        return replace(field_of(self.target), classes=self.classes)
 
     def checked_target(self, value: Any) -> Tensor:
         """Return flags, float32[classes]. value: names of classes, or a flag for each class."""
@@ -329,8 +329,8 @@ class NumberHead(Head):
 
         float32 is too coarse for times and coordinates before the mean is subtracted.
         """
-        column = self.target.entry
-        return Number((self.target.field,), column, is_finite=True, dtype="float64")
+        target = replace(self.target, kind="number", classes=())
+        return field_of(target, is_finite=True, dtype="float64")
 
     def checked_target(self, value: Any) -> float:
         return as_float(value, self.name)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.codecs import EXTENSIONS
-from wdstrain.decode.fields import Field
-from wdstrain.decode.label_fields import Label, with_classes
+from wdstrain.decode.labels import LabelField, numbered
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
@@ -227,19 +226,20 @@ class _Predictor:
         return [([own[i] for own in columns], embeddings[i]) for i in range(count)]
 
 
-def _target_text(head: Head, reader: Field, number: int, data: bytes) -> tuple[str, str]:
+def _target_text(head: Head, index: Index, number: int, data: bytes) -> tuple[str, str]:
     """Return (target in words, error) of a sample. data: of the label; empty if it is missing."""
     try:
         if not data:
             raise LookupError(f"it has no {head.target.field}")
         if isinstance(head, NumberHead):  # all digits, which a float32 would not hold
             return number_text(float(scalar(memoryview(data), head.target.entry))), ""
-        own = reader
-        if isinstance(reader, Label) and reader.parts:
-            own = reader.readers(np.array([number]))[0]
+        reader = head.field()
+        if isinstance(reader, LabelField):  # joined sets may number their classes differently
+            label = index.label_in_sample(head.target, number)
+            reader = numbered(reader, label, is_alone=not index.shard_labels)
         assert reader.example is not None
         value = np.zeros(reader.example.shape, reader.example.dtype)
-        own.read(head.target.field, memoryview(data), value, np.zeros(DRAWS))
+        reader.read(head.target.field, memoryview(data), value, np.zeros(DRAWS))
     except Exception as error:  # a bad target does not hide the prediction
         return "", f"{head.name}: {error}"
     return head.target_text(torch.from_numpy(value)), ""
@@ -254,7 +254,6 @@ def _rows_of_shards(
 ) -> Generator[_Row, None, None]:
     config = predictor.loaded.config
     targets = {f"true {i}": head.target.field for i, head in enumerate(known)}
-    readers = [with_classes(head.field(), index) for head in known]
     loader = Loader(
         index,
         **source.bytes_options(targets),
@@ -277,8 +276,8 @@ def _rows_of_shards(
                 key = index.key(number)
                 if is_readable:
                     texts = [
-                        _target_text(head, reader, number, batch[f"true {i}"][row])
-                        for i, (head, reader) in enumerate(zip(known, readers, strict=True))
+                        _target_text(head, index, number, batch[f"true {i}"][row])
+                        for i, head in enumerate(known)
                     ]
                     error = "; ".join(problem for _, problem in texts if problem)
                     outputs, embedding = predictions[row]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wdstrain.augment.gpu import IMAGENET, RNG, Augmentation
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
-from wdstrain.decode.label_fields import Label, Labels, Number
+from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -25,7 +25,7 @@ from wdstrain.training.heads import BinaryHead, ClassHead, Head
 from wdstrain.training.tasks import Task
 
 Triple = tuple[float, float, float]
-_SOURCES: dict[type, str] = {Label: "label", Labels: "labels", Number: "number"}
+_SOURCES = {"class": "label", "multi": "labels", "number": "number"}  # by kind of label
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class InputSpec:
             return cls(shape, example.dtype, "image", field.names, vars(field.augment))
         if type(field) is NumpyArray:
             return cls(shape, example.dtype, "array", field.names)
-        if isinstance(field, (Label, Labels, Number)) and type(field) in _SOURCES:
+        if type(field) is LabelField and field.kind in _SOURCES:
             return cls(
                 shape,
                 example.dtype,
-                _SOURCES[type(field)],
+                _SOURCES[field.kind],
                 field.names,
-                column=field.column,
-                classes=getattr(field, "classes", ()),
+                column=field.entry,
+                classes=field.classes,
             )
         return cls(shape, example.dtype, type(field).__qualname__)
 
@@ -95,13 +95,10 @@ class InputSpec:
             return Image(self.names, (height, width), Augment(**self.augment))
         if self.source == "array":
             return NumpyArray(self.names, Example(self.shape, self.dtype))
-        if self.source == "number":
-            return Number(self.names, self.column)
-        if self.source == "label":
-            return Label(self.names, self.column, self.classes)
-        if self.source == "labels":
-            return Labels(self.names, self.column, self.classes)
-        return None
+        kind = next((kind for kind, source in _SOURCES.items() if source == self.source), None)
+        if kind is None:
+            return None
+        return LabelField(self.names, kind, self.column, self.classes, is_bound=True)
 
     @property
     def is_rgb(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.decode.fields import Field, Image, NumpyArray, image
-from wdstrain.decode.label_fields import Label, Labels, Number
+from wdstrain.decode.labels import LabelField
 from wdstrain.decode.masks import Mask
 from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
@@ -22,7 +22,7 @@ from wdstrain.training.tasks import Task
 from wdstrain.training.transform_source import TransformSource
 
 _COMPARED_EPOCHS = 4  # that tell whether inputs are augmented
-_PLAIN_FIELDS = (Image, NumpyArray, Label, Labels, Number, Mask)  # without randomness of their own
+_PLAIN_FIELDS = (Image, NumpyArray, LabelField, Mask)  # without randomness of their own
 _IMAGE_OPTIONS = ("augment", "scale", "ratio", "crop_pct")  # of the default input
 
 

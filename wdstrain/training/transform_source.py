@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.decode.fields import Field
-from wdstrain.decode.label_fields import Label, with_classes
+from wdstrain.decode.labels import LabelField, with_classes
 from wdstrain.decode.task import Transform
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError, UsageError
@@ -243,7 +243,7 @@ def _check_size(mask: Tensor, inputs: Mapping[str, Tensor]) -> None:
 def _target_reader(head: Head, index: Index, title: str) -> Field:
     """Return the field that reads a target from the bytes of a sample."""
     reader = with_classes(head.field(), index)
-    if isinstance(reader, Label) and reader.parts:
+    if isinstance(reader, LabelField) and reader.is_joined:
         raise UsageError(
             f"{title}= takes sets whose label {head.name!r} has one numbering of classes, and these "
             f"differ. Pack them together, or give fields=."

@@ -17,7 +17,7 @@ from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
-from wdstrain.decode.label_fields import field_of
+from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards

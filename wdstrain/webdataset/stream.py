@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from wdstrain.decode.label_fields import differing_labels
+from wdstrain.decode.labels import differing_labels
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.loader import Loader

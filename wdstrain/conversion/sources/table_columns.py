@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +81,7 @@ def chosen_rows(
     for row in zip(*cells.values(), strict=True) if cells else ():
         builder.add_values((("json", name), value) for name, value in zip(cells, row, strict=True))
     columns = [
-        as_label(column, column.name, "class", table.classes[str(column.entry)])
+        as_label(column, replace(column, kind="class", classes=table.classes[str(column.entry)]))
         if column.entry in table.classes and column.kind == "integer"
         else column
         for column in builder.finish()

@@ -277,9 +277,7 @@ def _typed(index: Index, shard: int, columns: tuple[Column, ...]) -> tuple[Colum
     labels = index.shard_labels[shard] if index.shard_labels else index.labels
     by_place = {label.place: label for label in labels}
     return tuple(
-        as_label(column, label.name, label.kind, label.classes)
-        if (label := by_place.get(column.place)) is not None
-        else column
+        as_label(column, label) if (label := by_place.get(column.place)) is not None else column
         for column in columns
     )
 

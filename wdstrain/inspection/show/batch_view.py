@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.augment.gpu import IMAGENET, RNG
-from wdstrain.decode.label_fields import Label, Labels
+from wdstrain.decode.labels import LabelField
 from wdstrain.errors import UsageError
 from wdstrain.inspection.show.sample_view import SampleView, ViewBuilder
 from wdstrain.inspection.show.values import display_range, is_image_shape, to_image
@@ -51,7 +51,7 @@ def loader_views(
     names = {
         name: field.classes
         for name, field in (loader.fields or {}).items()
-        if isinstance(field, (Label, Labels))
+        if isinstance(field, LabelField)
     }
     with closing(loader.copy_with_threads()) as copy:
         batches = iter(copy)

@@ -7,7 +7,7 @@ a task for each small image would cost more than its decoding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.decode.codecs import EXTENSIONS, decode_image
-from wdstrain.decode.fields import Field, array, json, text
-from wdstrain.decode.label_fields import Number, label, number
+from wdstrain.decode.fields import Field, array, json
+from wdstrain.decode.labels import LabelField, field_of, text
 from wdstrain.errors import SampleError
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.values import scalar
@@ -57,7 +57,7 @@ class FieldReaders:
         return self._known[field]
 
     def _reader(self, field: str) -> Read | None:
-        mine = [_labelled(declared) for declared in self._labels if declared.field == field]
+        mine = [field_of(declared) for declared in self._labels if declared.field == field]
         kind = field.rpartition(".")[2]
         if mine:
             return partial(_into_all, mine, field, is_finite=self._is_finite)
@@ -117,18 +117,7 @@ def _try_all(batch: list[_Try]) -> list[Failure]:
     ]
 
 
-def _labelled(declared: ColumnInfo) -> Field:
-    if declared.kind == "number":
-        return number(declared.field, column=declared.entry)
-    return label(
-        declared.field,
-        column=declared.entry,
-        classes=declared.classes,
-        multi=declared.kind == "multi",
-    )
-
-
-def _into_all(fields: list[Field], name: str, data: bytes, *, is_finite: bool = False) -> None:
+def _into_all(fields: Sequence[Field], name: str, data: bytes, *, is_finite: bool = False) -> None:
     """Decode a field with each of `fields`. is_finite: raise SampleError for NaN and infinity."""
     for field in fields:
         out = (
@@ -137,8 +126,9 @@ def _into_all(fields: list[Field], name: str, data: bytes, *, is_finite: bool = 
             else None
         )
         field.read(name, memoryview(data), out, _DRAWS)
-        if is_finite and isinstance(field, Number) and out is not None and not np.isfinite(out):
-            raise SampleError(f"its {field.column or name} {NOT_FINITE}")
+        is_number = isinstance(field, LabelField) and field.kind == "number"
+        if is_finite and is_number and out is not None and not np.isfinite(out):
+            raise SampleError(f"its {getattr(field, 'entry', None) or name} {NOT_FINITE}")
 
 
 def _class(data: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
 from wdstrain.shards.index import Index
+from wdstrain.shards.kinds import KINDS
 from wdstrain.shards.offsets import Offsets
 
 _MOST = 1000  # findings of one shard that are listed
@@ -190,12 +191,12 @@ def _compare_columns(
     by_place = {column.place: column for column in builder.finish()}
     for column in expected.columns:
         stored = by_place[column.place]
-        if column.kind in ("class", "number", "multi"):
-            stored = as_label(stored, column.name, column.kind, column.classes)
+        if KINDS[column.kind].can_be_label:
+            stored = as_label(stored, column)
         elif column.kind == "text" and stored.kind in ("integer", "number"):
             # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
-            column, stored = (as_label(c, column.name, "number") for c in (column, stored))
-        name = column.field if column.entry is None else f"{column.field}.{column.entry}"
+            column, stored = (as_label(c, replace(c, kind="number")) for c in (column, stored))
+        name = column.stored_as
         done.columns[name] = sum(column.field in fields for fields in offsets)
         for number, indexed, value in _differences(column, stored):
             key, offset = expected.key(number), offsets[number].get(column.field)

@@ -1,0 +1,466 @@
+"""Labels, numbers and texts by name: from a column of the index, else from the bytes of a field.
+
+`label`, `number` and `text` make fields. `with_classes` finds the column or field that a name means in
+an index. `label_columns` gives the values of complete columns, for which no byte is read. Sets that
+number their classes differently are joined by class name in the columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from wdstrain.decode.fields import Example, Field, field_names
+from wdstrain.decode.transforms import Draws
+from wdstrain.errors import SampleError, UsageError
+from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.columns import Column
+from wdstrain.shards.index import Index
+from wdstrain.shards.kinds import Classes, ColumnInfo, Place, json_place, number_of, spelled
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.values import Array, scalar
+from wdstrain.shards.where import Names
+
+# the labels of one set that differ from those of other sets: (place, label) each
+OwnLabels = tuple[tuple[Place, ColumnInfo | None], ...]
+_LARGEST = float(np.finfo(np.float32).max)
+_log = logging.getLogger("wdstrain")
+
+
+@dataclass(frozen=True)
+class LabelField:
+    """Field that reads a label, a number or a text.
+
+    names: columns or fields to look for; with an index, the fields that hold the value. entry: of
+    their JSON. kind: "class", "multi", "number" or "text". classes: names, in the order of the
+    delivered numbers. stored: names in the order of the numbers in the shards, if it differs.
+    by_name: a text that is the name of a class and the number of another means the name.
+    is_finite: an infinite or NaN number makes a sample bad. is_bound: names are fields.
+    is_joined: only a column joins the numberings of its sets.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    entry: str | None = None
+    classes: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+    by_name: bool = True
+    dtype: str = "float32"
+    is_finite: bool = False
+    is_bound: bool = False
+    is_joined: bool = False
+
+    @property
+    def example(self) -> Example | None:
+        """Shape and dtype of a row; None for texts."""
+        shape = (len(self.classes),) if self.kind == "multi" else ()
+        dtype = {"class": "int64", "multi": "float32"}.get(self.kind, self.dtype)
+        return None if self.kind == "text" else Example(shape, dtype)
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str | None:
+        """Write the value to `out`, or return a text. Raises SampleError for another value."""
+        try:
+            return self._read(data, out)
+        except ValueError as error:
+            raise SampleError(str(error)) from None
+
+    def _read(self, data: memoryview, out: Array | None) -> str | None:
+        if self.kind == "text" and self.entry is None:
+            return bytes(data).decode("utf-8-sig")
+        value = scalar(data, self.entry, number_of if self.kind == "number" else None)
+        if self.kind == "text":
+            return _text(value)
+        assert out is not None
+        if self.is_joined:
+            raise ValueError("the joined sets number its classes differently, and it has no column")
+        if self.kind == "class":
+            out[()] = self._delivered[self._stored.number(value)]
+        elif self.kind == "multi":
+            out[()] = 0
+            out[self._flags(value)] = 1
+        else:
+            out[()] = self._checked(value)
+        return None
+
+    def _flags(self, value: Any) -> list[int]:
+        if not isinstance(value, list):
+            raise ValueError(f"{str(value)[:80]!r} is not a list of classes")
+        numbers = [self._positions.get(str(name)) for name in value]
+        if None in numbers:
+            name = str(value[numbers.index(None)])[:80]
+            raise ValueError(f"{name!r} is none of the {len(self.classes)} classes")
+        return [number for number in numbers if number is not None]
+
+    def _checked(self, value: Any) -> float:
+        number = number_of(value)
+        if self.is_finite and not math.isfinite(number):
+            raise ValueError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
+        if _LARGEST < abs(number) < math.inf:
+            raise ValueError(f"{str(value)[:80]} is more than a float32 holds")
+        if abs(number) > 1 << 24 and not is_exact(
+            value if type(value) is int else number, self.dtype
+        ):
+            self._warn_once()
+        return number
+
+    def _warn_once(self) -> None:
+        if not vars(self).setdefault("_is_warned", []):
+            vars(self)["_is_warned"].append(True)
+            _warn_of_digits(self.names[0], self.dtype)
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: number for number, name in reversed(list(enumerate(self.classes)))}
+
+    @cached_property
+    def _stored(self) -> Classes:
+        """Numbers of the classes in the shards."""
+        names = self.stored or self.classes
+        return Classes(names, by_name=self.by_name or self.entry is not None)
+
+    @cached_property
+    def _delivered(self) -> Mapping[int, int] | Sequence[int]:
+        """The delivered number of each number in the shards."""
+        if self.stored:
+            return [self._positions[name] for name in self.stored]
+        return range(len(self.classes) or 1 << 62)
+
+
+def label(
+    names: str = "cls", *, classes: tuple[str, ...] | list[str] = (), multi: bool = False
+) -> Field:
+    """Return a field that reads a class number as an int64 tensor [b].
+
+    names: a column of the index, such as "kind", else a field of the samples; "json.kind" is an
+    entry of a JSON field. Several are separated by ";". A text that is one of `classes` counts as its
+    position there. If the index knows the label, a number counts as the number of its class.
+
+    classes: default: the classes that the index names, of all sets together. If the index names
+    classes too, each class counts by its name, whatever its number in the shards.
+    multi: read a list of classes, as a float32 tensor [b, classes] of ones and zeros. A column of
+    lists is always read so.
+    """
+    return _field(names, "multi" if multi else "class", classes=tuple(classes))
+
+
+def number(names: str, *, dtype: str = "float32") -> Field:
+    """Return a field that reads a number as a tensor [b].
+
+    names: see `label`. dtype: "float32", or "float64" for times and other numbers of many digits.
+    """
+    if dtype not in ("float32", "float64"):
+        raise UsageError(f"dtype={dtype!r}: must be float32 or float64.")
+    return _field(names, "number", dtype=dtype)
+
+
+def text(names: str = "txt") -> Field:
+    """Return a field of UTF-8 text. The batch holds a list of b strings. names: see `label`."""
+    return _field(names, "text")
+
+
+def field_of(info: ColumnInfo, **options: Any) -> LabelField:
+    """Return the field that reads a label of an index."""
+    kind = "class" if info.is_class else info.kind
+    by_name = info.entry is not None
+    place = (info.field,), kind, info.entry
+    return LabelField(*place, info.classes, by_name=by_name, is_bound=True, **options)
+
+
+def reader_of(info: ColumnInfo) -> str:
+    """Return the call that makes the field of a label, as a user types it."""
+    name = "" if info.stored_as == "cls" else f'"{info.name}"'
+    return f'wt.number("{info.name}")' if info.kind == "number" else f"wt.label({name})"
+
+
+def with_classes(field: Field, index: Index | None) -> Field:
+    """Return a label, number or text as it is read from an index; any other field unchanged.
+
+    Its names become fields of the samples, and its classes those of all sets together. Raises
+    UsageError for classes that differ between sets without a common column, and for a label of
+    several classes whose names are not known.
+    """
+    if not isinstance(field, LabelField):
+        return field
+    if index is None:
+        _check_texts(field)
+        return replace(field, names=tuple(map(str.lower, field.names)))
+    infos = [info for name in field.names if (info := _info(index, field, name)) is not None]
+    places = [info.place for info in infos] or [(field.names[0].lower(), field.entry)]
+    names = tuple(name for name, entry in dict.fromkeys(places) if entry == places[0][1])
+    field = replace(field, names=names, entry=places[0][1], is_bound=True)
+    if field.kind == "class" and any(info.kind == "multi" and info.classes for info in infos):
+        field = replace(field, kind="multi")
+    if field.kind not in ("class", "multi"):
+        return field
+    own = [
+        next((info for info in labels if info.place in places), None)
+        for labels in (index.shard_labels or (index.labels,))
+    ]
+    if len(set(own)) > 1:
+        field = _joined(field, index, own, places)
+    elif own[0] is not None and own[0].is_class == (field.kind == "class"):
+        field = numbered(field, own[0])
+    if field.kind == "multi" and not field.classes:
+        raise UsageError(f"the index names no classes for {field.names[0]}. Give classes=[...].")
+    return field
+
+
+def numbered(field: LabelField, info: ColumnInfo | None, *, is_alone: bool = True) -> LabelField:
+    """Return the field that reads a label from shards whose index has it as `info`.
+
+    is_alone: no other shards number their classes differently. Raises UsageError if the field lacks
+    a class.
+    """
+    if info is None or field.kind != "class":
+        return field if info is None or field.classes else replace(field, classes=info.classes)
+    field = replace(field, by_name=False, classes=field.classes or info.classes)
+    if not info.has_names or info.classes == field.classes:
+        return field
+    missing = [name for name in info.classes if name not in field.classes]
+    if is_alone and len(missing) == len(info.classes):  # new names for the same numbers
+        return field
+    if missing:
+        raise UsageError(
+            f"classes={list(field.classes)[:10]} lacks {missing[0]!r}, which the index of these "
+            f"shards names: {info.numbering}. Name all of its classes, in any order."
+        )
+    return replace(field, stored=info.classes)
+
+
+def _field(names: str, kind: str, **options: Any) -> LabelField:
+    parts = field_names(names, lower=False)
+    place = json_place(parts[0])
+    if len(parts) == 1 and place[1] is not None:  # also without an index
+        return LabelField((place[0],), kind, place[1], is_bound=True, **options)
+    return LabelField(parts, kind, **options)
+
+
+def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
+    """Return the column, label or field of samples that a name means; None if there is none."""
+    labels = (*index.labels, *(label for labels in index.shard_labels for label in labels))
+    place = (name, field.entry) if field.is_bound else json_place(name)
+    known = [info for info in (*labels, *index.columns) if info.place == place]
+    if not known and not field.is_bound:
+        column = Names(index, name).column(name)
+        known = [column] if column else [info for info in labels if info.name == name]
+    if known:
+        return known[0]
+    is_field = place[0].lower() in index.fields
+    return ColumnInfo(name, "text", place[0].lower(), place[1]) if is_field else None
+
+
+def _joined(
+    field: LabelField, index: Index, own: Sequence[ColumnInfo | None], places: Sequence[Place]
+) -> LabelField:
+    """Return a label of sets that number their classes differently, which only a column joins."""
+    label = next((label for label in index.labels if label.place in places), None)
+    column = next((column for column in index.columns if column.place in places), None)
+    if label is None or column is None:
+        why = index.disagreement(*places[0])
+        raise UsageError(
+            f"{why or _numberings(own)}. Pack them together, or make a column of each set: wdstrain "
+            f"index SET --label {places[0][0]} --classes A,B,... (wdstrain index --columns shows how)."
+        )
+    for info in dict.fromkeys(own):
+        numbered(field, info, is_alone=False)  # all of its classes are named
+    if column.values.null_count:
+        raise UsageError(
+            f"{column.values.null_count} samples have no value in the column {column.name}, whose "
+            f'sets number their classes differently. Leave them out: where="{column.name} is not None".'
+        )
+    return replace(field, classes=field.classes or label.classes, is_joined=True)
+
+
+def _numberings(own: Sequence[ColumnInfo | None]) -> str:
+    shown = dict.fromkeys("no label" if info is None else info.numbering for info in own)
+    return f"the label differs between these sets: {'; '.join(shown)}"
+
+
+def _check_texts(field: LabelField) -> None:
+    """Raise UsageError if a text can be the name of a class and the number of another class."""
+    is_ambiguous = field.entry is None and any(
+        name.isdecimal() and int(name) != position and int(name) < len(field.classes)
+        for position, name in enumerate(field.classes)
+    )
+    if is_ambiguous:
+        raise UsageError(
+            f"classes={list(field.classes)[:10]}: a text may be the name of one class and the number "
+            f"of another. Use wt.label() without classes, which delivers the number, or wt.Loader, "
+            f"which knows the index."
+        )
+
+
+def differing_labels(index: Index) -> list[OwnLabels]:
+    """Return for each shard its labels that differ between joined sets; [] if none differ."""
+    own = [{label.place: label for label in labels} for labels in index.shard_labels]
+    places = [
+        place
+        for place in dict.fromkeys(place for labels in own for place in labels)
+        if len({labels.get(place) for labels in own}) > 1
+    ]
+    return [tuple((place, labels.get(place)) for place in places) for labels in own if places]
+
+
+@lru_cache(maxsize=256)
+def label_of_set(field: LabelField, labels: OwnLabels) -> LabelField:
+    """Return the field that reads a label from samples of a set with these labels.
+
+    Raises UsageError if the field needs classes for that and has none.
+    """
+    for (name, entry), info in labels:
+        if name in field.names and entry == field.entry and field.kind == "class":
+            if not field.classes:
+                raise UsageError(
+                    f"{name} has different labels in the joined sets "
+                    f"({info.numbering if info else 'no label'} in this one). "
+                    f"Give wt.label(classes=[...]) with all names, in the order of their numbers."
+                )
+            return numbered(field, info, is_alone=False)
+    return field
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelColumn:
+    """The values of a field of all samples: an array of numbers, or lists of classes, or texts.
+
+    numbers: delivered instead of the values, int64. count: classes of lists.
+    """
+
+    values: Any
+    dtype: str = "int64"
+    numbers: Ints | None = None
+    count: int = 0
+
+    def rows(self, ids: Ints) -> Any:
+        """Return the values of these samples, in memory of their own. ids: int64[b]"""
+        if isinstance(self.values, np.ndarray):
+            values = self.values[ids]
+            values = values if self.numbers is None else self.numbers[values]
+            return torch.from_numpy(values.astype(self.dtype))
+        rows = self.values.take(pa.array(ids))
+        if not self.count:
+            return rows.to_pylist()
+        flags = np.zeros((len(ids), self.count), np.float32)
+        flags[np.asarray(pc.list_parent_indices(rows)), np.asarray(rows.flatten())] = 1
+        return torch.from_numpy(flags)
+
+
+def label_columns(fields: Mapping[str, Field], index: Index) -> dict[str, LabelColumn]:
+    """Return the columns that take the place of fields, by the fields' names.
+
+    A column is used only if it gives every sample the value that its bytes would give. Otherwise (a
+    missing value, a class that the field does not know) the field reads bytes, which gives the reason.
+    """
+    columns = {name: _label_column(field, index) for name, field in fields.items()}
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def _label_column(field: Field, index: Index) -> LabelColumn | None:
+    if type(field) is not LabelField:  # a user's class may read other values
+        return None
+    place = (field.names[0], field.entry) if len(field.names) == 1 else None
+    column = next((column for column in index.columns if column.place == place), None)
+    if column is None or not len(column) or column.values.null_count:
+        return None
+    if field.kind == "text":
+        is_text = column.kind in ("text", "class") and field.entry is not None
+        return LabelColumn(column.values) if is_text else None
+    if field.kind == "number":
+        return _numbers(field, column)
+    return (_lists if field.kind == "multi" else _classes)(field, column)
+
+
+def _numbers(field: LabelField, column: Column) -> LabelColumn | None:
+    """Return the numbers of a column; None if some value is no finite float32."""
+    if column.kind not in ("flag", "integer", "number"):
+        return None
+    values = column.values.cast(pa.int8()) if column.kind == "flag" else column.values
+    numbers = np.asarray(values)
+    if not np.isfinite(numbers).all() or np.abs(numbers.astype(np.float64)).max() > _LARGEST:
+        return None
+    if not is_exact(numbers, field.dtype):
+        _warn_of_digits(column.name, field.dtype)
+    return LabelColumn(numbers, field.dtype)
+
+
+def _lists(field: LabelField, column: Column) -> LabelColumn | None:
+    """Return the lists of a column; None if some name is not a class of the field."""
+    if column.kind != "multi":
+        return None
+    numbers = pc.index_in(column.values.flatten(), pa.array(field.classes, pa.string()))
+    if numbers.null_count:
+        return None
+    first = column.values.offsets.to_numpy()
+    lists = pa.ListArray.from_arrays(pa.array(first - first[0]), numbers)
+    return LabelColumn(lists, count=len(field.classes))
+
+
+def _classes(field: LabelField, column: Column) -> LabelColumn | None:
+    """Return the class numbers of a column; None if the field needs the bytes."""
+    coded = column.values
+    if column.kind == "flag":
+        coded = pa.DictionaryArray.from_arrays(coded.cast(pa.int8()), ["False", "True"])
+    elif column.kind in ("integer", "text"):
+        coded = coded.dictionary_encode()
+    elif column.kind != "class":
+        return None
+    numbers = []
+    try:
+        for code, value in enumerate(coded.dictionary.to_pylist()):
+            numbers.append(_class_number(field, column, code, value))
+    except ValueError:
+        return None
+    return LabelColumn(np.asarray(coded.indices), numbers=np.array(numbers, np.int64))
+
+
+def _class_number(field: LabelField, column: Column, code: int, value: Any) -> int:
+    """Return the delivered number of one value of a column. Raises ValueError if it has none.
+
+    code: of a class its number in the index.
+    """
+    if column.kind in ("integer", "text"):
+        return field._delivered[field._stored.number(value)]
+    number = field._positions.get(str(value))
+    if number is not None and (column.has_names or field.entry is not None):
+        return number
+    is_number = not field.stored and not (field.entry is not None and column.has_names)
+    if field.classes and not (is_number and code < len(field.classes)):
+        raise ValueError(value)
+    return code
+
+
+def is_exact(values: Any, dtype: str) -> bool:
+    """Return whether no neighboring whole numbers become one number of a dtype."""
+    numbers = np.asarray(values)
+    large = np.abs(numbers.astype(np.float64)) > (1 << (24 if dtype == "float32" else 53))
+    large &= np.abs(numbers.astype(np.float64)) < 1 << 63
+    return not large.any() or bool(
+        (numbers[large].astype(dtype).astype(numbers.dtype) == numbers[large]).all()
+    )
+
+
+def _warn_of_digits(name: str, dtype: str) -> None:
+    _log.warning(
+        "the numbers of %s have more digits than %s holds: some become equal. Give "
+        'wt.number(..., dtype="float64"), or subtract a constant when the set is made.',
+        name,
+        dtype,
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list)) or value is None:
+        raise ValueError(f"{str(value)[:80]!r} is not a text")
+    return str(spelled(value))
