@@ -401,23 +401,10 @@ def test_a_region_of_the_size_of_the_whole_image_is_resized_from_intact_pixels(
 # second picture that was cut, zeros.
 _VIDEO = b"\0\0\0\x18ftypmp42" + bytes(20) + b"\xff\xda" + bytes(9)
 _TAILS = {"video": _VIDEO, "cut picture": picture(3, kind="JPEG")[:-20], "zeros": bytes(100)}
-_NO_END = {("CMYK", "video"), ("CMYK", "cut picture")}
 
 
-@pytest.mark.parametrize(
-    ("mode", "tail"),
-    [
-        pytest.param(
-            mode,
-            tail,
-            marks=[known_fault("core/tars_and_fields_of_other_writers", raises=SampleError)]
-            if (mode, tail) in _NO_END
-            else [],
-        )
-        for mode in ("RGB", "L", "CMYK")
-        for tail in _TAILS
-    ],
-)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("tail", _TAILS)
 def test_bytes_behind_the_end_of_a_jpeg_are_ignored(mode: str, tail: str) -> None:
     data = encoded(Image.open(io.BytesIO(picture(7))).convert(mode), "JPEG")
     assert np.array_equal(decode_image(data + _TAILS[tail]), decode_image(data))
@@ -464,18 +451,7 @@ def _gray(kind: str) -> bytes:
     return encoded(Image.fromarray(arrays[kind]), "TIFF" if kind[0] in "3f" else "PNG")
 
 
-_FEW_LEVELS = known_fault("core/tars_and_fields_of_other_writers")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "16 bits",
-        pytest.param("12 of 16 bits", marks=_FEW_LEVELS),
-        pytest.param("32 bits", marks=_FEW_LEVELS),
-        pytest.param("floats up to 1", marks=_FEW_LEVELS),
-    ],
-)
+@pytest.mark.parametrize("kind", ["16 bits", "12 of 16 bits", "32 bits", "floats up to 1"])
 def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

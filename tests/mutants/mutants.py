@@ -395,11 +395,12 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("box-of-stored", "left = width - left - w if", "left = height - left - w if"),
         (
             "end-marker",
-            'raw.rfind(b"\\xff\\xd9") < raw.rfind(b"\\xff\\xda")',
-            'raw.find(b"\\xff\\xd9") < raw.find(b"\\xff\\xda")',
+            'image.format == "JPEG" and b"\\xd9" not in',
+            'image.format == "JPEG" and b"\\xda" not in',
         ),
         ("mask-depth", "if depth in (2, 4) else numbers", "if depth in (1, 4) else numbers"),
-        ("scans-counted", 'scans += marker[1] == b"\\xda"', 'scans = marker[1] == b"\\xda"'),
+        ("scans-counted", 'sum(marker == b"\\xda"', 'any(marker == b"\\xda"'),
+        ("photometric", "tags.get(_TIFF_PHOTOMETRIC) == 0", "tags.get(_TIFF_PHOTOMETRIC) == 1"),
     ],
     "decode/transforms.py": [
         (
@@ -583,7 +584,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "small = self.resize is None or min(size) <= self.resize",
             "small = self.resize is None or max(size) <= self.resize",
         ),
-        ("turned-jpeg", 'fast=kind == "JPEG" and upright', 'fast=kind == "JPEG" or upright'),
+        ("turned-jpeg", "fast=is_jpeg and upright", "fast=is_jpeg or upright"),
     ],
     "conversion/append.py": [
         (

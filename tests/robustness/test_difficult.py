@@ -18,7 +18,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.errors import SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of unusual metadata

@@ -25,21 +25,13 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, field_name
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG, ImageFormat
 from wdstrain.errors import SampleError
 
 if TYPE_CHECKING:
     import torch
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
-_FORMATS = {
-    "jpg": "JPEG",
-    "jpeg": "JPEG",
-    "tif": "TIFF",
-    "tiff": "TIFF",
-    "pgm": "PPM",
-    "ppm": "PPM",
-}
 
 
 def encode(
@@ -70,7 +62,7 @@ def encode(
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
-        return name, _image(name, kind, value, quality)
+        return name, _image(name, BY_EXTENSION[kind], value, quality)
     if kind == "npy":
         return name, _npy(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
@@ -148,7 +140,7 @@ def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
     return pixels
 
 
-def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
+def _image(name: str, made: ImageFormat, value: Any, quality: int) -> bytes:
     if isinstance(value, np.ndarray):
         pixels = value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value
         if pixels.dtype != np.uint8 or not (
@@ -158,7 +150,7 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
                 f"its {name} is an array of {value.dtype} {list(value.shape)}, but pixels must be "
                 f"uint8 [h, w] or [h, w, 3]; store it as {name.rpartition('.')[0] or 'image'}.npy"
             )
-        if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
+        if made is JPEG and pixels.ndim == 3 and pixels.shape[2] == 3:
             return bytes(
                 simplejpeg.encode_jpeg(
                     np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"
@@ -168,19 +160,17 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
     if not isinstance(value, Image.Image):
         raise SampleError(f"its {name} is {type(value).__name__}, but must be an image")
     value = ImageOps.exif_transpose(value)
-    if kind in ("jpg", "jpeg", "webp") and value.mode.startswith("I"):
+    if made.has_quality and value.mode.startswith("I"):
         value = Image.fromarray((np.clip(np.asarray(value), 0, 65535) >> 8).astype(np.uint8))
-    if kind in ("jpg", "jpeg") and value.mode not in ("L", "RGB"):
+    if made is JPEG and value.mode not in ("L", "RGB"):
         value = value.convert("RGB")
     out = io.BytesIO()
     try:
-        value.save(
-            out,
-            _FORMATS.get(kind, kind.upper()),
-            **({"quality": quality} if kind in ("jpg", "jpeg", "webp") else {}),
-        )
+        value.save(out, made.plugins[0], **({"quality": quality} if made.has_quality else {}))
     except (OSError, ValueError, KeyError) as error:
-        raise SampleError(f"its {name} cannot be written as {kind} ({error})") from None
+        raise SampleError(
+            f"its {name} cannot be written as {made.extensions[0]} ({error})"
+        ) from None
     return out.getvalue()
 
 

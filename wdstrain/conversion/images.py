@@ -10,10 +10,8 @@ JPEGs are decoded at the smallest scale that is large enough (scaled DCT of libj
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +20,12 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.options import Check, Options
-from wdstrain.decode.codecs import EXTENSIONS, MAX_PIXELS, check_scans, decode_image, open_picture
+from wdstrain.decode.codecs import check_scans, decode_image, open_picture
+from wdstrain.decode.formats import JPEG, MAX_PIXELS, format_of, is_image
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.cached import cached_property
 
 _QUALITY = 90
-_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
-_PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PBM, PGM and PPM
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,13 @@ class Recipe:
         """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
         if self.only_looks:
             for field, data in parts:
-                if is_picture(field) and not looks_like_image(data):
+                if is_image(field) and format_of(data) is None:
                     self._image(field, data)  # raises
             return parts
         names = {field for field, _ in parts}
         made = []
         for field, data in parts:
-            if is_picture(field):
+            if is_image(field):
                 name, data = self._image(field, data)
                 # Two images of one sample keep different names. Readers find the format of an
                 # image in its bytes, so a field named png may hold a JPEG.
@@ -79,7 +76,7 @@ class Recipe:
     def _image(self, field: str, data: bytes) -> Part:
         if not data:
             raise SampleError(f"its {field} has 0 bytes")
-        if not looks_like_image(data):
+        if format_of(data) is None:
             raise SampleError(
                 f"its {field} does not begin as an image does, but with {data[:12]!r}"
             )
@@ -95,12 +92,10 @@ class Recipe:
     def _encoded(self, field: str, data: bytes) -> Part:
         try:
             with open_picture(data) as image:
-                size, kind, upright = image.size, image.format, not _is_turned(image)
+                size, upright = image.size, not _is_turned(image)
         except Exception as error:  # Pillow's plugins raise errors of any type
             decode_image(data)  # raises an error with the same words for the same damage
             raise SampleError(f"its {field} is not an image of a known format") from error
-        if data[:3] == b"\xff\xd8\xff":
-            kind = "JPEG"  # Pillow calls some photos of phones MPO
         small = self.resize is None or min(size) <= self.resize
         if small and self.quality is None:
             decode_image(data)  # kept images are checked as re-encoded ones are
@@ -109,8 +104,9 @@ class Recipe:
             raise SampleError(
                 f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}"
             )
-        if kind == "JPEG" or self.quality is not None:
-            return "jpg", self._jpeg(data, fast=kind == "JPEG" and upright)
+        is_jpeg = format_of(data) is JPEG
+        if is_jpeg or self.quality is not None:
+            return "jpg", self._jpeg(data, fast=is_jpeg and upright)
         return "png", self._png(data)
 
     def _jpeg(self, data: bytes, *, fast: bool) -> bytes:
@@ -183,31 +179,6 @@ def _resized(pixels: npt.NDArray[np.uint8], side: int | None) -> npt.NDArray[np.
     return made[0].permute(1, 2, 0).contiguous().numpy()
 
 
-@lru_cache(maxsize=1024)
-def is_picture(field: str) -> bool:
-    """Return whether a field is an image by the last part of its name."""
-    return field.rpartition(".")[2] in EXTENSIONS
-
-
-def looks_like_image(data: bytes) -> bool:
-    """Return whether bytes begin as an image of a known format."""
-    if (
-        data.startswith(_MAGIC)
-        or _PORTABLE.match(data)
-        or (data[:2] == b"BM" and data[6:10] == bytes(4))
-    ):
-        return True
-    return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or _is_avif(data)
-
-
-def _is_avif(data: bytes) -> bool:
-    """Return whether the first box names an AVIF brand; MP4 and HEIC begin with such a box too."""
-    brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
-    return data[4:8] == b"ftyp" and not {
-        brands[i : i + 4] for i in range(0, len(brands), 4)
-    }.isdisjoint((b"avif", b"avis"))
-
-
 def _is_turned(image: Image.Image) -> bool:
     # Other values, such as text, mean upright, as in `exif_transpose`.
     return image.getexif().get(0x0112) in range(2, 9)
@@ -215,19 +186,6 @@ def _is_turned(image: Image.Image) -> bool:
 
 def field_of(data: bytes) -> str:
     """Return the field for an image, by its first bytes. Raises SourceError for other bytes."""
-    kinds = {
-        b"\xff\xd8\xff": "jpg",
-        b"\x89PNG": "png",
-        b"GIF8": "gif",
-        b"BM": "bmp",
-        b"II*\0": "tif",
-        b"MM\0*": "tif",
-    }
-    for magic, name in kinds.items():
-        if data.startswith(magic):
-            return name
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    if _is_avif(data):
-        return "avif"
+    if (found := format_of(data)) is not None:
+        return found.extensions[0]
     raise SourceError(f"it does not begin as an image does, but with {data[:12]!r}")

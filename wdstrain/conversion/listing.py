@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.storage.remote import is_remote
@@ -22,7 +22,6 @@ from wdstrain.storage.remote import is_remote
 # Files that operating systems leave in folders.
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
-_EXTENSIONS = frozenset(EXTENSIONS)
 _ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
 
 # Folders and shards of these names are splits.
@@ -209,7 +208,7 @@ def field_name(name: str) -> str:
 def image_field(name: str) -> str | None:
     """Return the field of an image file, by its extension; None if it is not that of an image."""
     extension = name.rpartition(".")[2].lower()
-    return extension if extension in _EXTENSIONS and "." in name else None
+    return extension if "." in name and is_image(extension) else None
 
 
 def is_litter(name: str) -> bool:

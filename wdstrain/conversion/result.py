@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.conversion.catalog import FileCatalog, SpanCatalog
-from wdstrain.conversion.images import is_picture
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.sample_meta import SampleMeta
 from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.shard_writer import Packed
+from wdstrain.decode.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
@@ -156,7 +156,7 @@ def divided_images(parts: Iterable[Index]) -> int:
         if not table.has_checksums:
             continue
         # an image beside the main one (seg.png) is data that many samples may share
-        fields = [name for name in index.fields if is_picture(name) and "." not in name]
+        fields = [name for name in index.fields if is_image(name) and "." not in name]
         members = table.members_of(np.arange(len(index)), fields)
         identity = members.size.astype(np.uint64) << np.uint64(32)
         identity |= members.crc.astype(np.uint64)

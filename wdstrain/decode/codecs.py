@@ -7,14 +7,13 @@ torchvision is not used: its PNG decoder crashes (SIGSEGV) on some damaged files
 Alpha is dropped, as in torchvision's ImageFolder. 16-bit grayscale keeps the high byte. The first
 frame of an animation is decoded.
 
-Only the listed formats are opened. Pillow knows some forty and chooses by the first bytes, not by
-the file name. For EPS it starts Ghostscript: an "image" in a shard of unknown origin would run as a
-program. Others have parsers that are rarely reviewed.
+Only the formats of `formats` are opened.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,21 +25,22 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from wdstrain.decode.formats import JPEG, MAX_PIXELS, PLUGINS
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels
 
+_log = logging.getLogger("wdstrain")
+
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # top, left, height, width
-
-EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
-MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 
 # limit for pixels x scans of a JPEG: an image of MAX_PIXELS may have 24 scans
 _MAX_SCANNED_PIXELS = 1 << 32
 _MIN_SCAN_BYTES = 10
 # marker of a JPEG segment with a length, or the end marker
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)
+_PGM_MAXIMUM = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # width, height, maximum
+_TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; photometric 0: 0 is white
 _STRIP_PIXELS = 1 << 18  # pixels that are converted at a time
 # orientations (1 to 8, as EXIF numbers them) of stored images
 _BOTTOM_ROW_FIRST = (3, 4, 6, 7)
@@ -60,7 +60,7 @@ def open_picture(data: bytes | memoryview) -> Image.Image:
 def _available_formats() -> tuple[str, ...]:
     """Return the formats that this release of Pillow supports. Older ones lack AVIF."""
     Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
+    return tuple(name for name in PLUGINS if name in Image.OPEN)
 
 
 def decode_image(data: bytes | memoryview) -> Pixels:
@@ -93,19 +93,25 @@ def check_scans(data: bytes | memoryview, pixels: int) -> None:
     """
     if has_few_scans(len(data), pixels):
         return
-    raw = bytes(data)
-    if raw.count(b"\xff\xda") * pixels <= _MAX_SCANNED_PIXELS:
-        return
-    # walk over the segments: the bytes may also occur in a color profile or behind the image
-    position, scans = 2, 0
-    while (marker := _MARKER.search(raw, position)) is not None and marker[1] != b"\xd9":
-        scans += marker[1] == b"\xda"
-        length = int.from_bytes(raw[marker.end() : marker.end() + 2], "big")
-        position = marker.end() + max(2, length)
+    scans = sum(marker == b"\xda" for marker in _jpeg_markers(data))
     if scans * pixels > _MAX_SCANNED_PIXELS:
         raise SampleError(
             f"{scans} scans of {pixels} pixels would take too long to decode ({len(data)} bytes)"
         )
+
+
+def _jpeg_markers(data: bytes | memoryview) -> Iterator[bytes]:
+    """Yield the markers of the segments of a JPEG, up to the end of the image.
+
+    The bytes of a marker may also occur in a color profile or behind the image.
+    """
+    raw, position = bytes(data), 2
+    while (marker := _MARKER.search(raw, position)) is not None:
+        yield marker[1]
+        if marker[1] == b"\xd9":
+            return
+        length = int.from_bytes(raw[marker.end() : marker.end() + 2], "big")
+        position = marker.end() + max(2, length)
 
 
 def _decode_jpeg(data: bytes | memoryview, orientation: int) -> Pixels | None:
@@ -134,6 +140,11 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
             raise SampleError(
                 f"it has the color mode {image.mode}: a mask must have one channel of class numbers"
             )
+        if _changes_gray(image, data):
+            raise SampleError(
+                f"it is a {image.format} whose gray values are compressed, stretched or inverted. "
+                f"Store masks as PNG"
+            )
         numbers = np.asarray(image)
         if numbers.dtype == np.bool_:
             return numbers.astype(np.uint8)
@@ -141,6 +152,17 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
         depth = bytes(data[24:25])[0] if is_png else 8
         # Pillow stretches gray values of 2 and 4 bits to 0 to 255
         return numbers // (255 // (2**depth - 1)) if depth in (2, 4) else numbers
+
+
+def _changes_gray(image: Image.Image, data: bytes | memoryview) -> bool:
+    """Return whether Pillow's gray values are others than those that were stored."""
+    if image.format == "PPM":
+        maximum = _PGM_MAXIMUM.match(bytes(data[:1000]))
+        return maximum is None or maximum[1] not in (b"255", b"65535")
+    if image.format == "TIFF":
+        tags = image.tag_v2  # type: ignore[attr-defined]
+        return tags.get(_TIFF_PHOTOMETRIC) == 0 or tags.get(_TIFF_BITS, (8,))[0] in (2, 4)
+    return image.format in ("AVIF", "WEBP")
 
 
 def _decode_with_pillow(data: bytes | memoryview) -> Pixels:
@@ -171,7 +193,7 @@ def _check_work(image: Image.Image, data: bytes | memoryview) -> None:
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
         raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
-    if image.format in ("JPEG", "MPO"):
+    if image.format in JPEG.plugins:
         check_scans(data, pixels)
     if image.format == "TIFF":  # every tile is decoded whole
         tags = getattr(image, "tag_v2", {})
@@ -187,12 +209,9 @@ def _check_end(image: Image.Image, data: bytes | memoryview) -> None:
     """Raise SampleError for a JPEG whose last scan has no end marker.
 
     libjpeg fills the missing part with gray if a truncated JPEG is padded with zeros. Compressed
-    data cannot contain either marker.
+    data cannot contain the marker.
     """
-    if image.format != "JPEG":
-        return
-    raw = bytes(data)
-    if raw.rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):
+    if image.format == "JPEG" and b"\xd9" not in _jpeg_markers(data):
         raise SampleError(
             f"it has no end marker: the end of the picture is missing ({len(data)} bytes)"
         )
@@ -209,12 +228,24 @@ def _rgb(image: Image.Image) -> Pixels:
         strip = image
         if rows < image.height:
             strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        if strip.mode.startswith(("I", "F")) and np.asarray(strip).max() < 1 << 15:
+            _log_lost_levels(strip.mode)
         if strip.mode.startswith("I"):
             strip = Image.fromarray((np.clip(np.asarray(strip), 0, 65535) >> 8).astype(np.uint8))
         elif strip.mode in ("P", "PA", "LA"):
             strip = strip.convert("RGBA")
         pixels[top : top + rows] = np.asarray(strip.convert("RGB"))
     return pixels
+
+
+@cache
+def _log_lost_levels(mode: str) -> None:
+    """Log once per process and mode that gray levels are lost."""
+    _log.warning(
+        "gray images of more than 8 bits (mode %s) keep the upper 8 of 16 bits, and the levels of "
+        "an image fill less. Scale them to 16 bits before you pack, or pack arrays (npy).",
+        mode,
+    )
 
 
 def jpeg_orientation(data: bytes | memoryview) -> int:

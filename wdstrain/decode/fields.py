@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from wdstrain.decode import jpeg_batch
-from wdstrain.decode.codecs import EXTENSIONS, decode_image, is_jpeg, resize
+from wdstrain.decode.codecs import decode_image, is_jpeg, resize
+from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import FLIP_DRAW, RATIO, SCALE, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError

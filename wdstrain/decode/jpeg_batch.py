@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.codecs import (
-    MAX_PIXELS,
     Pixels,
     has_few_scans,
     resize,
@@ -25,6 +24,7 @@ from wdstrain.decode.codecs import (
     upright,
     upright_size,
 )
+from wdstrain.decode.formats import MAX_PIXELS
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.native import kernels
 

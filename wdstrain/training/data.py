@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.decode.codecs import EXTENSIONS, decode_mask
+from wdstrain.decode.codecs import decode_mask
 from wdstrain.decode.fields import Field
+from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import LabelField, with_classes
 from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
@@ -140,8 +141,7 @@ def open_set(urls: Urls | Index) -> Index:
 def _mask_field(index: Index, name: str) -> str | None:
     """Return the field of masks that FIELD or FIELD:mask names; None if it names no image field."""
     field = name.strip().removesuffix(":mask")
-    is_image = field.rpartition(".")[2] in EXTENSIONS
-    return field if is_image and field in index.fields else None
+    return field if is_image(field) and field in index.fields else None
 
 
 def with_task_labels(index: Index, task: Task, *, undeclared: bool) -> Index:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.conversion.sources.folder import list_folder
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.labels import LabelField, numbered
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 
-from wdstrain.decode.codecs import EXTENSIONS
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
+from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
@@ -86,7 +86,7 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
 
     size: of images, in pixels. None if there are neither images nor arrays.
     """
-    names = [name for name in index.fields if name.rpartition(".")[2] in EXTENSIONS]
+    names = [name for name in index.fields if is_image(name)]
     plain = [name for name in names if "." not in name] or names
     labels = {label.field for label in index.labels}
     arrays = [

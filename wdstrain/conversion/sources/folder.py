@@ -22,7 +22,7 @@ from wdstrain.conversion.listing import (
     image_field,
     is_litter,
 )
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.kinds import ColumnInfo
@@ -172,7 +172,7 @@ def _find_masks(
     for below, folder, names in _files(masks, {}):
         for name in names:
             field, path = image_field(name), f"{folder}{os.sep}{name}"
-            if field in ("jpg", "jpeg"):
+            if field in JPEG.extensions:
                 raise SourceError(
                     f"{path} is a JPEG, which changes class numbers. Store masks as PNG."
                 )

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.images import field_of, looks_like_image
 from wdstrain.conversion.label_kinds import KINDS
 from wdstrain.conversion.listing import Part, field_name, tidy
 from wdstrain.conversion.source_options import TableOptions
 from wdstrain.conversion.sources.table_cells import Table, joined_column
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.decode.formats import format_of
+from wdstrain.errors import UsageError
 from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import ColumnBuilder, as_label
 from wdstrain.shards.where import TableRows, matching
@@ -112,10 +112,8 @@ def json_fields(cells: dict[str, Any]) -> list[Part]:
 def _without_bytes(value: Any, name: str, fields: list[Part]) -> Any:
     """Return a value whose bytes are replaced by names of fields, which are added to `fields`."""
     if isinstance(value, bytes):
-        try:
-            kind = field_of(value) if looks_like_image(value) else "bin"
-        except SourceError:  # the format has several extensions
-            kind = "bin"
+        found = format_of(value)
+        kind = "bin" if found is None else found.extensions[0]
         fields.append((field_name(f"{name}.{kind}"), value))
         return fields[-1][0]
     if isinstance(value, list):

@@ -16,19 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from wdstrain.decode.codecs import EXTENSIONS, open_picture
+from wdstrain.decode.codecs import open_picture
+from wdstrain.decode.formats import JPEG, format_of, is_image
 from wdstrain.report.printing import printable
 from wdstrain.shards.values import npy_head, parsed_json
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _MAGIC = {
-    (0, b"\xff\xd8\xff"): "image",
-    (0, b"\x89PNG\r\n"): "image",
-    (0, b"GIF8"): "image",
-    (0, b"II*\0"): "image",
-    (0, b"MM\0*"): "image",
-    (8, b"WEBP"): "image",
-    (4, b"ftypavif"): "image",
     (0, b"\x93NUMPY"): "array",
     (8, b"WAVE"): "WAV audio",
     (0, b"fLaC"): "FLAC audio",
@@ -149,7 +143,7 @@ def _kind(name: str, value: Value) -> tuple[str, Any]:
         return "empty", None
     matches = (kind for (at, magic), kind in _MAGIC.items() if data[at:].startswith(magic))
     magic = next(matches, None)
-    if magic == "image" or (magic is None and extension in EXTENSIONS):
+    if format_of(data) is not None or (magic is None and is_image(name)):
         return "image", _image_header(value)
     if magic == "array":
         return _array(data)
@@ -215,7 +209,7 @@ def _header_in(data: bytes) -> Header | str:
             warnings.simplefilter("ignore")  # large images and odd tags
             with open_picture(data) as image:
                 exif = Image.Exif()
-                if image.format in ("JPEG", "MPO"):
+                if image.format in JPEG.plugins:
                     exif = image.getexif()  # of other formats it would decode the pixels
                 elif image.info.get("exif"):
                     exif.load(image.info["exif"])

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.decode.codecs import EXTENSIONS, decode_image
+from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field, array
+from wdstrain.decode.formats import is_image
 from wdstrain.decode.task import MISMATCH
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.inspection.show.values import (
@@ -152,7 +153,7 @@ class ViewBuilder:
     def add_size(self, name: str, size: int) -> None:
         """Add a field that is not read."""
         self.fields[name] = format_size(size)
-        if size > _MAX_BYTES and _extension(name) in EXTENSIONS:
+        if size > _MAX_BYTES and is_image(name):
             limit = format_size(_MAX_BYTES)
             self.add_error(name, f"{format_size(size)} are too many to show (limit {limit})")
 
@@ -163,7 +164,7 @@ class ViewBuilder:
             self._add_label(label, memoryview(data))
         extension = _extension(name)
         try:
-            if extension in EXTENSIONS:
+            if is_image(name):
                 pixels = decode_image(data)
                 height, width = pixels.shape[:2]
                 self.fields[name] = f"{width} x {height}, {format_size(len(data))}"
@@ -278,7 +279,7 @@ def _add_members(
     data_of = _read_members(source, members)
     for place, (name, _, size) in enumerate(members):
         data, crc = data_of.get(place), crcs[place]
-        is_other_image = variants is not None and _extension(name) in EXTENSIONS
+        is_other_image = variants is not None and is_image(name)
         if data is None or (is_other_image and name != augmented):
             builder.add_size(name, size)
         elif crc and crc32(data) != crc:
@@ -311,7 +312,7 @@ def _read(source: Source, start: int, stop: int) -> memoryview:
 
 
 def _is_known(name: str) -> bool:
-    return _extension(name) in (*EXTENSIONS, *_TEXTS, *_NUMBERS, "npy", "json")
+    return is_image(name) or _extension(name) in (*_TEXTS, *_NUMBERS, "npy", "json")
 
 
 def _extension(name: str) -> str:

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from wdstrain.conversion.listing import split_of
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import is_image
 from wdstrain.inspection.verify.scan import EXAMPLES, Fields
 from wdstrain.inspection.verify.shard_check import ShardCheck
 from wdstrain.loader.stats import Finding
@@ -169,8 +169,8 @@ class CrossShardCheck:
 
 def field_kind(field: str) -> str:
     """Return the name of a field with one word for all image extensions."""
-    before, dot, extension = field.rpartition(".")
-    return f"{before}{dot}image" if extension in EXTENSIONS else field
+    before, dot, _ = field.rpartition(".")
+    return f"{before}{dot}image" if is_image(field) else field
 
 
 def group_leaks(index: Index, column: str) -> tuple[list[Finding], int]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.decode.codecs import EXTENSIONS, decode_image
+from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field, array, json
+from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import LabelField, field_of, text
 from wdstrain.errors import SampleError
 from wdstrain.shards.kinds import ColumnInfo
@@ -61,7 +62,7 @@ class FieldReaders:
         kind = field.rpartition(".")[2]
         if mine:
             return partial(_into_all, mine, field, is_finite=self._is_finite)
-        if kind in EXTENSIONS:
+        if is_image(field):
             return decode_image
         if kind in ("txt", "text"):
             return partial(_into_all, [text(field)], field)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.shard_writer import IndexBuilder
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.inspection.verify.decode_check import MOST, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.decode.codecs import EXTENSIONS
+from wdstrain.decode.formats import is_image
 from wdstrain.inspection.verify.decode_check import NOT_FINITE, DecodeCheck, FieldReaders
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
@@ -145,7 +145,7 @@ def _empty(done: ShardCheck, table: Offsets, labels: set[str]) -> None:
     members = table.members
     for member in np.flatnonzero(members.size == 0).tolist():
         name = table.fields[members.field[member]]
-        if name in labels or name.rpartition(".")[2] in EXTENSIONS:
+        if name in labels or is_image(name):
             key = key_of(table, int(members.row[member]))
             done.add(key, name, int(members.offset[member]), _EMPTY)
 

@@ -1,0 +1,59 @@
+"""Image formats. Fields, conversions, `info`, `show` and `predict` ask this table.
+
+Only these formats are opened. Pillow knows some forty and chooses by the first bytes, not by the
+file name. For EPS it starts Ghostscript: an "image" in a shard of unknown origin would run as a
+program. Others have parsers that are rarely reviewed.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class ImageFormat(NamedTuple):
+    """An image format.
+
+    extensions: of files and fields; the first one names an image whose name is unknown.
+    first_bytes: regular expression that matches the begin of a file.
+    plugins: Pillow's plugins that decode it; the first one encodes it.
+    has_quality: the encoder takes a quality, and 8-bit images only.
+    """
+
+    extensions: tuple[str, ...]
+    first_bytes: bytes
+    plugins: tuple[str, ...]
+    has_quality: bool = False
+
+
+# Pillow calls some photos of phones MPO.
+JPEG = ImageFormat(("jpg", "jpeg"), rb"\xff\xd8\xff", ("JPEG", "MPO"), has_quality=True)
+FORMATS = (
+    JPEG,
+    ImageFormat(("png",), rb"\x89PNG\r\n\x1a\n", ("PNG",)),
+    ImageFormat(("webp",), rb"RIFF....WEBP", ("WEBP",), has_quality=True),
+    ImageFormat(("bmp",), rb"BM....\0{4}", ("BMP", "DIB")),
+    ImageFormat(("gif",), rb"GIF8", ("GIF",)),
+    ImageFormat(("tif", "tiff"), rb"II\*\0|MM\0\*", ("TIFF",)),
+    ImageFormat(("ppm", "pgm"), rb"P[1-6]\s[\s\d#]", ("PPM",)),
+    # The first box names the brands of a file; MP4 and HEIC begin with such a box too.
+    ImageFormat(("avif",), rb"\0\0..ftyp(?:....){0,61}?avi[fs]", ("AVIF",)),
+)
+MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+
+BY_EXTENSION = {extension: row for row in FORMATS for extension in row.extensions}
+EXTENSIONS = tuple(BY_EXTENSION)
+PLUGINS = tuple(plugin for row in FORMATS for plugin in row.plugins)
+_PATTERNS = [(re.compile(row.first_bytes, re.DOTALL), row) for row in FORMATS]
+
+
+@lru_cache(maxsize=1024)
+def is_image(field: str) -> bool:
+    """Return whether a field or a file is an image by the last part of its name."""
+    return field.rpartition(".")[2] in BY_EXTENSION
+
+
+def format_of(data: bytes | memoryview) -> ImageFormat | None:
+    """Return the format of an image, by its first bytes; None for other data."""
+    return next((row for pattern, row in _PATTERNS if pattern.match(data)), None)
