@@ -45,10 +45,8 @@ def mix(
     if options.get("balance") is not None:
         raise UsageError("balance was given for a mixture, whose sets have weights. Leave it out.")
     where, split = options.pop("where", None), options.pop("split", None)
-    may_be_short = options.get("on_error", "raise") != "raise"
-    indexes = {
-        name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
-    }
+    on_error = options.get("on_error", "raise")
+    indexes = {name: open_shards(urls, split, on_error=on_error) for name, urls in sources.items()}
     if where is not None:
         indexes = {name: index.where(where) for name, index in indexes.items()}
     if weights is None:

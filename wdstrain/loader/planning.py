@@ -55,19 +55,17 @@ class MixedSources:
         return dict(zip(self.indexes, starts, strict=False))
 
 
-def open_shards(
-    urls: Urls | Index, split: str | None = None, *, may_be_short: bool = False
-) -> Index:
+def open_shards(urls: Urls | Index, split: str | None = None, *, on_error: str = "raise") -> Index:
     """Return the index of shards of one split.
 
-    split: name of the split; None for shards that have no others. may_be_short: local shards may
-    have fewer bytes than their index says. Logs a warning if shards without an index are scanned.
-    Raises UsageError or ShardError.
+    split: name of the split; None for shards that have no others. on_error: unless it is "raise",
+    local shards may have fewer bytes than their index says. Logs a warning if shards without an
+    index are scanned. Raises UsageError or ShardError.
     """
     if isinstance(urls, Index):
         index = urls
     else:
-        index = open_index(urls, note=_log.warning, may_be_short=may_be_short)
+        index = open_index(urls, note=_log.warning, may_be_short=on_error != "raise")
     if split is not None:
         numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
         if not numbers:
@@ -91,7 +89,7 @@ class EpochPlans:
         if isinstance(source, MixedSources):
             index = join(list(source.indexes.values()))
         else:
-            index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
+            index = open_shards(source, options.split, on_error=options.on_error)
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
         _check_field_names(self.index, options.fields or {})
