@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.storage.http import is_http
 from wdstrain.storage.hub import is_hub, list_hub_files
 from wdstrain.storage.objects import is_object, list_folder_of
 from wdstrain.storage.remote import check_address, is_remote, name_of, redacted, shown_path
@@ -82,7 +83,7 @@ def beside(path: str, name: str) -> str:
     """Return the address of another file in the folder of a file, with the same query."""
     if not is_remote(path):
         return os.path.join(os.path.dirname(path), name)
-    if is_object(path):  # all characters of a key are literal
+    if not is_http(path):  # all characters are literal
         return f"{path.rpartition('/')[0]}/{name}"
     parts = urlsplit(path)
     return _with_path(path, f"{parts.path.rpartition('/')[0]}/{quote(name)}")
@@ -204,9 +205,8 @@ def _unfinished(folder: str) -> ShardError:
 
 
 def _expand_remote(address: str) -> list[str]:
-    if is_object(address):
-        path, query = address, ""
-    else:
+    path, query = address, ""
+    if is_http(address):
         check_address(address)
         path, query = urlsplit(address).path, urlsplit(address).query
     if "{" in path:
@@ -222,7 +222,7 @@ def _expand_remote(address: str) -> list[str]:
         return [address]
     # Also in a bucket: shards without an index may be a set that is still being uploaded.
     folder = f"{path.rstrip('/')}/"
-    return [beside(folder if is_object(address) else _with_path(address, folder), INDEX_NAME)]
+    return [beside(_with_path(address, folder) if is_http(address) else folder, INDEX_NAME)]
 
 
 def _expand_hub(address: str) -> list[str]:

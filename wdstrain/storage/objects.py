@@ -22,7 +22,7 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.retries import Retries, TemporaryError, network_timeout
 
-_PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
+PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _SHA256 = "sha256"  # metadata name of an object's checksum
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
 _MOST_BYTES = 64 << 20  # of a request, which must end within its time
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 def is_object(path: str) -> bool:
-    return path.startswith(_PREFIXES)
+    return path.startswith(PREFIXES)
 
 
 class ObjectResponse:

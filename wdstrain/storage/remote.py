@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from wdstrain.errors import ShardError, StorageError
 from wdstrain.runtime.options import size_setting
 from wdstrain.storage.http import HttpResponse, check_address, is_http, read_small
-from wdstrain.storage.objects import ObjectResponse, is_object, read_object
+from wdstrain.storage.objects import PREFIXES, ObjectResponse, read_object
 from wdstrain.storage.retries import Retries, TemporaryError, server_of
 from wdstrain.storage.secrets import redacted
 
@@ -41,8 +43,30 @@ _log = logging.getLogger("wdstrain")
 _pools: set[str] = set()  # servers of which the log says that their versions differ
 
 
+class Scheme(NamedTuple):
+    """How files at addresses of one scheme are read.
+
+    request: takes an address, start and stop; returns the response to a range request, with the
+    members of `http.HttpResponse`. read_small: returns the bytes of a small file, None if there is
+    no such file.
+    """
+
+    request: Callable[[str, int, int], Any]
+    read_small: Callable[[str], bytes | None]
+
+
+SCHEMES = {
+    **dict.fromkeys(("http://", "https://"), Scheme(HttpResponse, read_small)),
+    **dict.fromkeys(PREFIXES, Scheme(ObjectResponse, read_object)),
+}
+
+
 def is_remote(path: str) -> bool:
-    return is_http(path) or is_object(path)
+    return path.startswith(tuple(SCHEMES))
+
+
+def _scheme_of(path: str) -> Scheme:
+    return next(row for prefix, row in SCHEMES.items() if path.startswith(prefix))
 
 
 def shown_path(path: str) -> str:
@@ -52,9 +76,9 @@ def shown_path(path: str) -> str:
 
 def name_of(path: str) -> str:
     """Return the name of a file in its folder, local or remote."""
-    if is_object(path):  # all characters of a key are literal
-        return path.rpartition("/")[2]
-    return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
+    if is_http(path):  # in other addresses all characters are literal
+        return os.path.basename(unquote(urlsplit(path).path))
+    return os.path.basename(path)
 
 
 def range_size() -> int:
@@ -64,7 +88,7 @@ def range_size() -> int:
 
 def read_remote(path: str) -> bytes | None:
     """Return a small remote file; None if it does not exist."""
-    return read_object(path) if is_object(path) else read_small(path)
+    return _scheme_of(path).read_small(path)
 
 
 class RemoteFile:
@@ -96,7 +120,7 @@ class RemoteFile:
         self.ranged, self.fetched = True, 0
         self._shown, self._stopping = redacted(path), stopping or threading.Event()
         self._retries = Retries(path, self._stopping)
-        self._response: HttpResponse | ObjectResponse | None = None
+        self._response: Any = None
         if size is None:
             self._retries.run(self._request_size, "byte 0")
 
@@ -165,7 +189,7 @@ class RemoteFile:
             self._check_stopping()
             response = self._response_at(offset, stop)
             self._check_stopping()  # the memory of the view may be gone
-            count = response.readinto(view[:_CHUNK])
+            count: int = response.readinto(view[:_CHUNK])
             self._check_stopping()  # `stop` may have cut the connection
             if not count:
                 raise TemporaryError(
@@ -177,7 +201,7 @@ class RemoteFile:
         self.fetched += count
         return count
 
-    def _response_at(self, offset: int, stop: int) -> HttpResponse | ObjectResponse:
+    def _response_at(self, offset: int, stop: int) -> Any:
         """Return a response whose next byte is at offset."""
         response = self._response
         if response is None or not self._reaches(response, offset):
@@ -189,7 +213,7 @@ class RemoteFile:
                 raise TemporaryError(f"the response ended at byte {response.position}")
         return response
 
-    def _reaches(self, response: HttpResponse | ObjectResponse, offset: int) -> bool:
+    def _reaches(self, response: Any, offset: int) -> bool:
         """Return whether a byte can be read from a response without a new request."""
         return (
             # Bytes that a forked child took from the connection would be missing in its parent.
@@ -198,10 +222,9 @@ class RemoteFile:
             and (offset - response.position <= _LONGEST_GAP or not self.ranged)
         )
 
-    def _request(self, offset: int, stop: int) -> HttpResponse | ObjectResponse:
+    def _request(self, offset: int, stop: int) -> Any:
         """Send a request for bytes [offset, stop), and check that its object is the same."""
-        kind = ObjectResponse if is_object(self.path) else HttpResponse
-        response = self._response = kind(self.path, offset, stop)
+        response = self._response = _scheme_of(self.path).request(self.path, offset, stop)
         self.ranged = response.ranged
         total = response.total
         if self.size < 0:
