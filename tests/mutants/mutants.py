@@ -330,7 +330,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("size-of-shard", "if status.st_size == size:", "if status.st_size <= size:"),
         ("least-recent-first", "in sorted(cached):", "in sorted(cached, reverse=True):"),
         ("path-of-version", "[path, tag, str(size)]", "[path, str(size)]"),
-        ("limit-holds", "return total + size <= self.limit", "return total <= self.limit"),
+        ("limit-holds", "return total <= self.limit", "return total != self.limit"),
         (
             "file-of-download",
             "os.path.samestat(os.stat(part), os.fstat(fd))",

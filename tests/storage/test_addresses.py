@@ -8,10 +8,8 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 
-_NO_PATTERN = known_fault("core/query_ends_with_tar", raises=wt.UsageError)
 NAMED = "?token=1&filename=part-000.tar"
 
 
@@ -23,13 +21,10 @@ NAMED = "?token=1&filename=part-000.tar"
         "part-000.tar#part.tar",
         "part-{000..001}.tar?token=1",
         "index.json?token=1&filename=index.json",
-        pytest.param(f"part-000.tar{NAMED}", marks=_NO_PATTERN),
-        pytest.param("part-000.tar?a=.tar", marks=_NO_PATTERN),
-        pytest.param(f"part-{{000..001}}.tar{NAMED}", marks=_NO_PATTERN),
-        pytest.param(
-            "part-000.tar?response-content-disposition=attachment%3B%20filename%3Dpart-000.tar",
-            marks=_NO_PATTERN,
-        ),
+        f"part-000.tar{NAMED}",
+        "part-000.tar?a=.tar",
+        f"part-{{000..001}}.tar{NAMED}",
+        "part-000.tar?response-content-disposition=attachment%3B%20filename%3Dpart-000.tar",
     ],
 )
 def test_a_query_is_no_pattern(rest: str, tmp_path: Path) -> None:
@@ -40,7 +35,6 @@ def test_a_query_is_no_pattern(rest: str, tmp_path: Path) -> None:
         assert len(wt.open(f"{served.url}/{rest}")) == expected
 
 
-@known_fault("core/query_ends_with_tar", raises=wt.UsageError)
 def test_a_stream_takes_an_address_whose_query_ends_as_a_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

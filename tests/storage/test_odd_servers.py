@@ -292,7 +292,7 @@ def counted(urls: str) -> None:
 
 
 def streamed(urls: str) -> None:
-    wt.stream(urls).close()
+    wt.stream(urls)
 
 
 def sizes(served: Served) -> list[int]:

@@ -50,12 +50,22 @@ def expand(urls: Urls) -> list[str]:
             "no address of shards was given. Name a folder, an index.json, a file, a glob or a "
             "brace pattern."
         )
-    return [path for address in addresses for path in _expand(os.fspath(address))]
+    names = [part for address in addresses for part in alternatives(os.fspath(address))]
+    return [path for name in names for path in _expand(name)]
 
 
 def alternatives(address: str) -> list[str]:
     """Return the addresses that the braces of an address mean; without braces itself."""
-    return list(_braces(address)) if "{" in address and not os.path.exists(address) else [address]
+    path = address.partition("?")[0] if is_http(address) else address
+    if "{" not in path or os.path.exists(address):
+        return [address]
+    try:
+        return list(braceexpand(address, escape=False))
+    except ValueError:
+        raise UsageError(
+            f"{shown_path(address)}: its braces do not pair up. "
+            f"Write for example train-{{000000..000007}}.tar"
+        ) from None
 
 
 def check_finished(folder: str) -> None:
@@ -132,36 +142,20 @@ def _expand_local(address: str) -> list[str]:
                     f"wdstrain convert {kind} --help"
                 )
             return [address]
-        if "{" in address:
-            return [path for part in _braces(address) for path in _expand(part)]
-        if any(character in address for character in "*?["):
-            return [path for match in _expand_glob(address) for path in _expand(match)]
+        if glob.has_magic(address):
+            paths = matching_paths(address)
+            if not paths:
+                raise UsageError(
+                    f"{address}: no file matches this pattern. Check the folder and the quotes "
+                    f"around it."
+                )
+            return [path for match in paths for path in _expand_local(match)]
     except OSError as error:
         raise StorageError(
             f"{error.filename or address} cannot be read: {error.strerror}. Check the permissions "
             f"of the folder."
         ) from error
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
-
-
-def _braces(address: str) -> Iterable[str]:
-    """Return the addresses that a brace pattern means."""
-    try:
-        return list(braceexpand(address, escape=False))
-    except ValueError:
-        raise UsageError(
-            f"{shown_path(address)}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
-        ) from None
-
-
-def _expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, sorted. Raises UsageError if there are none."""
-    paths = matching_paths(pattern)
-    if not paths:
-        raise UsageError(
-            f"{pattern}: no file matches this pattern. Check the folder and the quotes around it."
-        )
-    return paths
 
 
 def matching_paths(pattern: str) -> list[str]:
@@ -209,16 +203,16 @@ def _expand_remote(address: str) -> list[str]:
     if is_http(address):
         check_address(address)
         path, query = urlsplit(address).path, urlsplit(address).query
-    if "{" in path:
-        return [path for part in _braces(address) for path in _expand_remote(part)]
     if any(character in path for character in "*?[") and is_object(address):
         return _matching_objects(address)
-    if any(character in path for character in "*[") or query.endswith(".tar"):
+    # "?" as a pattern is the beginning of a query.
+    is_file = path.endswith((".tar", ".json")) or _COMPRESSED.search(path)
+    if any(character in path for character in "*[") or (query.endswith(".tar") and not is_file):
         raise UsageError(
             f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or "
             f"name its index.json."
         )
-    if path.endswith((".tar", ".json")) or _COMPRESSED.search(path):
+    if is_file:
         return [address]
     # Also in a bucket: shards without an index may be a set that is still being uploaded.
     folder = f"{path.rstrip('/')}/"
@@ -227,8 +221,6 @@ def _expand_remote(address: str) -> list[str]:
 
 def _expand_hub(address: str) -> list[str]:
     """Return the shards of a data set on the Hub: its index, or else its tars."""
-    if "{" in address:
-        return [path for part in _braces(address) for path in _expand_hub(part)]
     files = list_hub_files(address)
     tars = [path for path in files.paths if path.endswith(".tar")]
     index = [path for path in files.paths if path.rpartition("/")[2] == INDEX_NAME]

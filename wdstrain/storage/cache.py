@@ -47,61 +47,39 @@ _CACHED_NAME = re.compile(rf"-[0-9a-f]{{16}}\.tar(\.([0-9]+){re.escape(PART)})?$
 _DOWNLOADS = 8  # shards that are fetched at the same time; others are read without the cache
 _NEAR = 64 << 20  # bytes; what a download reaches later is read from the server
 _PAUSE = 0.005  # seconds between two looks at a growing file or a lock
-_LOCK_PATIENCE = 10.0  # seconds to wait for another process that makes room
 
 _log = logging.getLogger("wdstrain")
 _unwritable: set[str] = set()  # folders of which the log says that they cannot be written
 
 
-class CachedFile:
+class CachedFile(RemoteFile):
     """A shard in the cache, whole or growing. Only `stop` may be called by other threads.
 
-    cached: bytes that were in the cache when the file was opened. tag, ranged, retries, fetched: as
-    of a remote file; those of the server if it was asked.
+    cached: bytes that were in the cache when the file was opened. The bytes that the file lacks
+    come from the server.
     """
 
-    def __init__(self, fd: int, remote: RemoteFile, stopping: threading.Event) -> None:
-        """fd: of the open file, which this object closes. remote: gives the bytes beyond its end."""
-        self.path, self.size, self.cached = remote.path, remote.size, 0
-        self._fd, self._remote, self._stopping = fd, remote, stopping
-        self._present = os.fstat(fd).st_size
+    def __init__(self, fd: int, path: str, size: int, tag: str, stopping: threading.Event) -> None:
+        """fd: of the open file, which this object closes."""
+        super().__init__(path, size, tag, stopping)
+        self.cached = 0
+        self._fd, self._present = fd, os.fstat(fd).st_size
         self._is_late = False  # whether the download was silent for long
 
-    @property
-    def tag(self) -> str | None:
-        return self._remote.tag
-
-    @property
-    def ranged(self) -> bool:
-        return self._remote.ranged
-
-    @property
-    def retries(self) -> int:
-        return self._remote.retries
-
-    @property
-    def fetched(self) -> int:
-        return self._remote.fetched
-
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
-        """Fill the target with the bytes from offset on. Raises the errors of the server's file."""
+        """Fill the target with the bytes from offset on. Raises the errors of a remote file."""
         stop = offset + len(target)
         if not self._wait_for(stop):
-            self._remote.read_into(target, offset, last=last)
+            super().read_into(target, offset, last=last)
             return
         if read_at(self._fd, target, offset) < len(target):
-            raise StorageError(f"{self.path}: its file in the cache was cut while it was read.")
+            raise StorageError(f"{self._shown}: its file in the cache was cut while it was read.")
         if stop <= self._present:
             self.cached += len(target)
 
-    def stop(self) -> None:
-        """End a read that another thread is in."""
-        self._stopping.set()
-        self._remote.stop()
-
     def close(self) -> None:
         """Close the file; the cache may remove it then."""
-        self._remote.close()
+        super().close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -112,9 +90,9 @@ class CachedFile:
         while (now := os.fstat(self._fd).st_size) < stop:
             if now > filled:
                 filled, since = now, time.monotonic()
-            if stop > min(self.size, now + _NEAR) or self._is_late:
+            self._is_late = self._is_late or time.monotonic() - since > silence_limit()
+            if self._is_late or stop > min(self.size, now + _NEAR):
                 return False
-            self._is_late = time.monotonic() - since > silence_limit()
             if _try_lock(self._fd, fcntl.LOCK_SH):  # nobody fetches it, or it was just completed
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
                 return os.fstat(self._fd).st_size >= stop
@@ -181,21 +159,22 @@ class Cache:
         # The size comes from an index, which may be hostile.
         if not (sha256 or tag) or size > self._largest:
             return None
-        place, event = self.place(path, size, sha256, tag), stopping or threading.Event()
-        version = tag or ""  # "": the checksum decides
+        place = self.place(path, size, sha256, tag)
         try:
             fd = self._open_whole(place, size)
-            if fd is None:
-                self._begin_download(place, RemoteFile(path, size, version), sha256)
+            if fd is None and self.writable:
+                self._begin_download(place, RemoteFile(path, size, tag), sha256)
+                with suppress(FileNotFoundError):
+                    fd = os.open(_part(place, size), os.O_RDONLY)
+            if fd is None:  # perhaps completed meanwhile
                 fd = self._open_whole(place, size)
-            if fd is None:
-                fd = os.open(_part(place, size), os.O_RDONLY)
-        except FileNotFoundError:
-            return None
         except OSError as error:
             self._stop_writing(error)
+            fd = None
+        if fd is None:
             return None
-        return CachedFile(fd, RemoteFile(path, size, version, event), event)
+        # Without a version ("") the checksum decides.
+        return CachedFile(fd, path, size, tag, stopping or threading.Event())
 
     def forget(self, path: str, size: int, sha256: str = "", tag: str = "") -> None:
         """Remove a shard whose bytes are wrong. Its readers keep the file that they have open."""
@@ -248,21 +227,18 @@ class Cache:
 
     def _begin_download(self, place: str, remote: RemoteFile, sha256: str) -> None:
         """Start to fetch a shard, unless another thread does or may not. Raises OSError."""
-        size, part = remote.size, _part(place, remote.size)
-        if not self.writable or len(self._downloads) >= _DOWNLOADS:
+        part = _part(place, remote.size)
+        if len(self._downloads) >= _DOWNLOADS:
             return
-        with self._exclusive():
-            if not self._has_room(part, size):
+        with _opened(part, os.O_RDWR | os.O_CREAT) as opened:
+            if not _try_lock(opened, fcntl.LOCK_EX):
                 return
-            with _opened(part, os.O_RDWR | os.O_CREAT) as opened:
-                if not _try_lock(opened, fcntl.LOCK_EX):
-                    return
-                if os.path.exists(place):  # completed since it was looked for
-                    os.unlink(part)
-                    return
-                if not sha256 or os.fstat(opened).st_size > size:
-                    os.ftruncate(opened, 0)  # nothing would show that its bytes are wrong
-                fd = os.dup(opened)
+            if os.path.exists(place) or not self._has_room():
+                os.unlink(part)
+                return
+            if not sha256 or os.fstat(opened).st_size > remote.size:
+                os.ftruncate(opened, 0)  # nothing would show that its bytes are wrong
+            fd = os.dup(opened)
         thread = threading.Thread(
             target=self._download,
             args=(fd, place, remote, sha256),
@@ -274,22 +250,10 @@ class Cache:
 
     def _download(self, fd: int, place: str, remote: RemoteFile, sha256: str) -> None:
         """Complete a locked part and give it its final name."""
-        part, size, digest = _part(place, remote.size), remote.size, hashlib.sha256()
-        buffer = memoryview(bytearray(2 * min(range_size(), 1 << 20)))
+        part, digest = _part(place, remote.size), hashlib.sha256()
         try:
-            filled = os.fstat(fd).st_size
-            offset = 0
-            while offset < size:
-                # The last chunk is not small: a loop that ends after the last sample has it all.
-                rest = (filled if offset < filled else size) - offset
-                chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
-                if offset < filled:
-                    read_at(fd, chunk, offset)
-                else:
-                    self._fetch(remote, chunk, offset)
-                    _write_at(fd, chunk, offset)
+            for chunk in self._chunks(fd, remote):
                 digest.update(chunk)
-                offset += len(chunk)
             if sha256 and digest.hexdigest() != sha256:
                 os.unlink(part)
                 _log.warning(
@@ -299,11 +263,10 @@ class Cache:
                 )
                 return
             os.fsync(fd)
-            with self._exclusive():
-                # After `forget` the name may belong to the file of another download.
-                if os.path.samestat(os.stat(part), os.fstat(fd)):
-                    os.replace(part, place)
-                    sync_folder(self.path)
+            # After `forget` the name may belong to the file of another download.
+            if os.path.samestat(os.stat(part), os.fstat(fd)):
+                os.replace(part, place)
+                sync_folder(self.path)
         except (WdstrainError, FileNotFoundError):
             pass  # the readers get the same error from the server, or the shard was forgotten
         except OSError as error:
@@ -317,6 +280,20 @@ class Cache:
             remote.close()
             self._downloads.pop(threading.current_thread(), None)
 
+    def _chunks(self, fd: int, remote: RemoteFile) -> Iterator[memoryview]:
+        """Yield the bytes of a shard. What its file lacks is fetched and written."""
+        buffer, offset = memoryview(bytearray(2 * min(range_size(), 1 << 20))), 0
+        while offset < remote.size:
+            # The last chunk is not small: a loop that ends after the last sample has it all.
+            rest = remote.size - offset
+            chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
+            count = read_at(fd, chunk, offset)
+            if count < len(chunk):
+                self._fetch(remote, chunk[count:], offset + count)
+                _write_at(fd, chunk[count:], offset + count)
+            yield chunk
+            offset += len(chunk)
+
     def _fetch(self, remote: RemoteFile, chunk: memoryview, offset: int) -> None:
         before = remote.retries
         try:
@@ -326,38 +303,23 @@ class Cache:
                 fetched, retries = self._counts
                 self._counts = fetched + len(chunk), retries + remote.retries - before
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Let no other process begin a download in this context. Raises OSError."""
-        with _opened(os.path.join(self.path, ".lock"), os.O_RDWR | os.O_CREAT) as fd:
-            end = time.monotonic() + _LOCK_PATIENCE
-            while not _try_lock(fd, fcntl.LOCK_EX):
-                if time.monotonic() > end:
-                    raise TimeoutError(
-                        0, f"another process holds its lock for {_LOCK_PATIENCE:g} s"
-                    )
-                time.sleep(_PAUSE)
-            yield
-
-    def _has_room(self, part: str, size: int) -> bool:
-        """Remove the least recently used shards until a shard fits. Returns whether it fits."""
+    def _has_room(self) -> bool:
+        """Remove the least recently used shards above the limit. Returns whether it holds then."""
         if self.limit is None:
             return True
         cached = []  # (time of the last use, bytes, path)
         for entry in os.scandir(self.path):
             match = _CACHED_NAME.search(entry.name)
-            if match and entry.path != part and entry.is_file(follow_symlinks=False):
+            if match and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
                     status = entry.stat()
                     length = int(match[2]) if match[1] else status.st_size
                     cached.append((status.st_mtime_ns, length, entry.path))
         total = sum(length for _, length, _ in cached)
         for _, length, path in sorted(cached):
-            if total + size <= self.limit:
-                break
-            if _remove_unused(path):
+            if total > self.limit and _remove_unused(path):
                 total -= length
-        return total + size <= self.limit
+        return total <= self.limit
 
     def _stop_writing(self, error: Exception) -> None:
         """Write nothing more, because of this error, and log it once."""

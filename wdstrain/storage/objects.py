@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ class ObjectResponse:
         """Request bytes [start, stop) of an object, or the first of them."""
         stop = min(stop, start + _MOST_BYTES)
         self._path, self.process = path, os.getpid()
-        with _errors(path, f"byte {start}"):
+        with _errors(path, f"byte {start} was not sent"):
             response = _call(path, _obstore().get, options={"range": (start, stop)})
             self.position, self.stop = response.range
             self.total: int | None = response.meta["size"]
@@ -58,7 +58,7 @@ class ObjectResponse:
     def readinto(self, view: memoryview) -> int:
         """Fill the view with the next bytes; return how many, 0 at the end of the body."""
         if not self._chunk:
-            with _errors(self._path, f"byte {self.position}"):
+            with _errors(self._path, f"byte {self.position} was not sent"):
                 self._chunk = memoryview(next(self._chunks, b""))
         count = min(len(view), len(self._chunk))
         view[:count], self._chunk = self._chunk[:count], self._chunk[count:]
@@ -81,7 +81,7 @@ def read_object(path: str) -> bytes | None:
     """Return a small object; None if it does not exist."""
 
     def read() -> bytes | None:
-        with _errors(path, "byte 0"):
+        with _errors(path, "it was not sent"):
             try:
                 response = _call(path, _obstore().get)
             except FileNotFoundError:
@@ -100,7 +100,7 @@ def list_folder_of(path: str) -> list[str]:
     folder = _locate(path)[1].rpartition("/")[0]
 
     def read() -> list[str]:
-        with _errors(path, "a list"):
+        with _errors(path, "its folder was not listed"):
             listed = _call(path, lambda store, _: _obstore().list(store, folder or None).collect())
             return [entry["path"][len(folder) :].lstrip("/") for entry in listed]
 
@@ -116,7 +116,7 @@ def put(path: str, file: str, sha256: str) -> bool:
     store, key = _locate(path, for_writing=True)
     if _is_stored(path, sha256, os.path.getsize(file)):
         return False
-    with _writing(path), open(file, "rb") as opened:
+    with _errors(path, "it cannot be written", is_retried=False), open(file, "rb") as opened:
         _obstore().put(store, key, opened, attributes={_SHA256: sha256})
     return True
 
@@ -130,7 +130,7 @@ def copy(source: str, path: str, sha256: str, size: int) -> bool:
     store, key = _locate(path, for_writing=True)
     if _is_stored(path, sha256, size):
         return False
-    with _writing(path):
+    with _errors(path, "it cannot be written", is_retried=False):
         try:
             _obstore().copy(store, _locate(source)[1], key)
             copied = _obstore().head(store, key)["size"]
@@ -147,18 +147,14 @@ def copy(source: str, path: str, sha256: str, size: int) -> bool:
 
 def remove(path: str) -> None:
     """Remove an object if it exists. Raises StorageError."""
-    try:
+    with _errors(path, "it cannot be removed", is_retried=False), suppress(FileNotFoundError):
         _obstore().delete(*_locate(path, for_writing=True))
-    except FileNotFoundError:
-        return
-    except Exception as error:
-        raise StorageError(f"{path} cannot be removed: {_describe(error)}.") from None
 
 
 def _is_stored(path: str, sha256: str, size: int) -> bool:
     """Return whether an object has this size, and this checksum in its metadata."""
     store, key = _locate(path, for_writing=True)
-    with _errors(path, "its metadata"):
+    with _errors(path, "its metadata was not sent", is_retried=False):
         try:
             present = _obstore().get(store, key, options={"head": True})
         except FileNotFoundError:
@@ -189,34 +185,25 @@ def _call(path: str, request: Callable[..., Result], **options: Any) -> Result:
 
 
 @contextmanager
-def _errors(path: str, missing: str) -> Iterator[None]:
-    """Raise TemporaryError or StorageError for obstore's errors. missing: what was requested."""
+def _errors(path: str, failed: str, *, is_retried: bool = True) -> Iterator[None]:
+    """Raise StorageError, or TemporaryError if a retry may help, for an error of obstore.
+
+    failed: what did not happen. is_retried: whether the caller repeats the request.
+    """
     try:
         yield
     except (StorageError, UsageError):
         raise
+    except FileNotFoundError:
+        raise StorageError(f"{path} is not there. Check the address.") from None
     except Exception as error:
-        problem = _describe(error)
-        if isinstance(error, FileNotFoundError):
-            raise StorageError(f"{path} is not there. Check the address.") from None
-        if _TEMPORARY.search(str(error)):
-            raise TemporaryError(problem) from None
+        reason = " ".join(str(error).split("Debug source")[0].split())[:300]
+        if is_retried and _TEMPORARY.search(str(error)):
+            raise TemporaryError(reason) from None
+        advice = "" if is_retried else " A conversion goes on with resume=True (--resume)."
         raise StorageError(
-            f"{path}: the server did not send {missing}: {problem}. Check the credentials and the "
-            f"network."
-        ) from None
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Raise StorageError for errors of writing an object."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as error:
-        raise StorageError(
-            f"{path} cannot be written: {_describe(error)}. Run it again with resume=True (--resume)."
+            f"{path}: {failed}: {reason}. Check the credentials in the environment and the network."
+            f"{advice}"
         ) from None
 
 
@@ -251,14 +238,5 @@ def _store(bucket: str, process: int, timeout: float, for_writing: bool) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     if bucket.startswith("gs://") or endpoint.startswith("http://"):
         options["allow_http"] = True
-    try:
+    with _errors(bucket, "it cannot be opened", is_retried=False):
         return from_url(bucket, client_options=options, retry_config=retries)
-    except Exception as error:
-        raise StorageError(
-            f"{bucket} cannot be opened: {_describe(error)}. Check the credentials in the "
-            f"environment."
-        ) from None
-
-
-def _describe(error: Exception) -> str:
-    return " ".join(str(error).split("Debug source")[0].split())[:300]
