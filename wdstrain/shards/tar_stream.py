@@ -41,7 +41,7 @@ from wdstrain.shards.tar_headers import (
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
+from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, shown_path
 
 _READ = 1 << 20  # bytes of one read
 _COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
@@ -79,7 +79,7 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
 
 def _open(path: str, cache: Cache | None) -> io.BufferedReader:
     if is_remote(path):
-        file, cached = RemoteFile(path), None
+        file, cached = RemoteFile(path, first_bytes=ALL_BYTES), None
         if cache is not None:
             cached = cache.open(path, file.size, tag=file.version or "")
         if cached is not None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from wdstrain.errors import ShardError, StorageError
 from wdstrain.memory.scatter import ScatterList
-from wdstrain.storage.remote import RemoteFile, is_remote
+from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote
 
 
 def state_of(status: os.stat_result) -> str:
@@ -133,7 +133,9 @@ def open_source(path: str, size: int | None = None, state: str | None = None) ->
     size: as the index says; it saves a request for the size. state: state or version that the
     shard must have; "" for any; None for that of the first read.
     """
-    return RemoteFile(path, size, state) if is_remote(path) else LocalFile(path, state or "")
+    if is_remote(path):
+        return RemoteFile(path, size, state, first_bytes=ALL_BYTES)
+    return LocalFile(path, state or "")
 
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:

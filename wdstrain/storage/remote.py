@@ -25,6 +25,7 @@ from wdstrain.storage.retries import Retries, TemporaryError, server_of
 from wdstrain.storage.secrets import redacted
 
 __all__ = [
+    "ALL_BYTES",
     "RemoteFile",
     "check_address",
     "is_remote",
@@ -35,6 +36,7 @@ __all__ = [
     "shown_path",
 ]
 
+ALL_BYTES = 1 << 62  # for `first_bytes`: a range ends with the file
 _RANGE_SIZE = "WDSTRAIN_RANGE_SIZE", 4 << 20
 _CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
@@ -109,11 +111,13 @@ class RemoteFile:
         size: int | None = None,
         tag: str | None = None,
         stopping: threading.Event | None = None,
+        first_bytes: int = 1,
     ) -> None:
-        """size: None requests one byte, whose response says size and version.
+        """size: None requests the first bytes, whose response says size and version.
 
-        tag: None takes the version of the first response; "" allows any, for bytes that are
-        verified by checksums. stopping: set to end reading.
+        first_bytes: how many of them; the next read of byte 0 gets them. tag: None takes the version
+        of the first response; "" allows any, for bytes that are verified by checksums. stopping:
+        set to end reading.
         """
         self.path, self.size, self.tag = path, -1 if size is None else size, tag
         self.version: str | None = None
@@ -122,7 +126,7 @@ class RemoteFile:
         self._retries = Retries(path, self._stopping)
         self._response: Any = None
         if size is None:
-            self._retries.run(self._request_size, "byte 0")
+            self._retries.run(partial(self._request_size, first_bytes), "byte 0")
 
     @property
     def retries(self) -> int:
@@ -172,11 +176,11 @@ class RemoteFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request_size(self) -> None:
-        """Request one byte. A server without range requests sends all, which later reads use."""
+    def _request_size(self, first_bytes: int) -> None:
+        """Request the first bytes. A server without range requests sends all. Later reads use them."""
         try:
-            response = self._request(0, 1)
-            if response.ranged:
+            response = self._request(0, first_bytes)
+            if response.ranged and first_bytes == 1:
                 response.readinto(memoryview(bytearray(1)))  # then the connection can be reused
                 self.close()
         except BaseException:

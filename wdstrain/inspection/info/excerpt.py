@@ -292,7 +292,10 @@ def _read_beginning(
         if not reads and not checks_end:
             beginning.size = os.stat(path).st_size
             return beginning
-        source = RemoteFile(path, stopping=stopping) if remote else LocalFile(path)
+        first = _FIRST_BYTES if reads else 1
+        source = (
+            RemoteFile(path, stopping=stopping, first_bytes=first) if remote else LocalFile(path)
+        )
         with source:
             beginning.size, beginning.requests, beginning.tag = source.size, 1, source.version or ""
             if reads:

@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32
 
 from wdstrain.errors import ShardError, StorageError
 from wdstrain.storage.local import LocalFile, Source
-from wdstrain.storage.remote import RemoteFile, is_remote, shown_path
+from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, shown_path
 
 _BLOCK = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
@@ -46,7 +46,9 @@ class ForwardReader:
     def __init__(self, path: str, stopping: threading.Event, tick: Callable[[int], None]) -> None:
         self.shown = shown_path(path)
         self._source: Source = (
-            RemoteFile(path, tag="", stopping=stopping) if is_remote(path) else LocalFile(path)
+            RemoteFile(path, tag="", stopping=stopping, first_bytes=ALL_BYTES)
+            if is_remote(path)
+            else LocalFile(path)
         )
         self._stopping, self._tick = stopping, tick
         self.size = self._source.size
