@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -314,9 +315,9 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
     label = next(label for label in index.labels if label.name == name)
     column = index.table[name].to_pylist()
     assert None not in column
-    found = {value: len(index.where(f"{name} == '{value}'")) for value in set(column)}
+    found = {value: len(index.where(f"{name} == {value!r}")) for value in set(column)}
     assert found == {value: column.count(value) for value in column}
-    assert set(found) <= set(label.classes)
+    assert set(map(str, found)) <= set(label.classes)
     assert sum(found.values()) == rows
     field = wt.label(label.stored_as)
     loader = wt.Loader(index, {"y": field}, batch_size=rows, tail="keep", shuffle=False)
@@ -324,7 +325,7 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
         delivered = [label.classes[number] for batch in loader for number in batch["y"].tolist()]
     finally:
         loader.close()
-    assert delivered == column
+    assert delivered == [str(value) for value in column]
 
 
 BOOLEANS = [n % 3 == 0 for n in range(12)]
@@ -360,6 +361,31 @@ def test_a_second_label_has_the_same_values_in_index_conditions_and_batches(
     )
     check_values(index, "y", 12)
     check_values(index, "a", 12)
+
+
+@pytest.mark.parametrize("label", ["y", ["a", "y"]])
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_true_and_false_are_flags_everywhere(
+    tmp_path: Path, images: Path, form: str, label: str | list[str]
+) -> None:
+    """As the only label, in the field cls, and beside another label, in the field json."""
+    table = write_table(
+        tmp_path / "t", form, file=[f"{n}.png" for n in range(12)], a=["x", "z"] * 6, y=BOOLEANS
+    )
+    out = tmp_path / "out"
+    index = wt.convert_table(table, out, image="file", label=label, root=str(images), shuffle=False)
+    name = index.labels[-1].name
+    assert index.labels[-1].classes == ("False", "True")
+    assert index.table[name].to_pylist() == BOOLEANS
+    assert len(index.where(name)) == 4
+    assert len(index.where(f"not {name} and {name} == False and {name} < 1")) == 8
+    fields = {"class": wt.label(name), "number": wt.number(name)}
+    with closing(wt.Loader(index, fields, batch_size=12, shuffle=False)) as loader:
+        (batch,) = loader.epoch(0, until=1)
+    assert batch["class"].tolist() == batch["number"].tolist() == [int(flag) for flag in BOOLEANS]
+    info = {column.name: column for column in wt.info(str(out)).columns}[name]
+    assert (info.classes, info.missing) == ({"False": 8, "True": 4}, 0)
+    assert wt.verify(str(out)).ok
 
 
 @pytest.mark.parametrize("source", ["arrays", "hdf5"])

@@ -90,7 +90,7 @@ def test_tables_of_any_format_give_the_same_samples(pictures: Path, form: str) -
     ] == [
         ("kind", "class", "json", "kind", ("cat", "dog")),
         ("tags", "multi", "json", "tags", ("a", "b")),
-        ("good", "class", "json", "good", ("False", "True")),
+        ("good", "flag", "json", "good", ("False", "True")),
         ("x", "number", "json", "x", ()),
     ]
     packed = samples(pictures / "out")

@@ -165,7 +165,7 @@ def test_columns_that_are_not_labels_have_statistics(tmp_path: Path, capsys: Any
     assert age is not None
     assert (age.mean, age.smallest, age.largest) == (4.5, 0, 9)
     assert sum(count for _, _, count in age.bins) == 10
-    assert by_name["kids"].classes == {"true": 6, "false": 4}
+    assert by_name["kids"].classes == {"True": 6, "False": 4}
     assert by_name["town"].distinct == 5
     assert main(["info", str(tmp_path / "out")]) == 0
     assert "0 to 9, mean 4.5" in capsys.readouterr().out

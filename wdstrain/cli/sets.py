@@ -111,7 +111,7 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
         done = run_conversion(options, print_message)
     out = os.fspath(options.out)
     for label in done.index.labels:
-        if label.kind == "class" and len(label.classes) == 1:
+        if label.is_class and len(label.classes) == 1:
             hint = (
                 " Is that a folder in which the class folders lie?" if kind is FolderOptions else ""
             )

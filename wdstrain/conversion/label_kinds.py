@@ -17,15 +17,16 @@ from wdstrain.conversion.classes import RANGE, look_alikes, shown
 from wdstrain.conversion.label_values import (
     LabelCells,
     class_label,
+    flag_label,
     multi_label,
     number_in,
     number_label,
     with_classes,
 )
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 
-KINDS = ("class", "number", "multi")
+KINDS = ("class", "number", "multi", "flag")
 _FEW = 0.05  # cells of another type that do not make a column ambiguous
 
 _SHOWN = 8  # classes that are named in messages
@@ -76,9 +77,10 @@ def decide(
             f"{place}: no row has a value in the label column '{name}'. Name another column."
         )
     kind = kind or ("class" if names and not _has_lists(column) else _guess(column))
-    label = {"class": class_label, "number": number_label, "multi": multi_label}[kind](
-        column, names
-    )
+    if kind == "flag" and classes and classes != FLAG_CLASSES:
+        kind = "class"
+    makers = {"class": class_label, "flag": flag_label, "number": number_label}
+    label = makers.get(kind, multi_label)(column, names)
     if classes and kind != "number":
         label = with_classes(column, label, classes)
     if len(column.bad) == len(column.values):
@@ -131,7 +133,7 @@ def _guess(column: LabelCells) -> str:
             )
         for row in types["truth"]:
             column.values[row] = str(column.values[row]).strip().lower() == "true"
-        return "class"
+        return "flag"
     padded = sum(
         isinstance(value := column.values[row], str) and value.strip().isdigit()
         for row in types["text"]

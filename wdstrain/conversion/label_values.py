@@ -9,7 +9,7 @@ from typing import Any
 
 from wdstrain.conversion.classes import RANGE, shown
 from wdstrain.errors import UsageError
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import FLAG_CLASSES, Classes, ColumnInfo
 
 _LARGEST = 3.4028234663852886e38  # of a float32, the type of numbers in training
 _SHOWN = 8  # notes about names with blanks
@@ -65,6 +65,18 @@ def number_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
         else:
             column.values[row] = number
     return ColumnInfo(column.name, "number", "json", column.name)
+
+
+def flag_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
+    """Return a label of true and false; the values become bool."""
+    flags = Classes(FLAG_CLASSES, by_name=True)
+    for row, value in column.good():
+        try:
+            text = value.strip().capitalize() if isinstance(value, str) else value
+            column.values[row] = flags.number(text) == 1
+        except ValueError:
+            column.refuse(row, "which is not true or false")
+    return ColumnInfo(column.name, "flag", "json", column.name, FLAG_CLASSES)
 
 
 def class_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:

@@ -169,9 +169,8 @@ def text(names: str = "txt") -> Field:
 
 def field_of(info: ColumnInfo, **options: Any) -> LabelField:
     """Return the field that reads a label of an index."""
-    kind = "class" if info.is_class else info.kind
     by_name = info.entry is not None
-    place = (info.field,), kind, info.entry
+    place = (info.field,), info.task, info.entry
     return LabelField(*place, info.classes, by_name=by_name, is_bound=True, **options)
 
 

@@ -229,7 +229,7 @@ def warn_of_class_numbers(index: Index) -> None:
             label.numbering if label is not None else "no label": shard.shown
             for shard, label in zip(index.shards, class_labels, strict=True)
         }
-        has_classes = any(label is not None and label.kind == "class" for label in class_labels)
+        has_classes = any(label is not None and label.is_class for label in class_labels)
         if has_classes and len(examples) > 1:
             _log.warning(
                 "%s has different class numbers in these sets: %s. Batches hold its bytes as they "

@@ -229,11 +229,17 @@ def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column |
 
 def _with_not_finite_numbers(columns: Sequence[Column | None]) -> Sequence[Column | None]:
     """Return columns with the texts nan and inf as numbers, if all other values are numbers."""
-    kinds = {c.kind for c in columns if c is not None and c.values.null_count < len(c)}
-    if kinds not in ({"text", "integer"}, {"text", "number"}, {"text", "integer", "number"}):
-        return columns
-    texts = [column for column in columns if column is not None and column.kind == "text"]
-    if not all(set(pc.unique(text.values).to_pylist()) <= {None, *_NOT_FINITE} for text in texts):
+    texts = [
+        c for c in columns if c is not None and c.kind == "text" and c.values.null_count < len(c)
+    ]
+    kinds = {c.kind for c in columns if c is not None and c.values.null_count < len(c)} - {"text"}
+    values = {value for text in texts for value in pc.unique(text.values).to_pylist()}
+    if (
+        not texts
+        or not kinds
+        or not kinds <= {"integer", "number"}
+        or values - {None, *_NOT_FINITE}
+    ):
         return columns
     return [
         as_label(c, replace(c, kind="number")) if c is not None and c.kind == "text" else c
@@ -244,29 +250,16 @@ def _with_not_finite_numbers(columns: Sequence[Column | None]) -> Sequence[Colum
 def _joined_classes(
     first: Column, columns: Sequence[Column | None], counts: Sequence[int]
 ) -> Column | None:
-    present = [column for column in columns if column is not None]
-    named = {_has_names(column.classes) for column in present if column.classes}
-    same = {column.classes for column in present}
-    if len(same) > 1 and len(named) > 1:
+    present = [column for column in columns if column is not None and column.classes]
+    if len({c.classes for c in present}) > 1 and len({c.has_names for c in present}) > 1:
         return None  # 0 of one set may be another class than 0 of the other
-    classes = tuple(dict.fromkeys(name for column in present for name in column.classes))
-    numbers = {name: number for number, name in enumerate(classes)}
-    pieces = []
-    for column, count in zip(columns, counts, strict=True):
-        if column is None:
-            pieces.append(pa.nulls(count, pa.int32()))
-        elif column.classes == classes[: len(column.classes)]:
-            pieces.append(column.values.indices)
-        else:
-            table = pa.array([numbers[name] for name in column.classes], pa.int32())
-            pieces.append(table.take(column.values.indices))
-    codes = pa.concat_arrays(pieces)
-    values = pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
-    return replace(first, classes=classes, values=values)
-
-
-def _has_names(classes: tuple[str, ...]) -> bool:
-    return classes != tuple(map(str, range(len(classes))))
+    kind = KINDS["class"].arrow
+    pieces = [
+        pa.nulls(count, kind) if column is None else column.values
+        for column, count in zip(columns, counts, strict=True)
+    ]
+    values = pa.concat_arrays(pa.chunked_array(pieces, kind).unify_dictionaries().chunks)
+    return replace(first, classes=tuple(values.dictionary.to_pylist()), values=values)
 
 
 def _cast(column: Column, kind: str) -> pa.Array:
@@ -289,6 +282,9 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
         values = pa.DictionaryArray.from_arrays(codes, pa.array(info.classes, pa.string()))
     elif info.kind == "number":
         values = _mapped(column, number_of, kind.arrow)
+    elif info.kind == "flag" and column.kind != "flag":
+        values = _mapped(column, Classes(info.classes, by_name=True).number, pa.int8())
+        values = values.cast(kind.arrow)
     elif column.kind != info.kind:
         values = pa.nulls(len(column), kind.arrow)
     typed = replace(column, name=info.name, kind=info.kind, values=values)

@@ -18,12 +18,12 @@ from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import PLAIN_FIELDS, Column, as_label, column_name, is_json
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo, Place
+from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.where import Names, names_in
 from wdstrain.storage.files import read_whole
 
-KINDS = ("class", "number", "multi")
+_LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
 _MOST_CLASSES = 1 << 20  # of a label without names
 
 
@@ -77,12 +77,13 @@ def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
 def with_label(index: Index, name: str, classes: Sequence[str] | None = None) -> Index:
     """Return the index with a label that is stored in a field or in an entry of a JSON field.
 
-    name: of the column, with `:KIND` if the values do not say which of KINDS is meant. classes: names
+    name: of the column, with `:KIND` if the values do not say which kind is meant. classes: names
     in the order of their numbers; default: sorted. Raises UsageError for values that do not fit.
     """
     place, kind = _place_and_kind(index, name)
     column = _raw(index, [place])[0]
-    kind = kind or {"number": "number", "multi": "multi"}.get(column.kind, "class")
+    is_named = column.kind == "flag" and classes is not None
+    kind = kind or ("class" if column.kind not in _LABELS or is_named else column.kind)
     if kind == "number" and classes is not None:
         raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
     known = () if kind == "number" else _classes(column, kind, classes)
@@ -164,7 +165,7 @@ def _place_in(index: Index, name: str) -> Place | None:
 
 def _place_and_kind(index: Index, name: str) -> tuple[Place, str]:
     head, _, kind = name.rpartition(":")
-    if head and kind in KINDS:
+    if head and kind in _LABELS:
         return _place(index, head), kind
     return _place(index, name), ""
 
@@ -191,6 +192,8 @@ def _raw(index: Index, places: Sequence[Place]) -> list[Column]:
 
 def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[str, ...]:
     """Return the class names of a label."""
+    if kind == "flag" or (column.kind == "flag" and given is None):
+        return FLAG_CLASSES
     if given is not None:
         counts = Counter(given)
         twice = next((name for name, count in counts.items() if count > 1), None)
@@ -209,8 +212,6 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
                 f"If they are numbers, add :number to the name."
             )
         return tuple(map(str, range(high + 1)))
-    if column.kind == "flag":
-        return ("false", "true")
     values = column.values.flatten() if column.kind == "multi" else column.values
     names = sorted(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
     number = next((name for name in names if name.isdecimal()), None)

@@ -59,8 +59,13 @@ class ColumnInfo:
 
     @property
     def is_class(self) -> bool:
-        """Whether its value is one class; see `classes`."""
+        """Whether its value is one of the classes, as true and false are."""
         return KINDS[self.kind].is_class
+
+    @property
+    def task(self) -> str:
+        """The kind of what a model learns: "class" also for true and false."""
+        return "class" if self.is_class else self.kind
 
     @property
     def has_names(self) -> bool:

@@ -47,9 +47,10 @@ def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
     {} if the index does not say it. A sample of several classes counts for each of them.
     """
     column = complete_column(index, label)
-    if column is not None and label.kind in ("class", "multi"):
-        values = column.values if label.kind == "class" else column.values.flatten()
-        counts = {row["values"]: row["counts"] for row in pc.value_counts(values).to_pylist()}
+    if column is not None and label.classes:
+        values = column.values.flatten() if label.kind == "multi" else column.values
+        rows = pc.value_counts(values).to_pylist()
+        counts = {str(row["values"]): row["counts"] for row in rows}
         if set(counts) <= set(label.classes):
             return {name: counts.get(name, 0) for name in label.classes}
     by_split = index.info.get("samples", {})
@@ -84,23 +85,19 @@ def read_columns(index: Index, places: Collection[Place]) -> Index:
     return replace(index, columns=builder.finish())
 
 
-def classes_in(data: memoryview, column: str | None, classes: Sequence[str]) -> list[str]:
-    """Return the class names in the bytes of a label; see `class_names`. [] if they are invalid."""
+def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> list[str]:
+    """Return the class names in the bytes of a label; [] if they are invalid.
+
+    The value is a list of names, a name, or a number, which counts in `classes`. entry: of JSON, None
+    if the value is a whole field.
+    """
     try:
-        return class_names(scalar(data, column), column, classes)
+        value = scalar(data, entry)
     except (WdstrainError, ValueError):
         return []
-
-
-def class_names(value: object, column: str | None, classes: Sequence[str]) -> list[str]:
-    """Return the class names for the value of a label.
-
-    value: a list of names, a name, or a number, which counts in `classes`. column: the JSON entry
-    of the value, None if it is a whole field.
-    """
     if isinstance(value, list):
         return [str(name) for name in value]
     text = str(value)
-    if column is not None and text in classes:  # tables store names, which may look like numbers
+    if entry is not None and text in classes:  # tables store names, which may look like numbers
         return [text]
     return [classes[int(text)]] if text.isdecimal() and int(text) < len(classes) else [text]

@@ -123,7 +123,7 @@ def _with_former(index: Index, index_path: str) -> Index:
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
-        if label.kind == "class" and label.entry is None:
+        if label.is_class and label.entry is None:
             _log.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
@@ -158,7 +158,7 @@ def class_counts(index: Index) -> dict[str, dict[str, int]]:
 
     Samples without a readable label count as the class "".
     """
-    label = next((label for label in index.labels if label.kind == "class"), None)
+    label = next((label for label in index.labels if label.is_class), None)
     names = dict.fromkeys(range(len(index)), "")
     if label is not None:
         for i, data in label_bytes(index, label.field, np.arange(len(index))):

@@ -128,7 +128,7 @@ def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index
     assert config.fold is not None
     part, count = map(int, config.fold.split("/"))
     target = Task.of(index, label).heads[0].target
-    column = complete_column(index, target) if target.kind == "class" else None
+    column = complete_column(index, target) if target.is_class else None
     stratify = None if column is None else column.name
     return list(index.folds(count, stratify=stratify, seed=config.seed))[part - 1]
 

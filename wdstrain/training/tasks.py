@@ -141,7 +141,7 @@ class Task:
                     f"these shards have no label {head.name!r}, but {', '.join(given) or 'none'}. "
                     f"The model learns: {learned}. Convert them with this label."
                 )
-            if other.kind != head.target.kind or not set(other.classes) <= set(head.classes):
+            if other.task != head.target.task or not set(other.classes) <= set(head.classes):
                 raise UsageError(
                     f"the classes of these shards are {other.numbering}, the model learns {learned}: "
                     f"every class must be learned. Convert the shards with the same class names."
@@ -233,15 +233,15 @@ def make_head(target: ColumnInfo, kind: str = "") -> Head:
 
     Raises UsageError for a kind that cannot learn the label.
     """
-    is_binary = target.kind == "class" and len(target.classes) == 2
+    is_binary = target.is_class and len(target.classes) == 2
     possible = [
         name
-        for name in _KINDS[target.kind]
+        for name in _KINDS[target.task]
         if (name != "binary" or is_binary)
         and (name != "number" or target.kind == "number" or target.entry is not None)
     ]
     if kind and kind not in possible:
-        is_class = target.kind == "class"
+        is_class = target.is_class
         reason = f"one of {len(target.classes)} classes" if is_class else f"of kind {target.kind}"
         known = "" if kind in HEADS else f" Kinds are {', '.join(HEADS)}."
         raise UsageError(

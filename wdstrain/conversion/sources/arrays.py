@@ -24,7 +24,7 @@ from wdstrain.conversion.listing import (
     file_mark,
 )
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 
@@ -230,6 +230,7 @@ class _Scalar:
                 "label must be one number per row."
             )
         self._field = fields[self.name]
+        self._is_flag = not self.kind and np.dtype(array.dtype) == np.bool_
         self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
         self._classes, self._numbers = (
             tuple(classes),
@@ -261,6 +262,8 @@ class _Scalar:
         name = "label" if self.name == "cls" else self.name
         if self.kind == "number":
             return ColumnInfo(name, "number", self._field)
+        if self._is_flag and not self._classes:
+            return ColumnInfo(name, "flag", self._field, classes=FLAG_CLASSES)
         return ColumnInfo(
             name, "class", self._field, classes=self._classes or self._numbers.classes()
         )

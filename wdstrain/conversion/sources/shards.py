@@ -38,9 +38,9 @@ from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import info_of, is_wdstrain_index, labels_of, read_document
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
-from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
 from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote
@@ -74,8 +74,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
     )
-    stratum = next((label for label in labels if label.kind == "class"), None)
-    classes = frozenset(stratum.classes if stratum is not None else ())
+    stratum = next((label for label in labels if label.is_class), None)
     title = (
         urls[0]
         if len(urls) == 1 and not is_remote(urls[0])
@@ -100,7 +99,11 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                 kept = [(names[field], data) for field, data in parts if field in names]
                 if not kept:
                     raise SampleError(f"it has none of the fields {', '.join(names)}")
-                kind = _class(parts, stratum, classes)
+                data = dict(parts).get(stratum.field) if stratum is not None else None
+                kind = ""
+                if stratum is not None and data is not None:
+                    named = classes_in(memoryview(data), stratum.entry, stratum.classes)
+                    kind = next(iter(named), "")
             except SampleError as error:
                 bad_samples.put(BadSample(shard.shown, 0, key, str(error)))
                 continue
@@ -320,24 +323,6 @@ def _with_declared(
         label for label in labels if declared.place != label.place and declared.name != label.name
     ]
     return (*others, declared)
-
-
-def _class(parts: list[Part], label: ColumnInfo | None, classes: frozenset[str]) -> str:
-    """Return the name of a sample's class; "" if it has none. classes: the names in the label."""
-    data = next((data for field, data in parts if label is not None and field == label.field), None)
-    if label is None or data is None:
-        return ""
-    try:
-        value = str(scalar(memoryview(data), label.entry))
-    except (SampleError, ValueError):
-        return ""
-    if value in classes and label.entry is not None:
-        return value
-    return (
-        label.classes[int(value)]
-        if value.isdecimal() and int(value) < len(label.classes)
-        else value
-    )
 
 
 def read_keys(path: str) -> set[str]:

@@ -91,7 +91,7 @@ class _Rows:
                 check_column(table, name)
         self._read(asked, stratify)
         self.labels = self._decide(asked)
-        classes = [label for label in self.labels if label.kind == "class"]
+        classes = [label for label in self.labels if label.is_class]
         self._as_cls = classes[0].name if len(classes) == len(self.labels) == 1 else None
         if self._as_cls is not None:
             self.labels = (replace(classes[0], field="cls", entry=None),)

@@ -180,10 +180,10 @@ def _label(index: Index, name: str | None) -> tuple[ColumnInfo | None, str]:
         if name not in labels:
             known = ", ".join(labels) or "none"
             raise UsageError(f"there is no label {name!r}. Use one of: {known}.")
-        if labels[name].kind != "class":
+        if not labels[name].is_class:
             raise UsageError(f"label {name!r} has the kind {labels[name].kind}: must be class.")
         return labels[name], ""
-    with_classes = [label for label in labels.values() if label.kind == "class"]
+    with_classes = [label for label in labels.values() if label.is_class]
     if len(with_classes) == 1:
         return with_classes[0], ""
     if with_classes:

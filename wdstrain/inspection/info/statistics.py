@@ -199,7 +199,7 @@ def _counts(values: pa.Array, weights: Floats) -> dict[str, float]:
     sums = np.bincount(
         np.asarray(values.indices), weights=weights, minlength=len(values.dictionary)
     )
-    names = pc.cast(values.dictionary, pa.string()).to_pylist()
+    names = map(str, values.dictionary.to_pylist())
     return {name: float(total) for name, total in zip(names, sums, strict=True) if total}
 
 
