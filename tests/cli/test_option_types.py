@@ -126,7 +126,7 @@ LETTERS = known_fault("inspection/columns_text")
 @pytest.mark.parametrize(
     ("function", "option", "value"),
     [
-        pytest.param(index, "columns", "txt", marks=LETTERS),
+        (index, "columns", "txt"),
         pytest.param(convert_tars, "keep", "txt", marks=LETTERS),
         pytest.param(convert_tars, "drop", "txt", marks=LETTERS),
         (convert_table, "label", "kind"),

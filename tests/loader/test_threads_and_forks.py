@@ -26,7 +26,6 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
-from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -461,7 +460,6 @@ class SlowName(str):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="functools.cached_property has no lock")
-@known_fault("suspected/label_lock_at_fork")
 @pytest.mark.parametrize("multi", [False, True])
 def test_a_child_forked_while_a_label_is_prepared_decodes_labels(multi: bool) -> None:
     """Another thread is about to number the classes of its field while the process forks."""

@@ -16,7 +16,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 
 KINDS = ["Other", "Pants", "Shirts"]
@@ -378,7 +377,6 @@ def _folds_by(index: wt.Index) -> list[wt.Index]:
     ]
 
 
-@known_fault("core/zero_groups")
 @pytest.mark.parametrize("divide", [_split_by, _folds_by])
 def test_zeros_of_either_sign_are_one_group(
     divide: Callable[[wt.Index], list[wt.Index]], tmp_path: Path
@@ -390,14 +388,12 @@ def test_zeros_of_either_sign_are_one_group(
     )
 
 
-@known_fault("core/zero_groups")
 def test_zeros_of_either_sign_are_one_stratum(tmp_path: Path) -> None:
     index = entries(tmp_path, [{"g": value} for value in (0.0, 1.5, -0.0, 2.5)])
     parts = index.split({"a": 0.5, "b": 0.5}, stratify="g").values()
     assert [part.table["g"].to_pylist().count(0.0) for part in parts] == [1, 1]
 
 
-@known_fault("core/zero_groups")
 def test_zeros_of_either_sign_are_balanced_as_one_class(tmp_path: Path) -> None:
     index = entries(tmp_path, [{"g": value} for value in (0.0, -0.0, 1.5) * 10])
     fields = {"g": wt.number("json.g")}
@@ -406,7 +402,6 @@ def test_zeros_of_either_sign_are_balanced_as_one_class(tmp_path: Path) -> None:
     assert counts == {0.0: 15, 1.5: 15}
 
 
-@known_fault("core/zero_groups")
 def test_zeros_of_either_sign_are_one_group_of_a_conversion(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(1))
     table = pa.table({"image": ["a.png"] * 16, "g": ZEROS})

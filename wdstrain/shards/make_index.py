@@ -16,7 +16,7 @@ import numpy as np
 
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
 from wdstrain.shards.header_scans import is_unchanged
 from wdstrain.shards.index import Index, join
@@ -78,7 +78,7 @@ def index(options: IndexOptions) -> Index:
     if os.path.exists(index_path) and is_wdstrain_index(index_path):
         index = _with_former(index, index_path)
     if options.columns:
-        index = with_columns(index, options.columns)
+        index = with_columns(index, as_list(options.columns))
     if options.label is not None:
         index = with_label(index, options.label, options.classes)
     save_index(index, folder)

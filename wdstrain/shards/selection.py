@@ -177,6 +177,8 @@ def group_codes(index: Samples, name: str) -> Ints:
     values = column_values(index, name)
     if pa.types.is_list(values.type):
         raise UsageError(f"column {name!r} holds lists. Group by a column of single values.")
+    if pa.types.is_floating(values.type):
+        values = pc.add(values, 0.0)  # -0.0 equals 0.0
     if not pa.types.is_dictionary(values.type):
         values = pc.dictionary_encode(values)
     missing = np.asarray(values.is_null())

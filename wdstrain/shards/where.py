@@ -15,13 +15,13 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise
 from keyword import iskeyword
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,13 @@ from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index_table import named_columns, utf8_text
-from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, ColumnInfo, kind_of
+from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
 from wdstrain.shards.label import place_named
 
 Bools = npt.NDArray[np.bool_]
 # An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
 Operand = Any
+Samples = Any  # an Index, whose module imports this one
 
 _LONGEST = 10_000  # characters of a condition
 _SHOWN = 12  # names that an error lists
@@ -66,28 +67,6 @@ _ALLOWED = (
     *(ast.In, ast.NotIn, ast.Is, ast.IsNot, ast.Div, ast.Mod, *_COMPARISONS, *_ARITHMETIC),
 )
 _log = logging.getLogger("wdstrain")
-
-
-class Samples(Protocol):
-    """The parts of an index that conditions and selections use."""
-
-    def __len__(self) -> int: ...
-    @property
-    def shards(self) -> Sequence[Any]: ...
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-    @property
-    def columns(self) -> tuple[Column, ...]: ...
-    @property
-    def counts(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def offsets(self) -> Any: ...
-    @property
-    def table(self) -> pa.Table: ...
-    @property
-    def shard_labels(self) -> Sequence[tuple[ColumnInfo, ...]]: ...
-    def shard_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-    def disagreement(self, field: str, column: str | None) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,8 @@ class _Rows:
     def _group(self, place: int) -> str:
         """Return the group of a row; "" for a row without one, which is a group by itself."""
         column = self._options.group_by
-        text = "" if column is None else _text(self._cells[column][place])
+        value = None if column is None else self._cells[column][place]
+        text = _text(value + 0.0 if isinstance(value, float) else value)  # -0.0 equals 0.0
         return f"{column}={text}" if text else ""
 
     def _stratum_of(self, place: int) -> str:
