@@ -503,6 +503,28 @@ def test_a_failing_bucket_is_retried_and_the_wait_is_logged(
     assert ends.startswith(f"{bucket} answers again after ")
 
 
+@pytest.mark.parametrize("code", [401, 403])
+def test_credentials_are_read_again_once_after_a_request_was_refused(
+    faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Credentials for a limited time may have been renewed in the environment."""
+    served, bucket = faulty_bucket
+
+    def renewing(handler: Any, path: Path, start: int, stop: int) -> bool:
+        if "Credential=a/" not in handler.headers["Authorization"]:
+            return False
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        return status(code)(handler, path, start, stop)
+
+    loader = wt.Loader(f"{bucket}/set", batch_size=8, tail="keep")
+    served.faults += [renewing] * 10_000
+    assert sum(len(batch["bin"]) for batch in loader.epoch(0, until=1)) == 60
+    loader.close()
+    served.faults[:] = [status(code)] * 10_000
+    with pytest.raises(StorageError, match=rf"{bucket}/set/.*tar: .*Check the credentials"):
+        list(wt.Loader(f"{bucket}/set", batch_size=8))
+
+
 def test_a_bucket_that_fails_beyond_the_timeout_raises(
     faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

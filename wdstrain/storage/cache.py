@@ -218,8 +218,8 @@ class Cache:
             if not stat.S_ISREG(status.st_mode):
                 raise IsADirectoryError(0, f"{place} is no file")
             if status.st_size == size:
-                _try_lock(fd, fcntl.LOCK_SH)
-                with suppress(OSError):  # a file of another user
+                with suppress(OSError):  # no locks here, or a file of another user
+                    _try_lock(fd, fcntl.LOCK_SH)
                     os.utime(fd)  # for the limit: the time of the last use
                 return os.dup(fd)
             os.unlink(place)
@@ -234,7 +234,8 @@ class Cache:
             if not _try_lock(opened, fcntl.LOCK_EX):
                 return
             if os.path.exists(place) or not self._has_room():
-                os.unlink(part)
+                with suppress(FileNotFoundError):  # another download was just completed
+                    os.unlink(part)
                 return
             if not sha256 or os.fstat(opened).st_size > remote.size:
                 os.ftruncate(opened, 0)  # nothing would show that its bytes are wrong
@@ -341,7 +342,7 @@ def _part(place: str, size: int) -> str:
 @contextmanager
 def _opened(path: str, flags: int) -> Iterator[int]:
     """Yield the descriptor of a file. Raises OSError."""
-    fd = os.open(path, flags, 0o666)
+    fd = os.open(path, flags | os.O_NOFOLLOW, 0o666)
     try:
         yield fd
     finally:
