@@ -79,11 +79,8 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
 
 def _open(path: str, cache: Cache | None) -> io.BufferedReader:
     if is_remote(path):
-        file, cached = RemoteFile(path, first_bytes=ALL_BYTES), None
-        if cache is not None:
-            cached = cache.open(path, file.size, tag=file.version or "")
-        if cached is not None:
-            file.close()
+        file = RemoteFile(path, first_bytes=ALL_BYTES if cache is None else 1)
+        cached = cache and cache.open(path, file.size, tag=file.version or "")
         return io.BufferedReader(RemoteStream(cached or file), _READ)
     try:
         return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))

@@ -35,6 +35,7 @@ from wdstrain.storage.secrets import redacted, scrubbed, without_user
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"
 _CONNECT_TIMEOUT = 10.0  # seconds
 _REDIRECTS = 5
+_MOST_TARGETS = 4096  # of redirects that are remembered
 _CHUNK = 256 << 10  # bytes of a small object that are read at a time
 _REASON_BYTES = 16 << 10  # of an error page, in which the server's reason is looked for
 _BODY = (200, 206)  # status codes of responses with bytes of the object
@@ -228,6 +229,8 @@ def _follow(
         _targets.pop(address, None)
     elif response.status in _BODY:
         _direct.discard(kind)
+        if len(_targets) >= _MOST_TARGETS:
+            _targets.clear()
         _targets[address] = target
     return response
 
@@ -313,7 +316,7 @@ def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
     """Return ": " and the reason that an error page gives, without secrets; "" if it gives none."""
     text = ""
     with suppress(Exception):
-        text = response.read(_REASON_BYTES, cache_content=True).decode("utf-8", "replace")
+        text = response.read(_REASON_BYTES).decode("utf-8", "replace")
     found = _XML_REASON.findall(text) or _JSON_REASON.findall(text)
     reason = scrubbed(", ".join(found)[:300]).rstrip(".")
     for _, value in parse_qsl(urlsplit(address).query):

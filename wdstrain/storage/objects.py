@@ -108,28 +108,27 @@ def list_folder_of(path: str) -> list[str]:
     return sorted(name for name in names if name and "/" not in name)
 
 
-def put(path: str, file: str, sha256: str) -> bool:
-    """Upload a file as an object, whole or not at all.
+def put(path: str, file: str, sha256: str) -> None:
+    """Upload a file as an object, whole or not at all, unless there is one with this checksum.
 
-    Returns False if an object with this checksum exists already. Raises StorageError.
+    Raises StorageError.
     """
     store, key = _locate(path, for_writing=True)
     if _is_stored(path, sha256, os.path.getsize(file)):
-        return False
+        return
     with _errors(path, "it cannot be written", is_retried=False), open(file, "rb") as opened:
         _obstore().put(store, key, opened, attributes={_SHA256: sha256})
-    return True
 
 
-def copy(source: str, path: str, sha256: str, size: int) -> bool:
-    """Copy an object inside its bucket, on the server.
+def copy(source: str, path: str, sha256: str, size: int) -> None:
+    """Copy an object inside its bucket, on the server, unless there is one with this checksum.
 
-    Returns False if an object with this checksum exists already. Raises StorageError, also if the
-    server makes another object than the source, as one does that does not know the request.
+    Raises StorageError, also if the server makes another object than the source, as one does that
+    does not know the request.
     """
     store, key = _locate(path, for_writing=True)
     if _is_stored(path, sha256, size):
-        return False
+        return
     with _errors(path, "it cannot be written", is_retried=False):
         try:
             _obstore().copy(store, _locate(source)[1], key)
@@ -142,7 +141,6 @@ def copy(source: str, path: str, sha256: str, size: int) -> bool:
     if copied != size:
         remove(path)
         raise StorageError(f"{path}: the server cannot copy {source}.")
-    return True
 
 
 def remove(path: str) -> None:
