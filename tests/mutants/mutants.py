@@ -424,7 +424,11 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("nearest-center", "+ 1) * stored) // (2 * wanted)", ") * stored) // (2 * wanted)"),
     ],
     "decode/decoder.py": [
-        ("draws-each-epoch", '"sample", seed, task.epoch)', '"sample", seed, 0)'),
+        (
+            "draws-each-epoch",
+            '"sample", self.seed, task.epoch)\n        draws',
+            '"sample", self.seed, 0)\n        draws',
+        ),
     ],
     "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
