@@ -442,6 +442,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "augment/gpu.py": [
         ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
         ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
+        ("last-class", "(label >= self._classes)", "(label > self._classes)"),
+        ("random-or-not", "if not self._is_random:", "if self._is_random:"),
     ],
     "augment/mixing.py": [
         ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),
