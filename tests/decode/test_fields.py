@@ -410,6 +410,14 @@ def test_bytes_behind_the_end_of_a_jpeg_are_ignored(mode: str, tail: str) -> Non
     assert np.array_equal(decode_image(data + _TAILS[tail]), decode_image(data))
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_truncated_jpeg_that_is_padded_with_zeros_is_an_error(mode: str) -> None:
+    """libjpeg fills the missing part with gray."""
+    data = encoded(Image.open(io.BytesIO(picture(7))).convert(mode), "JPEG")
+    with pytest.raises(SampleError, match="no end marker"):
+        decode_image(data[:-30] + bytes(1000))
+
+
 def _saved_array(array: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
