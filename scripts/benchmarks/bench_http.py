@@ -117,8 +117,8 @@ from steal_time import undisturbed
 
 import wdstrain as wt
 from wdstrain.serve import Server
+from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import scan
 from wdstrain.storage.local import LocalFile
 from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher
 

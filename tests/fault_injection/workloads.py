@@ -16,8 +16,8 @@ from PIL import Image
 import wdstrain as wt
 from tests.fault_injection.process_faults import Lie, inside, typed
 from wdstrain.errors import WdstrainError
+from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import scan
 from wdstrain.shards.resolve import open_index
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import (

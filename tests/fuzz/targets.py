@@ -54,9 +54,9 @@ from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_dam
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.order.rng import uniform
 from wdstrain.shards import make_index
-from wdstrain.shards.header_scans import recall
+from wdstrain.shards.header_scans import recall, scan
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
+from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (

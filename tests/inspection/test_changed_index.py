@@ -171,8 +171,6 @@ def test_a_renamed_class_is_counted_and_chosen_by_one_name(packed: Path) -> None
 
 # --- refresh ---
 
-STALE = known_fault("inspection/index_refresh_keeps_stale_labels")
-
 
 def insects(folder: Path, name: str, kind: int, text: bytes = b"x") -> Path:
     """Write a shard of six samples of one class, as another tool would."""
@@ -181,7 +179,7 @@ def insects(folder: Path, name: str, kind: int, text: bytes = b"x") -> Path:
 
 
 @pytest.mark.parametrize("column", ["label", "age"])
-@pytest.mark.parametrize("text", [pytest.param(b"x", marks=STALE), b"x" * 600])
+@pytest.mark.parametrize("text", [b"x", b"x" * 600])
 def test_indexing_again_reads_the_labels_of_a_replaced_shard(
     tmp_path: Path, column: str, text: bytes
 ) -> None:
@@ -196,7 +194,6 @@ def test_indexing_again_reads_the_labels_of_a_replaced_shard(
     )
 
 
-@STALE
 def test_index_refreshes_the_labels_of_a_packed_shard_that_was_replaced(
     packed: Path, tmp_path: Path
 ) -> None:

@@ -574,9 +574,6 @@ def test_a_notebook_shows_escaped_tables(tmp_path: Path) -> None:
     assert "<table>" in html
     assert "k&lt;b&gt;" in html
     assert "<i>" not in html
-    index = wt.index(tmp_path / "s")._repr_html_()
-    assert "<th>samples</th><td>1</td>" in index
-    assert "&lt;i&gt;" in index
 
 
 def test_a_shard_without_samples_is_reported(tmp_path: Path, capsys: Any) -> None:

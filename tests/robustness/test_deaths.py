@@ -28,7 +28,7 @@ from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.shards import index_io
+from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import SWAPPING
@@ -304,11 +304,11 @@ def test_an_index_survives_a_kill_during_its_replacement(tmp_path: Path) -> None
 
 def test_offsets_of_another_index_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "s", [3, 4])
-    save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    save_index(scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.arrow", tmp_path / "s" / ".index.arrow.former")
-    save_index(index_io.scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
+    save_index(scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.json", tmp_path / "kept.json")
-    save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    save_index(scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "kept.json", tmp_path / "s" / "index.json")
     with pytest.raises(ShardError, match="belongs to another index.json"):
         load(str(tmp_path / "s" / "index.json"))

@@ -331,7 +331,6 @@ def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
     shown = {
         "info": wt.info(folder, exact=True),
         "peek": wt.peek(folder),
-        "index": loader.index,
         "report": loader.report(),
         "plan": wt.plan_epoch(folder, batch_size=4),
     }

@@ -16,7 +16,6 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from tests.support.indexes import with_column
-from tests.support.known_faults import known_fault
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
@@ -89,7 +88,6 @@ def test_a_scan_of_a_read_only_folder_is_cached_in_the_user_cache(
     assert [scanned_samples(shards), scanned_samples(shards)] == [21, 21]
 
 
-@known_fault("core/stale_scan_in_read_only_set")
 @pytest.mark.parametrize("replaced", [1, 2])
 def test_a_stale_scan_beside_the_shards_does_not_hide_a_fresh_one_in_the_user_cache(
     replaced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -318,7 +318,7 @@ def test_a_later_start_orders_no_shard_whole(bare: Path, start: Callable[[str], 
 
 
 @pytest.mark.parametrize("start", [opened, streamed, counted])
-@pytest.mark.parametrize("urls", [pytest.param("/train-{000000..000001}.tar", marks=ORDERED), ""])
+@pytest.mark.parametrize("urls", ["/train-{000000..000001}.tar", ""])
 def test_a_start_asks_for_the_index_once(
     packed: Path, start: Callable[[str], None], urls: str
 ) -> None:
@@ -327,9 +327,6 @@ def test_a_start_asks_for_the_index_once(
         asked = Counter(path for path, _ in server.requests)
     assert asked["/index.json"] == 1
     assert asked["/index.arrow"] == 1
-
-
-ONE_BY_ONE = known_fault("remote/bare_shards_scanned_one_by_one")
 
 
 def counted_exactly(urls: str) -> None:
@@ -343,7 +340,7 @@ def verified(urls: str) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(wt.open, marks=ONE_BY_ONE),
+        wt.open,
         counted_exactly,
         verified,
     ],

@@ -27,7 +27,7 @@ from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import open_index, require_one_split
+from wdstrain.shards.resolve import open_shards_of
 from wdstrain.shards.selection import group_codes
 from wdstrain.shards.where import column_values
 from wdstrain.storage.addresses import Urls
@@ -65,14 +65,15 @@ def open_shards(urls: Urls | Index, split: str | None = None, *, on_error: str =
     if isinstance(urls, Index):
         index = urls
     else:
-        index = open_index(urls, note=_log.warning, may_be_short=on_error != "raise")
+        opened = open_shards_of(urls, note=_log.warning, may_be_short=on_error != "raise")
+        index = opened.index if split is not None else opened.one_split()
     if split is not None:
         numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
         if not numbers:
             names = ", ".join(filter(None, index.splits)) or "none"
             raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
         return index.pick(numbers)
-    return index if isinstance(urls, Index) else require_one_split(index, urls)
+    return index
 
 
 class EpochPlans:

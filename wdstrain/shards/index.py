@@ -19,46 +19,22 @@ import numpy as np
 import pyarrow as pa
 
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column, join_columns
-from wdstrain.shards.index_table import to_table
+from wdstrain.shards.index_table import Shard, to_table
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label import disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Offsets, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
 from wdstrain.storage.local import Source, open_source
-from wdstrain.storage.remote import is_remote, name_of, shown_path
+from wdstrain.storage.remote import is_remote
+
+__all__ = ["Index", "Shard", "join"]
 
 _LOCAL_GAP, _REMOTE_GAP = 64 << 10, 1 << 20  # bytes between two values that are read and dropped
 _RUN = 8 << 20  # bytes of one read of several values
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar shard: address, number of samples, size in bytes and split.
-
-    sha256: of its bytes; empty if only its headers were read. tag: its state when it was last
-    examined: the server's ETag (empty if there is none), or `storage.local.state_of` for a file.
-    """
-
-    path: str
-    samples: int
-    bytes: int
-    split: str = ""
-    sha256: str = ""
-    tag: str = field(default="", compare=False)
-
-    @property
-    def name(self) -> str:
-        return name_of(self.path)
-
-    @property
-    def shown(self) -> str:
-        """The path for messages: without secrets in an address, and with printable characters."""
-        return printable(shown_path(self.path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,17 +69,20 @@ class Index:
         return self.offsets.fields
 
     def __repr__(self) -> str:
-        return f"Index({len(self)} samples, {len(self.shards)} shards, {self.megabytes:.1f} MB, fields {', '.join(self.fields)})"
-
-    def _repr_html_(self) -> str:
-        return _card(self)
+        names = {
+            "splits": self.splits,
+            "fields": self.fields,
+            "labels": [c.name for c in self.labels],
+        }
+        shown = [f"{title} {', '.join(words)}" for title, words in names.items() if any(words)]
+        counts = f"{len(self)} samples, {len(self.shards)} shards, {self.megabytes:.1f} MB"
+        return printable(f"Index({'; '.join([counts, *shown])})")
 
     @property
     def megabytes(self) -> float:
         """Size of the shards; of a selection, of its samples only."""
-        if self.is_selection:
-            return float(self.offsets.size.sum()) / 1e6
-        return sum(shard.bytes for shard in self.shards) / 1e6
+        size = self.offsets.size.sum() if self.is_selection else sum(s.bytes for s in self.shards)
+        return float(size) / 1e6
 
     def expected_state(self, shard: Shard) -> str | None:
         """Return the state that a shard must still have when it is read; None if it is unknown.
@@ -152,7 +131,7 @@ class Index:
         """Return `label` with its classes numbered as in the shard of sample `number`."""
         if not self.shard_labels:
             return label
-        labels = self.shard_labels[self._shard_number(number)]
+        labels = self.shard_labels[int(self.shard_of(np.array(number)))]
         return next((other for other in labels if other.place == label.place), label)
 
     def disagreement(self, field: str, column: str | None) -> str:
@@ -189,12 +168,9 @@ class Index:
         """Return the shard number of each sample, int64 in the shape of `ids`."""
         return np.asarray(np.searchsorted(self.first, ids, side="right") - 1)
 
-    def _shard_number(self, number: int) -> int:
-        return int(np.searchsorted(self.first, number, side="right")) - 1
-
     def shard_with(self, number: int) -> Shard:
         """Return the shard of sample `number`."""
-        return self.shards[self._shard_number(number)]
+        return self.shards[int(self.shard_of(np.array(number)))]
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
@@ -387,25 +363,6 @@ def _values(
         for member in range(first, last):
             yield data[offsets[member] - start :][: sizes[member]]
         first = last
-
-
-def _card(index: Index) -> str:
-    """Return an index as an HTML table, for notebooks."""
-    splits = {
-        split: sum(shard.samples for shard in index.shards if shard.split == split)
-        for split in index.splits
-    }
-    rows = {
-        "samples": len(index),
-        "shards": len(index.shards),
-        "MB": f"{index.megabytes:.1f}",
-        "splits": ", ".join(
-            f"{name or 'without a name'} {count}" for name, count in splits.items()
-        ),
-        "fields": ", ".join(index.fields),
-        "labels": ", ".join(label.name for label in index.labels) or "none are known",
-    }
-    return pages.fragment("Index", pages.table(rows))
 
 
 def _fingerprint(index: Index) -> str:

@@ -29,41 +29,39 @@ FORMAT_ERRORS = (
 
 def read_document(path: str) -> dict[str, Any]:
     """Return the document of an index.json that wdstrain wrote. Raises ShardError for others."""
+    document = find_document(path)
+    if document is None:
+        reason, advice = ", or another program wrote it", "Check the address."
+        if is_remote(path):
+            reason += ", or may not be read (the server answered 404, 410 or 403)"
+            advice += " Shards without an index are named with braces: train-{000000..000041}.tar"
+        raise ShardError(f"{shown_path(path)} is not there{reason}. {advice}")
+    return document
+
+
+def find_document(path: str) -> dict[str, Any] | None:
+    """Return the document of an index.json.
+
+    None if there is no file, or if it is another tool's list of shards, without offsets. Raises
+    ShardError for a file that is damaged or cannot be read.
+    """
     try:
         data = read_whole(path)
         if data is None:
-            reason, advice = "", "Check the address."
-            if is_remote(path):
-                reason = ", or may not be read (the server answered 404, 410 or 403)"
-                advice += (
-                    " Shards without an index are named with braces: train-{000000..000041}.tar"
-                )
-            raise ShardError(f"{shown_path(path)} is not there{reason}. {advice}")
-        document: dict[str, Any] = parsed(data)
+            return None
+        document = parsed(data)
+        if "shardlist" in document and "wdstrain" not in document:
+            return None
         labels_of(document)
         splits_of(document)
         info_of(document)
-        return document
+        return dict(document)
     except FORMAT_ERRORS as error:
         raise no_index(path, error) from error
     except OSError as error:
         raise ShardError(
             f"{path} cannot be read: {error.strerror}. Check its permissions."
         ) from error
-
-
-def is_wdstrain_index(path: str) -> bool:
-    """Return False if an index.json is another tool's list of shards, without offsets.
-
-    True also for a file that is unreadable or damaged: `load` raises its error.
-    """
-    try:
-        document = parsed(read_whole(path) or b"")
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not (
-        isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document
-    )
 
 
 def parsed(data: bytes) -> Any:

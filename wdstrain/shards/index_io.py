@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from wdstrain.errors import ShardError, WdstrainError
+from wdstrain.errors import ShardError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import (
     FORMAT_ERRORS,
     VERSION,
     described_columns,
     fields_of,
+    find_document,
     first_line,
     info_of,
     labels_of,
@@ -44,11 +45,10 @@ from wdstrain.shards.index_document import (
     word,
 )
 from wdstrain.shards.index_table import from_batch
-from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.tar import SkippedMembers, samples
+from wdstrain.shards.offsets import key_parts, one_batch
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
-from wdstrain.storage.local import open_source, state_of
+from wdstrain.storage.local import state_of
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
@@ -147,17 +147,7 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     try:
         batch, text = _batch(data)
         head = parsed(text)
-        shards = tuple(
-            Shard(
-                shard_beside(path, row["path"]),
-                size(row["samples"]),
-                size(row["bytes"]),
-                word(row["split"]),
-                word(row["sha256"]),
-                word(row["tag"]),
-            )
-            for row in head["shards"]
-        )
+        shards = _shards(path, head["shards"], ("path", "samples", "bytes"))
         fields = fields_of(head["fields"])
         offsets, columns = from_batch(batch, shards, fields, described_columns(head["columns"]))
         index = Index(shards, offsets, columns=columns)
@@ -177,7 +167,19 @@ def load(path: str, *, base: str | None = None) -> Index:
     base: the folder of the shards, if it is another one. Raises ShardError for files that are
     missing, damaged or not of this package.
     """
-    document = read_document(path)
+    return _load(path, read_document(path), base)
+
+
+def find_index(path: str) -> Index | None:
+    """Return the index at `path`; None if there is none, or only another tool's list of shards.
+
+    Raises ShardError for files that are damaged.
+    """
+    document = find_document(path)
+    return None if document is None else _load(path, document)
+
+
+def _load(path: str, document: dict[str, Any], base: str | None = None) -> Index:
     listed = path
     if base is not None:
         listed = beside(base, INDEX_NAME) if is_remote(base) else os.path.join(base, INDEX_NAME)
@@ -185,16 +187,7 @@ def load(path: str, *, base: str | None = None) -> Index:
         part = document["wdstrain"]
         if part["version"] != VERSION:
             raise ValueError(f"version {part['version']!r}; this wdstrain reads version {VERSION}")
-        shards = tuple(
-            Shard(
-                shard_beside(listed, row["url"]),
-                size(row["nsamples"]),
-                size(row["filesize"]),
-                word(row["split"] or ""),
-                word(row["sha256"]),
-            )
-            for row in document["shardlist"]
-        )
+        shards = _shards(listed, document["shardlist"], ("url", "nsamples", "filesize"))
         fields, labels, info = fields_of(part["fields"]), labels_of(document), info_of(document)
         batch = _mapped_batch(
             beside(path, TABLE_NAME), part["id"], former=beside(path, FORMER_TABLE)
@@ -215,30 +208,6 @@ def load(path: str, *, base: str | None = None) -> Index:
             f"Make it again: wdstrain index {folder}"
         ) from error
     return Index(shards, offsets, labels, info, columns=columns)
-
-
-def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Index:
-    """Return an index made from the headers of tar shards, without checksums and labels.
-
-    failed: a list that receives the errors of bad shards, which are then left out; None: the first
-    error is raised.
-    """
-    shards, tables, skipped = [], [Offsets.of([])], SkippedMembers()
-    for path in paths:
-        try:
-            with open_source(path) as source:
-                rows = list(samples(source.read, source.size, shown_path(path), skipped))
-                tables.append(Offsets.of(rows))
-                shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
-        except WdstrainError as error:
-            if failed is None:
-                raise
-            failed.append(error)
-    info = {
-        "made": "scanned from headers",
-        **({"ignored": skipped.reasons} if skipped.reasons else {}),
-    }
-    return Index(tuple(shards), Offsets.join(tables), info=info)
 
 
 def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
@@ -278,12 +247,34 @@ def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
 # --- parts ----------------------------------------------------------------------------------------
 
 
+def _shards(
+    path: str, rows: Iterable[dict[str, Any]], names: tuple[str, str, str]
+) -> tuple[Shard, ...]:
+    """Return the shards in the rows of an index at `path`. Raises ValueError for other values.
+
+    names: of the entries for the file name, the number of samples and of bytes.
+    """
+    name, samples, length = names
+    return tuple(
+        Shard(
+            shard_beside(path, row[name]),
+            size(row[samples]),
+            size(row[length]),
+            word(row["split"] or ""),
+            word(row["sha256"]),
+            word(row.get("tag", "")),
+        )
+        for row in rows
+    )
+
+
 def _identity(index: Index) -> str:
     """Return a short hash of the offsets and columns."""
     offsets, digest = index.offsets, blake2b(digest_size=8)
     members, crc = offsets.members, offsets.members.crc[: None if offsets.has_checksums else 0]
-    extents = (offsets.start, offsets.stop, offsets.key_first, members.first)
-    for array in (*extents, members.field, members.offset, members.size, crc, offsets.keys):
+    edges, letters = key_parts(offsets.rows.column(0))
+    extents = (offsets.start, offsets.stop, edges, members.first)
+    for array in (*extents, members.field, members.offset, members.size, crc, letters):
         digest.update(np.ascontiguousarray(array).data)
     if index.columns:
         names = [column.row for column in index.columns]
@@ -298,8 +289,7 @@ def _arrow_file(table: pa.Table, metadata: bytes) -> pa.Buffer:
     table = table.combine_chunks().replace_schema_metadata({_METADATA: metadata})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
-        batches = table.to_batches()
-        writer.write_batch(batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema))
+        writer.write_batch(one_batch(table))
     return sink.getvalue()
 
 

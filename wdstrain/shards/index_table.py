@@ -8,30 +8,49 @@ scalar. Arrow files come from anywhere: all their numbers are checked before the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column
 from wdstrain.shards.kinds import KINDS
 from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, firsts, numbers, rows_schema
+from wdstrain.storage.remote import name_of, shown_path
 
 _BASE = ("key", "shard", "offset", "size")
 _SHARD = pa.dictionary(pa.int32(), pa.string())
 _CHECKED = 1 << 16  # samples that are checked together: their numbers stay in the CPU's cache
 
 
-class _Shard(Protocol):
+@dataclass(frozen=True)
+class Shard:
+    """One tar shard: address, number of samples, size in bytes and split.
+
+    sha256: of its bytes; empty if only its headers were read. tag: its state when it was last
+    examined: the server's ETag (empty if there is none), or `storage.local.state_of` for a file.
+    """
+
+    path: str
+    samples: int
+    bytes: int
+    split: str = ""
+    sha256: str = ""
+    tag: str = field(default="", compare=False)
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return name_of(self.path)
+
     @property
-    def samples(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
+    def shown(self) -> str:
+        """The path for messages: without secrets in an address, and with printable characters."""
+        return printable(shown_path(self.path))
 
 
-def to_table(shards: Sequence[_Shard], offsets: Offsets, columns: Iterable[Column]) -> pa.Table:
+def to_table(shards: Sequence[Shard], offsets: Offsets, columns: Iterable[Column]) -> pa.Table:
     """Return the table of an index."""
     counts = [shard.samples for shard in shards]
     codes = pa.array(np.repeat(np.arange(len(shards), dtype=np.int32), counts))
@@ -45,18 +64,14 @@ def to_table(shards: Sequence[_Shard], offsets: Offsets, columns: Iterable[Colum
 
 def named_columns(fields: Sequence[str], columns: Iterable[Column]) -> dict[str, Column]:
     """Return the label columns by their names in the table, in order. fields: of the samples."""
-    taken = {*_BASE, *_part_names(fields)}
-    named: dict[str, Column] = {}
-    for column in columns:
-        name = _free_name(column.name, taken)
-        taken.add(name)
-        named[name] = column
-    return named
+    columns = list(columns)
+    names = _label_names(fields, [column.name for column in columns])
+    return dict(zip(names, columns, strict=True))
 
 
 def from_batch(
     batch: pa.RecordBatch,
-    shards: Sequence[_Shard],
+    shards: Sequence[Shard],
     fields: Sequence[str],
     described: Sequence[dict[str, Any]],
 ) -> tuple[Offsets, tuple[Column, ...]]:
@@ -97,25 +112,25 @@ def _part_names(fields: Iterable[str]) -> Iterator[str]:
     return (f"{utf8_text(name)}.{part}" for name in fields for part, _ in PARTS)
 
 
-def _free_name(name: str, taken: Iterable[str]) -> str:
-    """Return the name of a label's column: `size` becomes `label.size`, as `size` is taken."""
-    while name in taken:
-        name = f"label.{name}"
-    return name
+def _label_names(fields: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the names of labels' columns: `size` becomes `label.size`, as `size` is taken."""
+    taken = dict.fromkeys([*_BASE, *_part_names(fields)])
+    first = len(taken)
+    for name in names:
+        while name in taken:
+            name = f"label.{name}"
+        taken[name] = None
+    return list(taken)[first:]
 
 
 def _check_schema(
     schema: pa.Schema, fields: Sequence[str], described: Sequence[dict[str, Any]]
 ) -> None:
-    binary = schema.types[:1] == [pa.large_binary()]
-    key = pa.large_binary() if binary else pa.large_string()
+    key = pa.large_binary() if schema.types[:1] == [pa.large_binary()] else pa.large_string()
     kinds = [key, _SHARD, pa.int64(), pa.int64(), *(kind for _ in fields for _, kind in PARTS)]
-    expected = list(zip([*_BASE, *_part_names(fields)], kinds, strict=True))
-    taken = {name for name, _ in expected}
-    for row in described:
-        name = _free_name(row["name"], taken)
-        taken.add(name)
-        expected.append((name, KINDS[row["kind"]].arrow))
+    kinds += [KINDS[row["kind"]].arrow for row in described]
+    labels = _label_names(fields, [row["name"] for row in described])
+    expected = list(zip([*_BASE, *_part_names(fields), *labels], kinds, strict=True))
     actual = list(zip(schema.names, schema.types, strict=True))
     if len(actual) != len(expected):
         raise ValueError(f"it has {len(actual)} columns, {len(expected)} are listed")
@@ -124,7 +139,7 @@ def _check_schema(
             raise ValueError(f"its column {name!r} ({kind}) should be {wanted[0]!r} ({wanted[1]})")
 
 
-def _checked_shards(column: pa.DictionaryArray, shards: Sequence[_Shard]) -> Any:
+def _checked_shards(column: pa.DictionaryArray, shards: Sequence[Shard]) -> Any:
     """Return the shard number of each row, int32[n]. Raises ValueError for another order."""
     if column.dictionary.to_pylist() != [utf8_text(shard.name) for shard in shards]:
         raise ValueError("its shards are not the ones of index.json")

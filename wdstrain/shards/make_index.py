@@ -11,6 +11,8 @@ import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +20,13 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
-from wdstrain.shards.header_scans import is_unchanged
+from wdstrain.shards.header_scans import is_unchanged, scan
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_document import (
-    info_of,
-    is_wdstrain_index,
-    labels_of,
-    read_document,
-    splits_of,
-)
-from wdstrain.shards.index_io import load, save_index, scan
+from wdstrain.shards.index_document import find_document, info_of, labels_of, splits_of
+from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.label_values import classes_in, label_bytes, read_columns
 from wdstrain.shards.options import IndexOptions
-from wdstrain.shards.resolve import tars_of
+from wdstrain.shards.resolve import is_newer, tars_of
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     check_finished,
@@ -75,8 +71,9 @@ def index(options: IndexOptions) -> Index:
         raise ShardError(
             f"{changed[0]} was written to while it was scanned. Run this again when it is complete."
         )
-    if os.path.exists(index_path) and is_wdstrain_index(index_path):
-        index = _with_former(index, index_path)
+    document = find_document(index_path)
+    if document is not None:
+        index = _with_former(index, document, index_path)
     if options.columns:
         index = with_columns(index, as_list(options.columns))
     if options.label is not None:
@@ -85,17 +82,13 @@ def index(options: IndexOptions) -> Index:
     return index
 
 
-def _with_former(index: Index, index_path: str) -> Index:
+def _with_former(index: Index, document: dict[str, Any], index_path: str) -> Index:
     """Return `index` with what headers do not give, from the former index file at `index_path`.
 
     Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
     """
-    document = read_document(index_path)
-    splits, labels, info = (
-        splits_of(document),
-        labels_of(document),
-        {**info_of(document), **index.info},
-    )
+    splits, labels = splits_of(document), labels_of(document)
+    info = {**info_of(document), **index.info}
     former: Index | None = None
     with suppress(ShardError):
         former = load(index_path)
@@ -107,11 +100,7 @@ def _with_former(index: Index, index_path: str) -> Index:
         old = None
         if former is not None and shard.name in former.shard_numbers:
             old = former.pick([former.shard_numbers[shard.name]])
-        if (
-            old is not None
-            and old.shards[0].bytes == shard.bytes
-            and not part.offsets.differences(old.offsets)
-        ):
+        if old is not None and _is_same(old, part, {field for field, _ in places}):
             part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
         else:
             new.append(shard.name)
@@ -126,31 +115,58 @@ def _with_former(index: Index, index_path: str) -> Index:
         if label.is_class and label.entry is None:
             _log.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
-                ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
+                _listed(new),
                 label.field,
                 label.numbering,
             )
     return merged
 
 
+def _is_same(old: Index, new: Index, fields: set[str]) -> bool:
+    """Return whether one shard still holds the samples that its former index lists.
+
+    fields: those of its columns. They are compared by checksums if the shard is newer than the index.
+    """
+    if old.shards[0].bytes != new.shards[0].bytes or old.offsets.differences(new.offsets):
+        return False
+    if not is_newer(new.shards[0]):
+        return True
+    with suppress(ShardError):
+        for _ in old.read(np.arange(len(old)), fields):
+            pass
+        return old.offsets.has_checksums
+    return False
+
+
 def _warn_of_losses(old: Index, new: Index) -> None:
     """Log what the former index of one shard lists and the shard no longer holds."""
-    fields: dict[str, set[str]] = {}
-    for i, key in enumerate(new.keys(np.arange(len(new)))):
-        fields.setdefault(key, set()).update(field for field, _, _ in new.members(i))
+    held = _fields_by_key(new)
     lost = []
-    for i, key in enumerate(old.keys(np.arange(len(old)))):
-        gone = [field for field, _, _ in old.members(i) if field not in fields.get(key, ())]
-        if gone:
-            lost.append(printable(f"'{key[:80]}' ({', '.join(gone)})"))
+    for key, fields in _fields_by_key(old).items():
+        if gone := fields - held.get(key, set()):
+            lost.append(printable(f"'{key[:80]}' ({', '.join(sorted(gone))})"))
     if lost:
         _log.warning(
             "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
             "out. If that was not intended, restore the shard.",
             new.shards[0].shown,
             len(lost),
-            ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else ""),
+            _listed(lost),
         )
+
+
+def _fields_by_key(index: Index) -> dict[str, set[str]]:
+    """Return the fields of all samples with a key."""
+    members, fields = index.offsets.members, dict[str, set[str]]()
+    keys = index.keys(members.row)
+    for key, field in zip(keys, members.field.tolist(), strict=True):
+        fields.setdefault(key, set()).add(index.fields[field])
+    return fields
+
+
+def _listed(words: list[str]) -> str:
+    """Return the first words, and how many more there are."""
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
 
 
 def class_counts(index: Index) -> dict[str, dict[str, int]]:
@@ -159,16 +175,15 @@ def class_counts(index: Index) -> dict[str, dict[str, int]]:
     Samples without a readable label count as the class "".
     """
     label = next((label for label in index.labels if label.is_class), None)
-    names = dict.fromkeys(range(len(index)), "")
+    names = [""] * len(index)
     if label is not None:
         for i, data in label_bytes(index, label.field, np.arange(len(index))):
             names[i] = next(iter(classes_in(data, label.entry, label.classes)), "")
-    order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
-    by_split: dict[str, dict[str, int]] = {}
-    for number, shard in enumerate(index.shards):
-        ids = range(int(index.first[number]), int(index.first[number + 1]))
-        counts = Counter(names[i] for i in ids) + Counter(by_split.get(shard.split, {}))
-        by_split[shard.split] = dict(
-            sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
-        )
-    return by_split
+    places = {name: place for place, name in enumerate(label.classes if label is not None else ())}
+    by_split = {split: Counter[str]() for split in index.splits}
+    for shard, part in zip(index.shards, pairwise(index.first.tolist()), strict=True):
+        by_split[shard.split].update(names[slice(*part)])
+    return {
+        split: dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
+        for split, counts in by_split.items()
+    }

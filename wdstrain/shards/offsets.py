@@ -65,7 +65,6 @@ class Offsets:
     rows: one row per sample: key, offset and size of the sample, then offset, size and crc32 of
     each of `fields`; null if the sample lacks the field, or the crc32 is unknown.
     start, size: int64[n], extent of a sample in its shard, headers included.
-    key_first: int64[n + 1]; key i is keys[key_first[i] : key_first[i + 1]]. keys: uint8[...].
     """
 
     def __init__(self, fields: Sequence[str], rows: pa.RecordBatch) -> None:
@@ -82,48 +81,27 @@ class Offsets:
 
     def to_bytes(self) -> bytes:
         """Return the rows as bytes for `of_bytes`."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self.rows.schema) as writer:
-            writer.write_batch(self.rows)
-        data: bytes = sink.getvalue().to_pybytes()
+        data: bytes = self.rows.serialize().to_pybytes()
         return data
 
     @classmethod
     def of_bytes(cls, fields: Sequence[str], data: Any) -> Offsets:
         """Return the offsets whose rows `to_bytes` wrote."""
-        return cls(fields, pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch())
+        schema = rows_schema(range(len(fields)))
+        return cls(fields, pa.ipc.read_record_batch(pa.py_buffer(data), schema))
 
     @cached_property
     def start(self) -> Ints:
-        start: Ints = numbers(self.rows.column(1))
-        return start
+        return np.asarray(numbers(self.rows.column(1)))
 
     @cached_property
     def size(self) -> Ints:
-        size: Ints = numbers(self.rows.column(2))
-        return size
+        return np.asarray(numbers(self.rows.column(2)))
 
     @cached_property
     def stop(self) -> Ints:
         """End of each sample. A new array, int64[n]"""
         return self.start + self.size
-
-    @cached_property
-    def key_first(self) -> Ints:
-        keys = self.rows.column(0)
-        if not len(keys):
-            return np.zeros(1, np.int64)
-        edges = np.frombuffer(keys.buffers()[1], np.int64, len(keys) + 1, keys.offset * 8)
-        return edges - edges[0] if edges[0] else edges
-
-    @cached_property
-    def keys(self) -> npt.NDArray[np.uint8]:
-        keys = self.rows.column(0)
-        _, edges, data = keys.buffers()
-        if not len(keys) or data is None:
-            return np.zeros(0, np.uint8)
-        first = int(np.frombuffer(edges, np.int64, 1, keys.offset * 8)[0])
-        return np.frombuffer(data, np.uint8)[first : first + int(self.key_first[-1])]
 
     @cached_property
     def has_checksums(self) -> bool:
@@ -183,21 +161,12 @@ class Offsets:
 
     def keys_of(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        starts = self.key_first[ids]
-        sizes = self.key_first[ids + 1] - starts
-        # Most keys are ASCII of one length: numpy splits them all at once. The loader calls this
-        # for every batch.
-        if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
-            letters = self.keys[starts[:, None] + np.arange(size)]
-            if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
-                keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
-                return keys
-        first = firsts(sizes)
-        joined = self.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
+        edges, letters = key_parts(self.rows.column(0).take(pa.array(ids)))
+        joined, cuts = letters.tobytes(), list(pairwise(edges.tolist()))
         if joined.isascii():  # decode once: faster than once per key
             text = joined.decode("ascii")
-            return [text[a:b] for a, b in pairwise(first.tolist())]
-        return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in pairwise(first.tolist())]
+            return [text[a:b] for a, b in cuts]
+        return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in cuts]
 
     def key_texts(self) -> pa.Array:
         """Return the keys as text, or as bytes if any of them is not UTF-8."""
@@ -240,7 +209,7 @@ class Offsets:
     def digest(self) -> str:
         """Return a short hash of the keys, offsets and sizes."""
         digest = blake2b(digest_size=8)
-        for values in (self.key_first, self.keys, self.members.offset, self.members.size):
+        for values in (*key_parts(self.rows.column(0)), self.members.offset, self.members.size):
             digest.update(np.ascontiguousarray(values).tobytes())
         return digest.hexdigest()
 
@@ -339,6 +308,16 @@ def numbers(values: pa.Array) -> Any:
     if buffer is None:
         return np.zeros(0, dtype)
     return np.frombuffer(buffer, dtype, len(values), values.offset * dtype.itemsize)
+
+
+def key_parts(keys: pa.Array) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """Return (int64[n + 1], uint8[...]); key i is the letters from entry i to entry i + 1."""
+    if not len(keys):
+        return np.zeros(1, np.int64), np.zeros(0, np.uint8)
+    _, edges, data = keys.buffers()
+    first = np.frombuffer(edges, np.int64, len(keys) + 1, keys.offset * 8)
+    letters = np.frombuffer(data or b"", np.uint8)[first[0] : first[-1]]
+    return first - first[0], letters
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:

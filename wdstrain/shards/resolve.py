@@ -7,20 +7,18 @@ index are scanned header by header once (`header_scans`).
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.shards.header_scans import Note, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_document import (
-    is_wdstrain_index,
-)
-from wdstrain.shards.index_io import check_sizes, load
+from wdstrain.shards.index_document import read_document
+from wdstrain.shards.index_io import check_sizes, find_index
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
@@ -32,10 +30,7 @@ from wdstrain.storage.addresses import (
     folder_of,
     is_json,
 )
-from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote, name_of, shown_path
-
-_log = logging.getLogger("wdstrain")
 
 
 def open_index(urls: Urls, *, note: Note | None = None, may_be_short: bool = False) -> Index:
@@ -45,97 +40,189 @@ def open_index(urls: Urls, *, note: Note | None = None, may_be_short: bool = Fal
     their index says. Raises UsageError for addresses without shards, ShardError for shards that are cut,
     damaged, unfinished or different from their index.
     """
-    return gather(
-        urls,
-        partial(_checked, note=note, may_be_short=may_be_short),
-        partial(recall_or_scan, note=note),
-    )
+    return open_shards_of(urls, note=note, may_be_short=may_be_short).index
 
 
-def gather(
-    urls: Urls, check: Callable[[Index], Index], scan_shards: Callable[[list[str]], Index]
-) -> Index:
-    """Return the index of the shards at `urls`, with the caller's way of checking and scanning.
-
-    check: takes the index of shards that an index file lists, returns the index to use.
-    scan_shards: takes paths of shards of one folder that no index file lists, returns their index.
-    Raises UsageError for addresses without shards and for a shard that is named twice.
-    """
-    parts: list[Index] = []
-    known: dict[str, Index | None] = {}
-    listed = expand(urls)
-    for (folder, is_index), paths in groupby(
-        listed, key=lambda path: (beside(path, ""), is_json(path))
+def open_shards_of(
+    urls: Urls, *, note: Note | None = None, may_be_short: bool = False
+) -> OpenedSet:
+    """Return the index of the shards at `urls` and what each address means; see `open_index`."""
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    addresses = [part for url in given for part in alternatives(os.fspath(url))]
+    meant = {address: expand(address) for address in addresses}
+    parts = []
+    for group in groups_of(
+        [path for address in addresses for path in meant[address]] or expand([])
     ):
-        if is_remote(folder):
-            if is_index:
-                parts += [check(load(path)) for path in paths]
-                continue
+        if group.index is None:
+            parts.append(recall_or_scan(group.paths, note))
         else:
-            check_finished(folder)
-        if is_index and is_wdstrain_index(os.path.join(folder, INDEX_NAME)):
-            parts += [check(load(path)) for path in paths]
-            continue
-        if is_index:  # another tool's list without offsets: use the shards beside it
-            paths = iter(tars_of(folder))
-        for is_indexed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
-            run = list(group)
-            if not is_indexed and known[beside(run[0], "")] is not None:
-                check_no_change(run[0])
-            parts.append(check(_picked(run, known)) if is_indexed else scan_shards(run))
+            parts.append(_checked(group.index, note, may_be_short=may_be_short))
+    return OpenedSet(join_once(parts), meant)
+
+
+@dataclass(frozen=True)
+class OpenedSet:
+    """An index, and the paths of tars and index files that each address means."""
+
+    index: Index
+    meant: dict[str, list[str]]
+
+    def one_split(self) -> Index:
+        """Return the index after checking that no single address has several splits.
+
+        This keeps validation data out of training. A brace pattern such as {train,extra}-*.tar names
+        its splits, and counts as several addresses. Raises UsageError with the address of each split.
+        """
+        for address, paths in self.meant.items():
+            listed, folders = set(paths), {beside(path, "") for path in paths if is_json(path)}
+            if len(listed) == 1 and not folders:
+                continue  # one shard has one split; this is quick for lists of thousands of shards
+            shards = [
+                shard
+                for shard in self.index.shards
+                if shard.path in listed or (folders and beside(shard.path, "") in folders)
+            ]
+            if len({shard.split for shard in shards}) > 1:
+                raise _several_splits(address, shards)
+        return self.index
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive shards of one folder. index: theirs, of the file that lists them; None: none does.
+
+    Their sizes are not compared with the index.
+    """
+
+    paths: list[str]
+    index: Index | None
+
+
+def groups_of(paths: Iterable[str]) -> Iterator[Group]:
+    """Yield the shards at the paths of tars and index files, each index file read once.
+
+    Raises ShardError for an index that is damaged, and for an unfinished folder.
+    """
+    files = IndexFiles()
+    located = (place for path in paths for place in _located(path, files))
+    for (folder, _), run in groupby(
+        located, key=lambda place: (beside(place[0], ""), id(place[1]))
+    ):
+        shards, indexes = zip(*run, strict=True)
+        index: Index | None = indexes[0]
+        if index is None:
+            if files.at(beside(folder, INDEX_NAME)) is not None:
+                check_no_change(shards[0])
+            yield Group(list(shards), None)
+        else:
+            yield Group(list(shards), index.pick(index.shard_numbers[name_of(p)] for p in shards))
+
+
+class IndexFiles:
+    """Index files that were read, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Index | None] = {}  # by address
+
+    def at(self, path: str) -> Index | None:
+        """Return the index in a file; None if there is none. Raises ShardError for a damaged one."""
+        if path not in self._known:
+            if not is_remote(path):
+                check_finished(os.path.dirname(path))
+            self._known[path] = find_index(path)
+        return self._known[path]
+
+    def of_file(self, path: str) -> Index | None:
+        """Return the index in a file; None for another tool's list of shards on this machine.
+
+        Raises ShardError for a file that is missing or damaged.
+        """
+        index = self.at(path)
+        if index is None and is_remote(path):
+            read_document(path)  # raises the error
+        return index
+
+    def listing(self, path: str) -> Index | None:
+        """Return the index beside a shard; None if that does not list it."""
+        index = self.at(beside(path, INDEX_NAME))
+        return index if index is not None and name_of(path) in index.shard_numbers else None
+
+    def of_shard(self, path: str) -> Index | None:
+        """Return the index of one shard from the index beside it; None if that does not list it."""
+        index = self.listing(path)
+        return None if index is None else index.pick([index.shard_numbers[name_of(path)]])
+
+
+def join_once(parts: Sequence[Index]) -> Index:
+    """Return indexes as one. Raises UsageError for a shard that is named twice."""
     index = join(parts)
     named: dict[str, Shard] = {}  # by real path
-    folders: dict[str, str] = {}
+    real_folder = cache(os.path.realpath)
     for shard in index.shards:
-        real = _real(shard.path, folders)
-        if real in named:
-            other = named[real].shown
+        path, (folder, name) = shard.path, os.path.split(shard.path)
+        if not is_remote(path):
+            is_link = os.path.islink(path)
+            path = os.path.realpath(path) if is_link else os.path.join(real_folder(folder), name)
+        if path in named:
+            other = named[path].shown
             also = f" (also as {other})" if other != shard.shown else ""
             raise UsageError(
                 f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once."
             )
-        named[real] = shard
+        named[path] = shard
     return index
 
 
-def shard_index(path: str, known: dict[str, Index | None]) -> Index | None:
-    """Return the index of one shard from the index beside it; None if that does not list it.
+def tars_of(folder: str) -> list[str]:
+    """Return the paths of the tars in a folder, sorted by name."""
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
-    known: indexes read so far, by folder; the call adds to them. The size is not checked.
+
+def is_newer(shard: Shard, *, may_be_short: bool = False) -> bool:
+    """Return whether a local shard was changed or moved after the index beside it was written.
+
+    may_be_short: False for a shard that is cut.
     """
-    number = _number(path, known)
-    index = known[beside(path, "")]
-    return index.pick([number]) if index is not None and number is not None else None
+    if is_remote(shard.path):
+        return False
+    try:
+        status, index = os.stat(shard.path), os.stat(beside(shard.path, INDEX_NAME))
+    except OSError:
+        return False
+    is_whole = not may_be_short or status.st_size == shard.bytes
+    return is_whole and max(status.st_mtime_ns, status.st_ctime_ns) >= index.st_mtime_ns
 
 
-def require_one_split(index: Index, urls: Urls) -> Index:
-    """Return `index` unchanged after checking that no single address in `urls` has several splits.
+# --- parts ----------------------------------------------------------------------------------------
 
-    This keeps validation data out of training. A brace pattern such as {train,extra}-*.tar names
-    its splits, and counts as several addresses. Raises UsageError with the address of each split.
-    """
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    for address in (part for url in given for part in alternatives(os.fspath(url))):
-        meant = set(expand(address))
-        if len(meant) == 1 and not any(map(is_json, meant)):
-            continue  # one shard has one split; this is quick for lists of thousands of shards
-        folders = {beside(path, "") for path in meant if is_json(path)}
-        mine = [s for s in index.shards if s.path in meant or beside(s.path, "") in folders]
-        splits = list(dict.fromkeys(shard.split for shard in mine))
-        if len(splits) > 1:
-            folder, shown = folder_of(mine[0].path) or ".", os.fspath(address)
-            choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits if split)
-            shown = shown_path(shown)
-            named = f"{shown} holds several splits: {', '.join(filter(None, splits))}"
-            unsplit = [shard.name for shard in mine if not shard.split]
-            if unsplit:
-                raise UsageError(
-                    f"{named}, and shards without a split ({len(unsplit)}, the first is "
-                    f"{unsplit[0]}). Name one split, or the shards without one: {choices}, or "
-                    f"{folder}/{unsplit[0]}{' and so on' if len(unsplit) > 1 else ''}"
-                )
-            raise UsageError(f"{named}. Name one of: {choices}")
-    return index
+
+def _located(path: str, files: IndexFiles) -> Iterator[tuple[str, Index | None]]:
+    """Yield (path of a shard, the index that lists it or None) for a tar or an index file."""
+    if not is_json(path):
+        yield path, files.listing(path)
+        return
+    index = files.of_file(path)
+    if index is not None:
+        yield from ((shard.path, index) for shard in index.shards)
+    else:  # another tool's list without offsets: use the shards beside it
+        yield from ((tar, files.listing(tar)) for tar in tars_of(os.path.dirname(path)))
+
+
+def _several_splits(address: str, shards: list[Shard]) -> UsageError:
+    """Return the error for an address that holds these shards of several splits."""
+    splits = dict.fromkeys(shard.split for shard in shards if shard.split)
+    folder = folder_of(shards[0].path) or "."
+    choices = ", ".join(f"{folder}/{_pattern(shards, split)}" for split in splits)
+    named = f"{shown_path(address)} holds several splits: {', '.join(splits)}"
+    unsplit = [shard.name for shard in shards if not shard.split]
+    if not unsplit:
+        return UsageError(f"{named}. Name one of: {choices}")
+    return UsageError(
+        f"{named}, and shards without a split ({len(unsplit)}, the first is {unsplit[0]}). Name one "
+        f"split, or the shards without one: {choices}, or {folder}/{unsplit[0]}"
+        f"{' and so on' if len(unsplit) > 1 else ''}"
+    )
 
 
 def _pattern(shards: list[Shard], split: str) -> str:
@@ -152,99 +239,28 @@ def _pattern(shards: list[Shard], split: str) -> str:
     return f"{split}-{{{first[len(split) + 1 : -4]}..{last[len(split) + 1 : -4]}}}.tar"
 
 
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def tars_of(folder: str) -> list[str]:
-    """Return the paths of the tars in a folder, sorted by name."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
-
-
-def _number(path: str, known: dict[str, Index | None]) -> int | None:
-    """Return the number of a shard in the index beside it; None if that does not list it.
-
-    known: indexes read so far, by folder; the call adds to them.
-    """
-    folder, listed = beside(path, ""), beside(path, INDEX_NAME)
-    if folder not in known:
-        is_there = read_whole(listed) is not None if is_remote(path) else os.path.exists(listed)
-        known[folder] = load(listed) if is_there and is_wdstrain_index(listed) else None
-    index = known[folder]
-    return index.shard_numbers.get(name_of(path)) if index is not None else None
-
-
-def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
-    """Return the index of these shards of one folder, from the index beside them."""
-    index = known[beside(paths[0], "")]
-    assert index is not None
-    return index.pick(index.shard_numbers[name_of(path)] for path in paths)
-
-
-def _real(path: str, folders: dict[str, str]) -> str:
-    """Return the path of a shard without links.
-
-    folders: real paths of folders so far; the call adds to them.
-    """
-    if is_remote(path):
-        return path
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    folder, name = os.path.split(path)
-    if folder not in folders:
-        folders[folder] = os.path.realpath(folder)
-    return os.path.join(folders[folder], name)
-
-
-def _checked(index: Index, *, note: Note | None, may_be_short: bool) -> Index:
+def _checked(index: Index, note: Note | None, *, may_be_short: bool) -> Index:
     """Return an index with the current states of its shards.
 
-    Raises ShardError for a shard that differs from its index. may_be_short: see `open_index`.
+    Shards that are newer than their index and have no checksums are scanned. The result is stored, so
+    a shard is scanned once. may_be_short: see `open_index`; a shard that is cut is not scanned.
+    Raises ShardError for a shard that differs from its index.
     """
-    return _checked_headers(
-        check_sizes(index, may_be_short=may_be_short), note, may_be_short=may_be_short
-    )
-
-
-def _checked_headers(index: Index, note: Note | None, *, may_be_short: bool) -> Index:
-    """Return `index` after scanning its shards that are newer than it and have no checksums.
-
-    Raises ShardError for a shard with other samples than in its index. The result of a scan is
-    stored, so a shard is scanned once. may_be_short: shards that are cut or damaged are not compared.
-    """
-    newer = [
-        n
-        for n, shard in enumerate(index.shards)
-        if _is_newer(shard.path) and index.expected_state(shard)
-    ]
-    if not newer:
-        return index
+    index = check_sizes(index, may_be_short=may_be_short)
+    newer = {
+        shard.name: number
+        for number, shard in enumerate(index.shards)
+        if index.expected_state(shard) and is_newer(shard, may_be_short=may_be_short)
+    }
+    paths = [index.shards[number].path for number in newer.values()]
     failed: list[WdstrainError] | None = [] if may_be_short else None
-    complete = [
-        index.shards[n].path
-        for n in newer
-        if not may_be_short or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
-    ]
-    scanned = recall_or_scan(complete, note, failed) if complete else index.pick([])
-    for n in newer:
-        shard = index.shards[n]
-        number = scanned.shard_numbers.get(shard.name)
-        if number is not None and index.pick([n]).offsets.differences(
-            scanned.pick([number]).offsets
-        ):
+    scanned = recall_or_scan(paths, note, failed) if paths else index.pick([])
+    for found, shard in enumerate(scanned.shards):
+        listed = index.pick([newer[shard.name]])
+        if listed.offsets.differences(scanned.pick([found]).offsets):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it "
                 f"was indexed. Accept it as it is: wdstrain index {folder}"
             )
     return index
-
-
-def _is_newer(path: str) -> bool:
-    """Return whether a local shard was changed or moved after the index beside it was written."""
-    if is_remote(path):
-        return False
-    try:
-        shard, index = os.stat(path), os.stat(beside(path, INDEX_NAME))
-    except OSError:
-        return False
-    return max(shard.st_mtime_ns, shard.st_ctime_ns) >= index.st_mtime_ns

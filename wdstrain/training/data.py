@@ -31,7 +31,7 @@ from wdstrain.shards.label_values import (
     label_bytes,
     recorded_counts,
 )
-from wdstrain.shards.resolve import open_index, require_one_split
+from wdstrain.shards.resolve import OpenedSet, open_shards_of
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote, redacted
@@ -112,15 +112,15 @@ class TrainData:
 
 def _open_sets(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
     """Return train and validation set. A set with the splits train and val is both."""
-    index = urls if isinstance(urls, Index) else open_index(urls)
+    opened = OpenedSet(urls, {}) if isinstance(urls, Index) else open_shards_of(urls)
+    index = opened.index
     if val is None and {"train", "val"} <= set(index.splits):
         train, validation = (
             index.pick([i for i, shard in enumerate(index.shards) if shard.split == split])
             for split in ("train", "val")
         )
         return train, validation
-    train = index if isinstance(urls, Index) else require_one_split(index, urls)
-    return train, open_set(val) if val is not None else None
+    return opened.one_split(), open_set(val) if val is not None else None
 
 
 def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index]:
@@ -135,7 +135,7 @@ def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index
 
 def open_set(urls: Urls | Index) -> Index:
     """Return the index of one split."""
-    return urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
+    return urls if isinstance(urls, Index) else open_shards_of(urls).one_split()
 
 
 def _mask_field(index: Index, name: str) -> str | None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Example, Field, read_field
+from wdstrain.decode.task import Transform
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError
+from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import scan
 from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.shards.values import Array
 from wdstrain.storage.local import open_source

@@ -27,7 +27,7 @@ from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import shard_index
+from wdstrain.shards.resolve import IndexFiles
 from wdstrain.shards.tar import CompressedError, SkippedMembers, is_not_sample, other_kind
 from wdstrain.shards.tar_stream import has_compressed_name, members, open_tar, samples, shown
 from wdstrain.storage.addresses import beside, expand, is_json
@@ -87,11 +87,12 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             warnings.warn("WebDataset(repeat=True) changes nothing. Use .repeat()", stacklevel=2)
         if mode not in (None, "resampled"):
             raise UsageError(f'mode={mode!r}: must be None or "resampled".')
+        raises = handler in (handlers.reraise_exception, filters.reraise_exception)
         is_resampled = resampled or mode == "resampled"
         reasons = {
             "nodesplitter splits shards": nodesplitter not in (None, *_BY_COUNT),
-            "workersplitter splits shards": bool(workersplitter)
-            and workersplitter is not shardlists.split_by_worker,
+            "workersplitter splits shards": workersplitter
+            not in (None, shardlists.split_by_worker),
             "rename_files changes which members make a sample": rename_files is not None,
             "they are drawn with replacement": is_resampled,
         }
@@ -130,7 +131,7 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             self.append(ShardList(paths, shuffle=shuffle, seed=self.seed))
         by_count = filters.slice(ranks[0], None, ranks[1])
         for splitter in (by_count if nodesplitter in _BY_COUNT else nodesplitter, workersplitter):
-            if splitter:
+            if splitter is not None:
                 self.append(splitter)
         self.append(WholeShards(logged, select_files, rename_files, stored))
         if empty_check:
@@ -342,10 +343,10 @@ def _reason(paths: list[str]) -> str:
         return "some are named several times"
     for path in filter(has_compressed_name, paths):
         return f"{shown(path)} is compressed"
-    known: dict[str, Index | None] = {}
+    files = IndexFiles()
     firsts = {beside(path, ""): path for path in reversed(paths) if is_remote(path)}
     for path in firsts.values():
-        if not is_json(path) and shard_index(path, known) is None:
+        if not is_json(path) and files.listing(path) is None:
             return f"{shown(path)} has no index beside it (wdstrain index makes one)"
     return ""
 

@@ -36,13 +36,12 @@ from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, str
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_document import info_of, is_wdstrain_index, labels_of, read_document
+from wdstrain.shards.index_document import find_document, info_of, labels_of
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
-from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote
 
 _BLOCK = 16 << 20  # bytes read at a time
@@ -226,11 +225,7 @@ def stated(options: TarsOptions) -> dict[str, Any]:
 def _origin(index: Index) -> list[dict[str, Any]]:
     """Return the provenance in the indexes beside the shards."""
     places = dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards)
-    infos = [
-        info_of(read_document(place))
-        for place in places
-        if read_whole(place) is not None and is_wdstrain_index(place)
-    ]
+    infos = [info_of(document) for document in map(find_document, places) if document is not None]
     names = ("source", "options", "split", "appended", "removed", "repaired")
     return [{name: info[name] for name in names if name in info} for info in infos]
 
@@ -243,9 +238,8 @@ def _check_replaced(index: Index, out: str) -> None:
         _real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine
     }:
         return
-    if read_whole(place) is None or not is_wdstrain_index(place):
-        return
-    rows = [os.path.basename(row["url"]) for row in read_document(place)["shardlist"]]
+    document = find_document(place)
+    rows = [os.path.basename(row["url"]) for row in (document or {}).get("shardlist", ())]
     left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
     if left:
         raise UsageError(
@@ -292,11 +286,9 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[ColumnInfo, ...]:
     """Return the labels whose fields are kept. Raises UsageError if the sets differ in them."""
     by_labels: dict[tuple[ColumnInfo, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
-        labels: tuple[ColumnInfo, ...] = ()
-        if read_whole(place) is not None and is_wdstrain_index(place):
-            labels = tuple(
-                label for label in labels_of(read_document(place)) if label.field in names
-            )
+        document = find_document(place)
+        known = labels_of(document) if document is not None else ()
+        labels = tuple(label for label in known if label.field in names)
         by_labels.setdefault(labels, place)
     if len(by_labels) > 1 and any(by_labels):
         raise UsageError(

@@ -39,7 +39,8 @@ from wdstrain.shards.index_io import check_size
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.resolve import gather, open_index
+from wdstrain.shards.resolve import Group, groups_of, join_once, open_index
+from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import name_of
 
 Progress = Callable[[str, int, int], None]  # (work, finished samples, all samples)
@@ -65,7 +66,9 @@ def info(options: InfoOptions) -> Info:
     if options.where is not None:
         index = urls if isinstance(urls, Index) else open_index(urls, note=note)
         urls = index.where(options.where)
-    index = urls if isinstance(urls, Index) else gather(urls, parts.indexed, parts.unindexed)
+    index = (
+        urls if isinstance(urls, Index) else join_once(list(map(parts.of, groups_of(expand(urls)))))
+    )
     if isinstance(urls, Index):
         parts.has_columns |= {shard.path for shard in urls.shards if urls.columns}
     known = index.pick(i for i, shard in enumerate(index.shards) if shard.path not in parts.fresh)
@@ -131,7 +134,13 @@ class _Parts:
         self.fresh: dict[str, None] = {}
         self.has_columns: set[str] = set()
 
-    def indexed(self, part: Index) -> Index:
+    def of(self, group: Group) -> Index:
+        """Return the index of some shards of the set."""
+        if group.index is None:
+            return self._unindexed(group.paths)
+        return self._indexed(group.index)
+
+    def _indexed(self, part: Index) -> Index:
         """Return the shards of an index that have the sizes that it says."""
         self.infos.append(part.info)
         if part.columns:
@@ -145,7 +154,7 @@ class _Parts:
                 self.errors.append(error)
         return part.pick(good)
 
-    def unindexed(self, paths: list[str]) -> Index:
+    def _unindexed(self, paths: list[str]) -> Index:
         """Return shards of one folder that no index lists; without samples if not yet scanned."""
         part = recall_or_scan(paths, self._note, self.errors) if self._exact else recall(paths)
         self.infos.append(part.info)

@@ -29,9 +29,8 @@ from wdstrain.loader.stats import Finding
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_document import is_wdstrain_index
-from wdstrain.shards.index_io import TABLE_NAME, load, save_index
-from wdstrain.shards.resolve import shard_index, tars_of
+from wdstrain.shards.index_io import TABLE_NAME, save_index
+from wdstrain.shards.resolve import IndexFiles, tars_of
 from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
 from wdstrain.storage.local import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
@@ -201,16 +200,15 @@ def _refusal(sample: IntactSample) -> str:
 def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
     """Return the shards with what their index says. A damaged index is not used, and reported."""
     todo: dict[str, Index | None] = {}
-    known: dict[str, Index | None] = {}
+    files = IndexFiles()
     for path in expand(urls):
         folder = os.path.dirname(path)
         if not is_remote(path):
             check_finished(folder)
         try:
             if not is_json(path):
-                todo[path] = shard_index(path, known)
-            elif is_wdstrain_index(path):
-                index = load(path)
+                todo[path] = files.of_shard(path)
+            elif (index := files.of_file(path)) is not None:
                 todo.update({shard.path: index.pick([i]) for i, shard in enumerate(index.shards)})
             else:
                 todo.update({tar: None for tar in tars_of(folder)})

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from itertools import islice
 
 import numpy as np
 import pyarrow.compute as pc
@@ -20,16 +19,14 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.order.rng import bits
-from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_document import is_wdstrain_index
+from wdstrain.shards.header_scans import scan_shard
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in, even_part, label_bytes
-from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.resolve import open_index, shard_index, tars_of
-from wdstrain.shards.tar import samples
-from wdstrain.storage.addresses import Urls, check_finished, expand, folder_of, is_json
-from wdstrain.storage.local import open_source
-from wdstrain.storage.remote import is_remote, shown_path
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.resolve import groups_of, open_index
+from wdstrain.storage.addresses import Urls, expand, folder_of
+from wdstrain.storage.remote import shown_path
 
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 _FIRST_HEADERS = "first headers only"  # provenance of an index that lists the first samples
@@ -98,26 +95,17 @@ def _open(urls: Urls, wanted: PeekOptions) -> tuple[Index, str]:
 
 def _first_samples(paths: Sequence[str], n: int) -> Index | None:
     """Return the index of the first n samples, from their headers; None if there is an index."""
-    if is_json(paths[0]) and not is_remote(paths[0]) and not is_wdstrain_index(paths[0]):
-        paths = [*tars_of(os.path.dirname(paths[0])), *paths[1:]]  # another program's index
-    elif is_json(paths[0]) or shard_index(paths[0], {}) is not None:
-        return None
-    shards, tables, missing = [], [], n
-    for path in paths:
+    parts, missing = list[Index](), n
+    for group in groups_of(paths):
         if missing <= 0:
             break
-        if is_json(path):
+        if group.index is not None:
             return None
-        if not is_remote(path):
-            check_finished(os.path.dirname(path))
-        shown = shown_path(path)
-        with open_source(path) as source:
-            listed = list(islice(samples(source.read, source.size, shown), missing))
-            shards.append(Shard(path, len(listed), source.size, tag=source.version or ""))
-            tables.append(Offsets.of(listed))
-            missing -= len(listed)
-    info = {"made": _FIRST_HEADERS}
-    return Index(tuple(shards), Offsets.join(tables), info=info)
+        for path in group.paths:
+            if missing > 0:
+                parts.append(scan_shard(path, most=missing))
+                missing -= len(parts[-1])
+    return replace(join(parts), info={"made": _FIRST_HEADERS})
 
 
 def _labels(index: Index, name: str | None) -> list[ColumnInfo]:

@@ -25,10 +25,8 @@ from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_document import is_wdstrain_index
-from wdstrain.shards.index_io import load
-from wdstrain.shards.resolve import open_index, shard_index, tars_of
-from wdstrain.storage.addresses import Urls, check_finished, expand, is_json
+from wdstrain.shards.resolve import IndexFiles, open_index, tars_of
+from wdstrain.storage.addresses import Urls, expand, is_json
 from wdstrain.storage.remote import is_remote, shown_path
 
 _POLL = 0.1  # seconds between reports of progress
@@ -217,18 +215,15 @@ def _has_split(index: Index) -> bool:
 def _listed(urls: Urls, result: Verification) -> Shards:
     """Return the shards with what their index says. What is wrong with an index is a finding."""
     shards: Shards = []
-    known: dict[str, Index | None] = {}
+    files = IndexFiles()
     for path in expand(urls):
         shown = shown_path(path)
         try:
-            if not is_remote(path):
-                check_finished(os.path.dirname(path))
-            if is_json(path) and not is_wdstrain_index(path):
+            if not is_json(path):
+                shards.append((path, files.of_shard(path)))
+            elif (index := files.of_file(path)) is None:
                 shards += [(tar, None) for tar in tars_of(os.path.dirname(path))]
-            elif not is_json(path):
-                shards.append((path, shard_index(path, known)))
             else:
-                index = load(path)
                 shards += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
                 listed = {shard.path for shard in index.shards}
                 here = [] if is_remote(path) else tars_of(os.path.dirname(path))
