@@ -16,7 +16,6 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import picture, write_shards, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 
 Views = namedtuple("Views", "first second")
@@ -113,7 +112,6 @@ def _mask() -> bytes:
     return file.getvalue()
 
 
-_CHANGING = known_fault("core/marked_row_changes_type")
 MARKED = [
     pytest.param(wt.array("npy", shape=(3,), dtype="float32"), _npy(np.ones(3, np.float32)), 1),
     pytest.param(wt.image("png", size=8), picture(1), 1),
@@ -121,10 +119,10 @@ MARKED = [
     pytest.param(wt.mask("mask.png", size=8), _mask(), 1),
     pytest.param(wt.number("cls"), b"3", 1),
     pytest.param(wt.text("txt"), b"word", 1),
-    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 1, marks=_CHANGING),
-    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 4, marks=_CHANGING),
-    pytest.param(wt.array("npy"), _npy(np.float32(1)), 1, marks=_CHANGING),
-    pytest.param(wt.mask("mask.png"), _mask(), 1, marks=_CHANGING),
+    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 1),
+    pytest.param(wt.array("npy"), _npy(np.ones(3, np.float32)), 4),
+    pytest.param(wt.array("npy"), _npy(np.float32(1)), 1),
+    pytest.param(wt.mask("mask.png"), _mask(), 1),
 ]
 
 
@@ -149,7 +147,6 @@ def test_a_marked_row_does_not_change_the_type_of_a_batch(
     assert "mark" in outcome if isinstance(outcome, str) else len(outcome) == 1
 
 
-@known_fault("core/marked_row_changes_type")
 def test_masks_without_a_size_are_a_list_also_if_their_sizes_agree(tmp_path: Path) -> None:
     """The type of a batch value does not depend on its samples; so are images."""
     wt.pack(({"__key__": f"k{n}", "mask.png": _mask()} for n in range(2)), tmp_path / "out")

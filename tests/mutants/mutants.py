@@ -131,12 +131,27 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_http.py",
         "tests/storage/test_replaced_shards.py",
     ),
-    "storage/cache.py": ("tests/storage/test_cache.py", "tests/storage/test_replaced_shards.py"),
+    "storage/cache.py": (
+        "tests/storage/test_cache.py::test_a_part_with_wrong_bytes_does_not_become_a_shard",
+        "tests/storage/test_cache.py::test_a_part_of_a_shard_without_a_checksum_is_fetched_again",
+        "tests/storage/test_cache.py::test_the_cache_stays_within_its_limit_and_evicts_the_oldest",
+        "tests/storage/test_cache.py::test_files_in_use_are_never_evicted",
+        "tests/storage/test_cache.py::test_a_forgotten_shard_is_not_put_in_place_by_its_former_download",
+        "tests/storage/test_cache.py::test_a_cached_shard_of_another_length_is_fetched_again",
+        "tests/storage/test_replaced_shards.py",
+        "tests/storage/test_cache.py",
+    ),
     "reader/run_state.py": ("tests/reader/test_read_errors.py",),
-    "decode/codecs.py": ("tests/golden/test_images.py", "tests/robustness/test_bounds.py"),
+    "decode/codecs.py": (
+        "tests/golden/test_images.py",
+        "tests/decode/test_fields.py",
+        "tests/robustness/test_bounds.py",
+    ),
     "decode/transforms.py": ("tests/decode/test_images.py",),
     "decode/masks.py": ("tests/decode/test_masks.py",),
     "decode/labels.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
+    "decode/worker_processes.py": ("tests/decode/test_worker_processes.py",),
+    "decode/worker_queues.py": ("tests/decode/test_worker_processes.py",),
     "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
@@ -429,7 +444,18 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("nearest-center", "+ 1) * stored) // (2 * wanted)", ") * stored) // (2 * wanted)"),
     ],
     "decode/decoder.py": [
-        ("draws-each-epoch", '"sample", seed, task.epoch)', '"sample", seed, 0)'),
+        (
+            "draws-each-epoch",
+            '"sample", self.seed, task.epoch)\n        draws',
+            '"sample", self.seed, 0)\n        draws',
+        ),
+    ],
+    "decode/worker_processes.py": [
+        ("messages-in-flight", "while sent - taken < most and", "while sent - taken <= most and"),
+        ("order-of-messages", "if taken in answers:", "if answers:"),
+    ],
+    "decode/worker_queues.py": [
+        ("place-of-message", "offset = place * _PLACE_BYTES", "offset = place * 1"),
     ],
     "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
@@ -443,6 +469,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "augment/gpu.py": [
         ("flip-half", "draws[:, FLIP_DRAW] < 0.5 if", "draws[:, FLIP_DRAW] > 0.5 if"),
         ("pixel-center", "(inputs + 0.5 - center)", "(inputs - center)"),
+        ("last-class", "(label >= self._classes)", "(label > self._classes)"),
+        ("random-or-not", "if not self._is_random:", "if self._is_random:"),
     ],
     "augment/mixing.py": [
         ("label-share", "1 - (right - left) * (bottom - top)", "(right - left) * (bottom - top)"),

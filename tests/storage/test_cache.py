@@ -475,22 +475,21 @@ def test_a_forgotten_shard_is_not_put_in_place_by_its_former_download(
     packed: Path, tmp_path: Path
 ) -> None:
     """The name of its file belongs to another download then."""
-    released = threading.Event()
-    with serving(packed, faults=[stall(RANGE, released), stall(RANGE, released)]) as server:
+    released = [threading.Event(), threading.Event()]
+    with serving(packed, faults=[stall(RANGE, event) for event in released]) as server:
         shard = open_index(server.url).shards[0]
-        caches, files = [Cache(str(tmp_path)) for _ in range(2)], []
-        for cache in caches:
-            files.append(opened(cache, shard))
-            cache.forget(shard.path, shard.bytes, shard.sha256, shard.tag)
-        again = opened(Cache(str(tmp_path)), shard)
-        assert read(again) == (packed / shard.name).read_bytes()
-        released.set()
-        for file in (*files, again):
+        caches = [Cache(str(tmp_path)) for _ in range(2)]
+        first = opened(caches[0], shard)
+        caches[0].forget(shard.path, shard.bytes, shard.sha256, shard.tag)
+        second = opened(caches[1], shard)
+        for file, cache, event in zip((first, second), caches, released, strict=True):
+            event.set()
+            assert read(file) == (packed / shard.name).read_bytes()
+            cache.stop(10)
+            check_content(tmp_path, packed)
+            assert len(whole(tmp_path)) == (file is second)
             assert file is not None
             file.close()
-        for cache in caches:
-            cache.stop(10)
-    check_content(tmp_path, packed)
 
 
 # --- the limit ---

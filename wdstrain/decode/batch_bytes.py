@@ -31,16 +31,10 @@ class BatchBytes:
 
     def columns(self) -> dict[str, list[bytes | None]]:
         """Return copies of all values by field, None where a sample lacks the field."""
-        members, copy = self._members, self._arena.map.__getitem__
-        stop = (members.offset + members.size).tolist()
-        data = list(map(copy, map(slice, members.offset.tolist(), stop)))
         columns: dict[str, list[bytes | None]] = {name: [None] * len(self) for name in self._names}
-        for position, field in enumerate(members.common_fields):
-            columns[self._names[field]][:] = data[position :: self._step]
-        if not self._step:
-            rows = np.repeat(np.arange(len(self)), np.diff(members.first)).tolist()
-            for row, field, value in zip(rows, members.field.tolist(), data, strict=True):
-                columns[self._names[field]][row] = value
+        for row, sample in enumerate(self.samples()):
+            for name, value in sample.items():
+                columns[name][row] = bytes(value)
         return columns
 
     def samples(self) -> Iterator[dict[str, memoryview]]:

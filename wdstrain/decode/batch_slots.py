@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -69,6 +68,7 @@ class Layout:
 class Slots:
     """Slots for batches that are read or decoded, and for batches that the user keeps.
 
+    The pipeline calls this under its lock; only the end of a lease comes from other threads.
     copies: batches that the user got as copies.
     """
 
@@ -77,7 +77,6 @@ class Slots:
         self.layout, self.busy, self.spare = layout, busy, spare
         self.memory = Memory(max(1, (busy + spare) * layout.size))
         self.copies = 0
-        self._lock = threading.Lock()
         # A heap: the first slots are reused first, so the last ones may never take memory.
         self._free = list(range(busy + spare))
         self._leases: dict[int, _Lease] = {}  # by slot
@@ -105,41 +104,33 @@ class Slots:
 
     def reset(self) -> None:
         """Free every slot whose batch the user does not keep."""
-        with self._lock:
-            self._collect()
-            self._free = sorted(set(range(self.busy + self.spare)) - self._leases.keys())
+        self._collect()
+        self._free = sorted(set(range(self.busy + self.spare)) - self._leases.keys())
 
     def take(self) -> int:
         """Return a free slot for a batch. Raises WdstrainError if there is none."""
-        with self._lock:
-            self._collect()
-            if not self._free:
-                raise WdstrainError(
-                    f"all {self.busy + self.spare} slots for batches are in use. "
-                    f"Lower shuffle_buffer."
-                )
-            return heappop(self._free)
+        self._collect()
+        if not self._free:
+            raise WdstrainError(
+                f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer."
+            )
+        return heappop(self._free)
 
     def lease(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
         """Return the first rows of a slot as tensors by name: copies if no slot is spare."""
-        with self._lock:
-            self._collect()
-            has_spare = len(self._leases) < self.spare and bool(self.layout.columns)
-        if not has_spare:
-            arrays = self.layout.arrays(self.memory.view, slot * self.layout.size, rows)
+        self._collect()
+        start, size = slot * self.layout.size, self.layout.size
+        if len(self._leases) == self.spare or not self.layout.columns:
+            arrays = self.layout.arrays(self.memory.view, start, rows)
             copies = self._tensors({name: array.copy() for name, array in arrays.items()})
             self.copies += bool(self.layout.columns)
-            with self._lock:
-                heappush(self._free, slot)
+            heappush(self._free, slot)
             return copies
-        base = (ctypes.c_char * self.layout.size).from_buffer(
-            self.memory.map, slot * self.layout.size
-        )
+        base = (ctypes.c_char * size).from_buffer(self.memory.map, start)
         base.page_lock = self._page_lock  # type: ignore[attr-defined]  # for as long as the tensors
         lease = _Lease(base, self._ended.append)
         lease.slot = slot
-        with self._lock:
-            self._leases[slot] = lease
+        self._leases[slot] = lease
         return self._tensors(self.layout.arrays(base, 0, rows))
 
     def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The decoder: encoded samples in the arena to values in a batch slot.
+"""The decoder: encoded samples in the reader's memory to values in a batch slot.
 
 A decoder keeps no order, no position and no open file. Any thread, or any worker process that
 received it by pickling, can decode any task with the same result.
@@ -6,167 +6,207 @@ received it by pickling, can decode any task with the same result.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from wdstrain.decode.batch_bytes import BatchBytes
+from wdstrain.decode.batch_slots import Layout
 from wdstrain.decode.fields import Field, Image, read_field, torch_has
-from wdstrain.decode.task import (
-    BadSample,
-    DecodedRows,
-    DecoderSettings,
-    Result,
-    Task,
-    is_incomplete,
-    reason_of,
-    substitute,
-)
-from wdstrain.decode.transform_runner import run_transform
-from wdstrain.decode.transforms import DRAWS
+from wdstrain.decode.masks import Mask
+from wdstrain.decode.task import BadSample, Result, Task, reason_of, substitute
+from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory.shared import Memory
-from wdstrain.order.rng import uniform
+from wdstrain.order.rng import key, uniform
 from wdstrain.runtime.machine import queued_seconds
 from wdstrain.shards.values import Array
 
+Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
+Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
+
 _MUCH_IDLE = 0.05  # of the computing time of a batch
+_DEFAULT_COLLATE = (None, default_collate)
+_NO_EXAMPLE = (
+    "transform returned None, and each sample must give an example; "
+    "filter samples when they are packed (wdstrain convert tars --where)"
+)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Decodes tasks by fields, by a transform, or by neither, which delivers bytes."""
+    """Decodes tasks by fields, by a transform, or by neither, which delivers bytes.
 
-    def __init__(self, settings: DecoderSettings, arena: Memory, slots: Memory) -> None:
-        """arena: memory with the encoded samples. slots: memory of all batch slots."""
-        self.settings, self.arena, self.slots = settings, arena, slots
+    arena: memory with the encoded samples. slots: memory of all batch slots.
+    layout: columns of a batch slot.
+    field_names: names of the index's fields, by field number.
+    fields: fields to decode, by name in the batch; None: with `transform`, or for plain bytes.
+    transform: function of the user, instead of `fields`. takes_rng: it takes (sample, rng).
+    collate_fn: makes a batch of the examples of the transform; None: torch's default_collate.
+    on_error: "raise", "replace" or "mark" bad samples; see `substitute`.
+    seed: of the random numbers of each sample.
+    """
+
+    arena: Memory
+    slots: Memory
+    layout: Layout
+    field_names: tuple[str, ...]
+    fields: Mapping[str, Field] | None = None
+    transform: Transform | None = None
+    takes_rng: bool = False
+    collate_fn: Collate | None = None
+    on_error: str = "raise"
+    seed: int = 0
 
     def __call__(self, task: Task, *, own_process: bool = False) -> Result:
         """Return the decoded batch of a task. Bad samples are reported in the result.
 
         own_process: the global random generators of this process belong to the decoder.
         """
-        started = time.perf_counter()
-        cpu_start = time.thread_time()
-        slot_size = self.settings.layout.size
-        self.slots.populate(task.slot * slot_size, slot_size)
-        rows = self._decode(task, own_process)
+        started, cpu_start = time.perf_counter(), time.thread_time()
+        slot_start = task.slot * self.layout.size
+        self.slots.populate(slot_start, self.layout.size)
+        columns = self.layout.arrays(self.slots.view, slot_start, len(task.ids))
+        data = BatchBytes(task, self.arena, self.field_names)
+        bad_rows, lists = data.find_damaged(), dict[str, list[Any]]()
+        if self.transform is not None:
+            lists[""] = self._run_transform(task, data, bad_rows, own_process)
+        elif self.fields is not None:
+            lists = self._decode_fields(task, data, columns, bad_rows)
+        else:
+            lists |= data.columns()
+        rows_done = time.perf_counter()
+        bad, values = sorted(bad_rows.values()), dict[str, Any]()
+        bad = substitute(bad, task.ids, [*columns.values(), *lists.values()], self.on_error)
+        if all(sample.substitute >= 0 for sample in bad):
+            try:
+                values = self._collate(lists)
+            except _CollateError as error:
+                bad = [BadSample(0, "", str(error), whole_batch=True)]
         finished, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_start
         idle = finished - started - cpu_seconds
         # Asking costs 5 us, so batches that computed nearly all the time do not ask.
         queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * cpu_seconds else 0.0
-        return Result(
-            task.batch_number,
-            task.slot,
-            rows.values,
-            rows.bad,
-            started,
-            rows.rows_done,
-            finished,
-            cpu_seconds,
-            queued,
-        )
+        times = (started, rows_done, finished, cpu_seconds, queued)
+        return Result(task.batch_number, task.slot, values, bad, *times)
 
     def with_arena(self, arena: Memory) -> Decoder:
-        """Return a decoder of the same settings for samples in another arena."""
-        other = copy(self)
-        other.arena = arena
-        return other
+        """Return the same decoder for samples in another arena."""
+        return replace(self, arena=arena)
 
-    def _decode(self, task: Task, own_process: bool) -> DecodedRows:
-        data = BatchBytes(task, self.arena, self.settings.field_names)
-        if self.settings.transform is not None:
-            return run_transform(self.settings, task, data, own_process=own_process)
-        if self.settings.fields is not None:
-            return decode_fields(self.settings, task, data, self.slots)
-        columns, bad = data.columns(), list(data.find_damaged().values())
-        rows_done = time.perf_counter()
-        bad = substitute(bad, task.ids, list(columns.values()), self.settings.on_error)
-        return DecodedRows(dict(columns), bad, rows_done)
+    def _collate(self, lists: dict[str, list[Any]]) -> dict[str, Any]:
+        """Return the batch values of the rows. Raises _CollateError."""
+        if self.transform is not None:
+            return _collate_examples(lists[""], self.collate_fn)
+        if self.fields is None:
+            return lists
+        # The type of a batch value must not depend on its samples, some of which may be marked.
+        are_lists = (Image, Mask) if self.on_error != "mark" else object
+        return {
+            name: list(map(_tensor, rows))
+            if isinstance(self.fields[name], are_lists)
+            else _stacked(rows)
+            for name, rows in lists.items()
+        }
 
+    # --- fields -----------------------------------------------------------------------------------
 
-def decode_fields(
-    settings: DecoderSettings, task: Task, data: BatchBytes, slots: Memory
-) -> DecodedRows:
-    """Decode the fields of a batch. Values with a fixed size go to its slot, others are returned."""
-    fields = settings.fields or {}
-    slot_start = task.slot * settings.layout.size
-    columns = settings.layout.arrays(slots.view, slot_start, len(task.ids))
-    batch = _FieldBatch(task, data, columns, settings.seed)
-    # field by field: a label that is decoded between two images takes five times as long
-    values = {name: batch.decode(name, field) for name, field in fields.items()}
-    rows_done = time.perf_counter()
-    lists = {name: rows for name, rows in values.items() if rows is not None}
-    bad = substitute(
-        sorted(batch.bad.values()),
-        task.ids,
-        [*columns.values(), *lists.values()],
-        settings.on_error,
-    )
-    if is_incomplete(bad):
-        return DecodedRows({}, bad, rows_done)
-    collated = {name: _collate(fields[name], rows) for name, rows in lists.items()}
-    return DecodedRows(collated, bad, rows_done)
+    def _decode_fields(
+        self, task: Task, data: BatchBytes, columns: Mapping[str, Array], bad: dict[int, BadSample]
+    ) -> dict[str, list[Any]]:
+        """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
+        draws = uniform(task.draws, DRAWS, "sample", self.seed, task.epoch)
+        draws.flags.writeable = False  # all fields of a sample share its numbers
+        lists = dict[str, list[Any]]()
+        # field by field: a label that is decoded between two images takes five times as long
+        for name, field in (self.fields or {}).items():
+            column, values = columns.get(name), [None] * len(data)
+            if column is None:
+                lists[name] = values
+            done = _decode_together(field, data, column, bad, draws)
+            members = data.values(field.names) if len(done) < len(data) else ()
+            for row, (member, view) in enumerate(members):
+                if row in done or row in bad:
+                    continue
+                out = None if column is None else column[row, ...]
+                try:
+                    if view is None:
+                        raise LookupError(f"it has none of {', '.join(field.names)}")
+                    values[row] = _checked(read_field(field, member, view, out, draws[row]))
+                except Exception as error:  # a user's field may raise anything
+                    bad[row] = BadSample(row, member or name, _reason(error, view))
+        return lists
 
+    # --- transform --------------------------------------------------------------------------------
 
-class _FieldBatch:
-    """Rows of one batch while its fields are decoded, one field after another."""
+    def _run_transform(
+        self, task: Task, data: BatchBytes, bad: dict[int, BadSample], own_process: bool
+    ) -> list[Any]:
+        """Return the example of each sample.
 
-    def __init__(
-        self,
-        task: Task,
-        data: BatchBytes,
-        columns: Mapping[str, Array],
-        seed: int,
-    ) -> None:
-        """columns: arrays of the batch slot, by field name."""
-        self.bad = data.find_damaged()  # by row
-        self._ids, self._data, self._columns = task.ids, data, columns
-        self._draws = uniform(task.draws, DRAWS, "sample", seed, task.epoch)
-        self._draws.flags.writeable = False  # all fields of a sample share its numbers
-
-    def decode(self, name: str, field: Field) -> list[Any] | None:
-        """Decode a field of all rows. Returns its values, or None if they went to the slot."""
-        column = self._columns.get(name)
-        done = self._decode_together(field, column)
-        values: list[Any] | None = [None] * len(self._ids) if column is None else None
-        if len(done) == len(self._ids):
-            return values
-        for row, (member, data) in enumerate(self._data.values(field.names)):
-            if row in done or row in self.bad:
-                continue
-            out = None if column is None else column[row, ...]
-            try:
-                if data is None:
-                    raise LookupError(f"it has none of {', '.join(field.names)}")
-                value = read_field(field, member, data, out, self._draws[row])
-                if values is not None:
-                    values[row] = _checked(value)
-            except Exception as error:  # a user's field may raise anything
-                self.bad[row] = BadSample(row, member or name, reason_of(error))
-        return values
-
-    def _decode_together(self, field: Field, column: Array | None) -> set[int]:
-        """Decode plain JPEGs by one call of C. Returns the rows that are done.
-
-        Rows that fail here are decoded again one by one, which finds the reason.
+        own_process: seed the global random generators for each sample. Threads share them, and
+        must leave them alone.
         """
-        # a subclass of a user may decode differently
-        images = self._data.images(field.names) if type(field) is Image else None
-        if not isinstance(field, Image) or column is None or images is None:
-            return set()
-        rows = [row for row in range(len(self._ids)) if row not in self.bad]
-        with suppress(Exception):
-            return field.read_rows(images, rows, column, self._draws)
+        examples: list[Any] = [None] * len(data)
+        for row, members in enumerate(data.samples()):
+            if row in bad:
+                continue
+            sample: dict[str, Any] = {"__key__": task.keys[row]}
+            sample |= {name: bytes(member) for name, member in members.items()}
+            random_key = key("sample", self.seed, task.epoch, int(task.draws[row]))
+            if own_process:
+                _seed_globals(random_key)
+            try:
+                examples[row] = self._example(sample, random_key)
+                reason = _rejection(examples[row], self.collate_fn)
+            except Exception as error:  # the user's function may raise anything
+                reason = f"transform raised {type(error).__name__}: {reason_of(error)}"
+            if reason:
+                bad[row] = BadSample(row, "", reason)
+        return examples
+
+    def _example(self, sample: dict[str, Any], random_key: int) -> Any:
+        assert self.transform is not None
+        if not self.takes_rng:
+            return self.transform(sample)
+        return self.transform(sample, np.random.Generator(np.random.Philox(key=random_key)))
+
+
+def _decode_together(
+    field: Field,
+    data: BatchBytes,
+    column: Array | None,
+    bad: Mapping[int, BadSample],
+    draws: Draws,
+) -> set[int]:
+    """Decode plain JPEGs by one call of C. Returns the rows that are done.
+
+    Rows that fail here are decoded again one by one, which finds the reason.
+    """
+    # a subclass of a user may decode differently
+    images = data.images(field.names) if type(field) is Image and column is not None else None
+    if not isinstance(field, Image) or column is None or images is None:
         return set()
+    with suppress(Exception):
+        return field.read_rows(images, [r for r in range(len(data)) if r not in bad], column, draws)
+    return set()
+
+
+def _reason(error: Exception, view: memoryview | None) -> str:
+    """Return why a value cannot be decoded."""
+    is_gzip = view is not None and bytes(view[:2]) == b"\x1f\x8b"
+    return f"{reason_of(error)}{'; it is gzip data: pack fields uncompressed' * is_gzip}"
 
 
 def _checked(value: Any) -> Any:
-    """Return the value of a field for `_collate`, arrays of numbers in this machine's byte order.
+    """Return the value of a field as it is collated: with numbers in this machine's byte order.
 
     Raises SampleError for an array of numbers that torch does not support.
     """
@@ -180,19 +220,14 @@ def _checked(value: Any) -> Any:
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
-def _collate(field: Field, values: list[Any]) -> Any:
-    """Return the batch value of a field: a tensor if all values are arrays of one shape, else a list.
-
-    Images are always a list: the type of a batch value must not depend on the samples.
-    """
+def _stacked(values: list[Any]) -> Any:
+    """Return a tensor if all values are arrays of one shape, else a list."""
     first = values[0]
     is_uniform = isinstance(first, np.ndarray) and all(
         isinstance(value, np.ndarray) and (value.shape, value.dtype) == (first.shape, first.dtype)
         for value in values
     )
-    if is_uniform and not isinstance(field, Image):
-        return _tensor(np.stack(values))
-    return [_tensor(value) for value in values]
+    return _tensor(np.stack(values)) if is_uniform else list(map(_tensor, values))
 
 
 def _tensor(value: Any) -> Any:
@@ -206,3 +241,49 @@ def _tensor(value: Any) -> Any:
 def _is_numeric(value: Any) -> bool:
     """Return whether a value is an array of numbers; arrays of text or times are not."""
     return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+
+
+def _seed_globals(random_key: int) -> None:
+    """Seed the global random generators of this process."""
+    random.seed(random_key)
+    np.random.seed(random_key & 0xFFFFFFFF)
+    # not torch.manual_seed: it records a call stack for each kind of device, and would seed the
+    # devices of a training process in which a batch is decoded again
+    torch.default_generator.manual_seed(random_key)
+
+
+def _rejection(example: Any, collate_fn: Collate | None) -> str:
+    """Return the reason why an example cannot be collated; empty if it can."""
+    if example is None:
+        return _NO_EXAMPLE
+    if collate_fn in _DEFAULT_COLLATE and not isinstance(example, Mapping):
+        return (
+            f"transform returned {type(example).__name__}; an example must be a dict of values by "
+            "name, or a value that your own collate_fn takes"
+        )
+    return ""
+
+
+class _CollateError(Exception):
+    """The examples of a batch cannot be collated. The message gives the reason."""
+
+
+def _collate_examples(examples: list[Any], collate_fn: Collate | None) -> dict[str, Any]:
+    """Return the batch of these examples. Raises _CollateError."""
+    try:
+        batch = (collate_fn or default_collate)(examples)
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"it returned {type(batch).__name__}; a batch must be a dict of values by name"
+            )
+        return dict(batch)
+    except Exception as error:
+        if collate_fn not in _DEFAULT_COLLATE:
+            raise _CollateError(
+                f"collate_fn raised {type(error).__name__}: {reason_of(error)}"
+            ) from error
+        raise _CollateError(
+            f"the examples of this batch cannot be stacked: {reason_of(error).rstrip('. ')}. "
+            "Return values of one shape, or give the Loader a collate_fn, which makes a batch of "
+            "the list of its examples"
+        ) from error

@@ -233,7 +233,8 @@ def array(
     names: tar fields to look for, separated by ";".
     shape, dtype: shape of every array without the batch dimension, and its dtype ("float32").
     Give both if all arrays have the same: they are then copied into reused batch memory, which is
-    several times as fast. An array with another shape or dtype is a bad sample.
+    several times as fast. An array with another shape or dtype is a bad sample. Without them,
+    on_error="mark" gives a list in every batch.
 
         wt.array("npy", shape=(3, 112, 112), dtype="float32")
     """

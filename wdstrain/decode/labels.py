@@ -25,7 +25,7 @@ from wdstrain.errors import SampleError, UsageError
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import Classes, ColumnInfo, Place, json_place, number_of, spelled
+from wdstrain.shards.kinds import KINDS, Classes, ColumnInfo, Place, json_place, number_of, spelled
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import Names
@@ -63,7 +63,7 @@ class LabelField:
     def example(self) -> Example | None:
         """Shape and dtype of a row; None for texts."""
         shape = (len(self.classes),) if self.kind == "multi" else ()
-        dtype = {"class": "int64", "multi": "float32"}.get(self.kind, self.dtype)
+        dtype = KINDS[self.kind].dtype or self.dtype
         return None if self.kind == "text" else Example(shape, dtype)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str | None:

@@ -1,20 +1,14 @@
-"""Settings, tasks, bad samples and results of decoders. All are sent between processes."""
+"""Tasks, bad samples and results of decoders. All are sent between processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.fields import Field
 from wdstrain.shards.offsets import Ints
 
-Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
-Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
 MISMATCH = "its bytes are not those that were packed (crc32)"
 
 _MAX_REASON = 1000  # characters
@@ -48,11 +42,6 @@ def reason_of(error: Exception) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
 
 
-def is_incomplete(bad: list[BadSample]) -> bool:
-    """Return whether a bad sample of the batch was neither replaced nor emptied."""
-    return any(sample.substitute < 0 for sample in bad)
-
-
 def substitute(
     bad: list[BadSample], ids: Ints, columns: list[Any], on_error: str
 ) -> list[BadSample]:
@@ -81,29 +70,6 @@ def _copy_good_row(sample: BadSample, good: list[int], ids: Ints, columns: list[
     for column in columns:
         column[sample.row] = column[row]
     return sample._replace(substitute=int(ids[row]))
-
-
-@dataclass(frozen=True)
-class DecoderSettings:
-    """How the samples of a loader become batches. Sent to every worker process.
-
-    field_names: names of the index's fields, by field number.
-    layout: columns of a batch slot.
-    fields: fields to decode, by name in the batch; None: with `transform`, or for plain bytes.
-    transform: function of the user, instead of `fields`. takes_rng: it takes (sample, rng).
-    collate_fn: makes a batch of the examples of the transform; None: torch's default_collate.
-    on_error: "raise", "replace" or "mark" bad samples; see `substitute`.
-    seed: of the random numbers of each sample.
-    """
-
-    field_names: tuple[str, ...]
-    layout: Layout
-    fields: Mapping[str, Field] | None = None
-    transform: Transform | None = None
-    takes_rng: bool = False
-    collate_fn: Collate | None = None
-    on_error: str = "raise"
-    seed: int = 0
 
 
 class Members(NamedTuple):
@@ -145,28 +111,6 @@ class Task(NamedTuple):
     unreadable: dict[int, str]
     draws: Ints
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle arrays as bytes, which takes a quarter of the time of numpy's own way."""
-        draws = self.draws[:0] if self.draws is self.ids else self.draws
-        arrays = [array.tobytes() for array in (self.ids, draws, *self.members[:-1])]
-        rest = (self.keys, self.unreadable)
-        return _unpickle, (self[:3], arrays, self.members.common_fields, rest)
-
-
-_DTYPES = tuple(map(np.dtype, "qqqHqqqI"))  # of ids, draws and the arrays of Members
-
-
-def _unpickle(
-    head: tuple[Any, ...], data: list[bytes], common_fields: tuple[int, ...], rest: tuple[Any, ...]
-) -> Task:
-    arrays: list[Any] = [
-        np.ndarray(len(part) // dtype.itemsize, dtype, part)
-        for part, dtype in zip(data, _DTYPES, strict=True)
-    ]
-    ids, draws = arrays[0], arrays[1] if len(arrays[1]) else arrays[0]
-    members = Members._make([*arrays[2:], common_fields])
-    return Task._make([*head, ids, members, *rest, draws])
-
 
 class Result(NamedTuple):
     """A decoded batch.
@@ -188,11 +132,3 @@ class Result(NamedTuple):
     finished: float
     cpu_seconds: float
     queued_seconds: float
-
-
-class DecodedRows(NamedTuple):
-    """The part of a result that depends on the way of decoding; see `Result`."""
-
-    values: dict[str, Any]
-    bad: list[BadSample]
-    rows_done: float

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
+from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field
 from wdstrain.decode.labels import with_classes
-from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod

@@ -9,8 +9,8 @@ from math import inf
 from numbers import Integral
 from typing import Any
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
-from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import MixedSources, open_shards

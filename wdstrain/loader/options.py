@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, fits_batch_memory
 from wdstrain.decode.pickling import check_picklable
-from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.runtime.launch import Launch

@@ -23,7 +23,7 @@ from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.labels import label_columns
-from wdstrain.decode.task import DecoderSettings, Result, Task
+from wdstrain.decode.task import Result, Task
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
@@ -126,7 +126,9 @@ class Pipeline:
             cache=options.cache,
         )
         self._reader = Reader(ReadResources(index, plans, options.rank, read_options, self._slots))
-        settings = DecoderSettings(
+        decoder = Decoder(
+            arena=self._reader.memory,
+            slots=self._slots.memory,
             field_names=index.fields,
             layout=layout,
             fields=fields,
@@ -136,7 +138,6 @@ class Pipeline:
             on_error=options.on_error,
             seed=plan.seed,
         )
-        decoder = Decoder(settings, self._reader.memory, self._slots.memory)
         self._workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
         if options.num_workers and not is_inline:
             context = options.multiprocessing_context

@@ -29,10 +29,8 @@ from wdstrain.shards.kinds import (
     KINDS,
     LONGEST_TEXT,
     NOT_A_COLUMN,
-    Classes,
     ColumnInfo,
     Place,
-    number_of,
     spelled,
 )
 from wdstrain.shards.values import npy_array, parsed_json, scalar
@@ -275,18 +273,14 @@ def _cast(column: Column, kind: str) -> pa.Array:
 def as_label(column: Column, info: ColumnInfo) -> Column:
     """Return a column with the meaning of a label. A value that the label cannot have becomes null."""
     kind, values = KINDS[info.kind], column.values
-    if info.kind == "class":
-        codes = _mapped(
-            column, Classes(info.classes, by_name=info.entry is not None).number, pa.int32()
-        )
-        values = pa.DictionaryArray.from_arrays(codes, pa.array(info.classes, pa.string()))
-    elif info.kind == "number":
-        values = _mapped(column, number_of, kind.arrow)
-    elif info.kind == "flag" and column.kind != "flag":
-        values = _mapped(column, Classes(info.classes, by_name=True).number, pa.int8())
-        values = values.cast(kind.arrow)
-    elif column.kind != info.kind:
+    if info.kind == "class" or column.kind != info.kind:
         values = pa.nulls(len(column), kind.arrow)
+        if kind.reader is not None:
+            stored = pa.int32() if kind.is_class else kind.arrow
+            values = _mapped(column, kind.reader(info), stored)
+        if info.kind == "class":
+            values = pa.DictionaryArray.from_arrays(values, pa.array(info.classes, pa.string()))
+        values = values.cast(kind.arrow)
     typed = replace(column, name=info.name, kind=info.kind, values=values)
     return replace(typed, classes=info.classes)
 

@@ -259,8 +259,10 @@ class Index:
 
         Each sample is in the validation part of one pair, and in the training part of the others.
         """
-        folds = fold_ids(self, count, by, stratify, seed)
-        return ((self.take(outside), self.take(inside)) for outside, inside in folds)
+        return (
+            (self.take(outside), self.take(inside))
+            for outside, inside in fold_ids(self, count, by, stratify, seed)
+        )
 
     def __getitem__(self, key: str | int) -> dict[str, Any]:
         """Return one sample: {"__key__": key, field: bytes}. key: its key, or its number.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,26 +111,18 @@ class ColumnInfo:
 class Kind:
     """What differs between the kinds of labels and columns.
 
-    described: for people. arrow: type of its column; None: it has none. is_class: a sample has one of
-    `classes`. can_be_label: an index may declare it.
+    described: for people. arrow: type of its column; None: it has none. dtype: in a batch; "": as
+    the field says, or a list. is_class: a sample has one of `classes`. can_be_label: an index may
+    declare it. reader: of a label, the function from a value in the shards to a class number or a
+    number, which raises ValueError for other values; None: only columns of this kind fit.
     """
 
     described: str
     arrow: pa.DataType | None
+    dtype: str = ""
     is_class: bool = False
     can_be_label: bool = False
-
-
-KINDS = {
-    "class": Kind("a class", pa.dictionary(pa.int32(), pa.string()), True, True),
-    "flag": Kind("true or false", pa.bool_(), True, True),
-    "integer": Kind("a number", pa.int64()),
-    "number": Kind("a number", pa.float64(), False, True),
-    "multi": Kind("a list", pa.list_(pa.string()), False, True),
-    "text": Kind("a text", pa.string()),
-    "mask": Kind("masks", None, False, False),
-    NOT_A_COLUMN: Kind("of several types", pa.null()),
-}
+    reader: Callable[[ColumnInfo], Callable[[Any], float]] | None = None
 
 
 def kind_of(arrow: pa.DataType) -> str:
@@ -212,3 +204,20 @@ def _word(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} must be a string")
     return value
+
+
+def _reader_of_classes(info: ColumnInfo) -> Callable[[Any], int]:
+    return Classes(info.classes, by_name=info.entry is not None or info.kind == "flag").number
+
+
+_CLASSES = pa.dictionary(pa.int32(), pa.string())
+KINDS = {
+    "class": Kind("a class", _CLASSES, "int64", True, True, _reader_of_classes),
+    "flag": Kind("true or false", pa.bool_(), "int64", True, True, _reader_of_classes),
+    "integer": Kind("a number", pa.int64()),
+    "number": Kind("a number", pa.float64(), "", False, True, lambda info: number_of),
+    "multi": Kind("a list", pa.list_(pa.string()), "float32", False, True),
+    "text": Kind("a text", pa.string()),
+    "mask": Kind("masks", None, "int64"),
+    NOT_A_COLUMN: Kind("of several types", pa.null()),
+}

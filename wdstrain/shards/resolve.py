@@ -111,12 +111,10 @@ def groups_of(paths: Iterable[str]) -> Iterator[Group]:
     ):
         shards, indexes = zip(*run, strict=True)
         index: Index | None = indexes[0]
-        if index is None:
-            if files.at(beside(folder, INDEX_NAME)) is not None:
-                check_no_change(shards[0])
-            yield Group(list(shards), None)
-        else:
-            yield Group(list(shards), index.pick(index.shard_numbers[name_of(p)] for p in shards))
+        if index is None and files.at(beside(folder, INDEX_NAME)) is not None:
+            check_no_change(shards[0])
+        numbers = [] if index is None else [index.shard_numbers[name_of(path)] for path in shards]
+        yield Group(list(shards), None if index is None else index.pick(numbers))
 
 
 class IndexFiles:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
-from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, option

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
-from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import read_checkpoint

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image, NumpyArray, image
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.masks import Mask
-from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.config import OPTIONS, Config

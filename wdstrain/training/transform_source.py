@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.decode.labels import LabelField, with_classes
-from wdstrain.decode.task import Transform
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.options import takes_rng

@@ -13,9 +13,9 @@ import numpy as np
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.options import Options
 from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.pickling import check_picklable
-from wdstrain.decode.task import Transform
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import takes_rng

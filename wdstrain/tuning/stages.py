@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Example, Field, read_field
-from wdstrain.decode.task import Transform
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError
 from wdstrain.shards.header_scans import scan

@@ -87,12 +87,11 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             warnings.warn("WebDataset(repeat=True) changes nothing. Use .repeat()", stacklevel=2)
         if mode not in (None, "resampled"):
             raise UsageError(f'mode={mode!r}: must be None or "resampled".')
-        raises = handler in (handlers.reraise_exception, filters.reraise_exception)
         is_resampled = resampled or mode == "resampled"
         reasons = {
             "nodesplitter splits shards": nodesplitter not in (None, *_BY_COUNT),
-            "workersplitter splits shards": workersplitter
-            not in (None, shardlists.split_by_worker),
+            "workersplitter splits shards": bool(workersplitter)
+            and workersplitter is not shardlists.split_by_worker,
             "rename_files changes which members make a sample": rename_files is not None,
             "they are drawn with replacement": is_resampled,
         }
@@ -131,7 +130,7 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             self.append(ShardList(paths, shuffle=shuffle, seed=self.seed))
         by_count = filters.slice(ranks[0], None, ranks[1])
         for splitter in (by_count if nodesplitter in _BY_COUNT else nodesplitter, workersplitter):
-            if splitter is not None:
+            if splitter:
                 self.append(splitter)
         self.append(WholeShards(logged, select_files, rename_files, stored))
         if empty_check:

@@ -142,7 +142,7 @@ def summarize(
     numbers, counts, per_sample = None, dict[str, float](), None
     if column.kind in ("integer", "number"):
         numbers = _numbers(np.asarray(present, np.float64), each[valid])
-    elif column.kind == "multi":
+    elif pa.types.is_list(values.type):
         rows = np.asarray(pc.list_parent_indices(values))
         counts = _counts(values.flatten(), each[rows])
         sizes = pc.list_value_length(present)
