@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
@@ -173,16 +173,16 @@ def read_small(address: str) -> bytes | None:
     Raises StorageError for an object that would fill a quarter of the memory, also when it is
     decompressed.
     """
-    return Retries(address).run(lambda: _read_page(address, _MISSING), "byte 0")[0]
+    return read_page(address, _MISSING)[0]
 
 
-def read_listing(address: str) -> tuple[bytes | None, str | None]:
-    """Return (page of a list, address of the next page); both None if it does not exist.
+def read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str | None]:
+    """Return (small object, address of the next one); both None if it does not exist.
 
-    The next page is that of the header `Link: <...>; rel="next"`. A server that hides objects from
-    users without access answers 401.
+    missing: status codes of an object that does not exist. The next one is that of the header
+    `Link: <...>; rel="next"`.
     """
-    return Retries(address).run(lambda: _read_page(address, (*_MISSING, 401)), "byte 0")
+    return Retries(address).run(partial(_read_page, address, missing), "byte 0")
 
 
 def get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:

@@ -13,13 +13,14 @@ from fnmatch import fnmatchcase
 from urllib.parse import quote, urljoin, urlsplit
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage.http import hub_endpoint, read_listing
+from wdstrain.storage.http import hub_endpoint, read_page
 
 _ADDRESS = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@/]+|refs/convert/\w+|refs/pr/\d+))?"
     r"(/(?P<pattern>.*))?"
 )
 _MOST_PAGES = 10_000  # of a listing; a server that always names a next page never ends
+_MISSING = (401, 403, 404, 410)  # status codes of a data set that does not exist or is hidden
 _MAGIC = frozenset("*?[")
 
 
@@ -77,7 +78,7 @@ def _listed(tree: str, address: str) -> list[str]:
     """Return the paths of all files of a data set, page after page."""
     page, paths = f"{tree}?recursive=true", []
     for _ in range(_MOST_PAGES):
-        body, following = read_listing(page)
+        body, following = read_page(page, _MISSING)
         if body is None:
             raise StorageError(
                 f"{address}: the Hub has no such data set or revision, or it may not be read. "
