@@ -58,11 +58,10 @@ BUDGETS = {
     "tuning": 476,
     "order": 451,
     "report": 353,
-    "memory": 323,
     "augment": 280,
     "webdataset": 337,
     "native": 60,
-    "": 352,  # modules at the top
+    "": 440,  # modules at the top, memory.py among them
 }
 
 

@@ -116,11 +116,10 @@ from record import Record, turns
 from steal_time import undisturbed
 
 import wdstrain as wt
+from wdstrain.reader.run import Reader, ReadOptions
 from wdstrain.serve import Server
 from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import LocalFile
-from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher
 
 PIECE = 4 << 20  # bytes of one read of our reader
 RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections
@@ -314,36 +313,15 @@ def bare(urls: list[str]) -> float:
 
 def forward(index: Index) -> float:
     """What the reader of a loader does, without a loader."""
-    memory, count, done = memoryview(bytearray(8 * PIECE)), 0, threading.Condition()
-    on_the_way: deque[tuple[PendingRead, int]] = deque()
-
-    def told() -> None:
-        with done:
-            done.notify_all()
-
+    plans = wt.Loader(index, batch_size=64, shuffle=False, tail="keep").plan
     begun = time.perf_counter()
-    fetchers = RangePrefetcher(None, FetchStats(), told)
-    lane = LaneStream(lambda shard: LocalFile(shard.path), fetchers)
-    for shard in index.shards:
-        for number, offset in enumerate(range(0, shard.bytes, PIECE)):
-            if len(on_the_way) == 8:
-                count += settled(on_the_way, done)
-            place = memory[number % 8 * PIECE :][: min(PIECE, shard.bytes - offset)]
-            reading = lane.begin(shard, [place], offset)
-            on_the_way.append((reading, len(place)))
-    while on_the_way:
-        count += settled(on_the_way, done)
+    reader = Reader(index, plans, 0, ReadOptions(ahead=8 * PIECE, in_flight=1))
+    run = reader.start(0, 0, until=1)
+    while (batch := run.next()) is not None:
+        run.release(batch.number)
     seconds = time.perf_counter() - begun
-    fetchers.stop()
-    return count / seconds / 1e6
-
-
-def settled(on_the_way: deque[tuple[PendingRead, int]], done: threading.Condition) -> int:
-    reading, size = on_the_way.popleft()
-    with done:
-        done.wait_for(lambda: not reading.missing)
-    assert reading.error is None
-    return size
+    reader.close()
+    return reader.stats.bytes / seconds / 1e6
 
 
 def ranges(url: str, made: Path, connections: int) -> float:

@@ -319,35 +319,6 @@ def test_a_truncated_shard_with_gaps_delivers_its_intact_samples(
     assert delivered["shaped"][1] == delivered["loose"][1]
 
 
-def test_a_label_that_is_intact_when_reread_keeps_its_own_array(tmp_path: Path) -> None:
-    """The file is damaged while it is read, and repaired before the batch is decoded."""
-    samples = ({"__key__": f"n{n:04d}", "x.npy": values(n), "cls": n % 7} for n in range(40))
-    folder = tmp_path / "set"
-    wt.pack(samples, str(folder), shuffle=False)  # one shard, so that one read covers all samples
-    loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace")
-    number = int(epoch(loader)[-1][0][0][1:])  # a sample of the last batch
-    loader.close()
-    index = wt.index(str(folder))
-    (offset,) = [offset for name, offset, _ in index.members(number) if name == "cls"]
-    with open(index.shards[0].path, "r+b") as shard:
-        shard.seek(offset)
-        shard.write(b"%d" % ((number + 1) % 7))
-        shard.flush()
-        loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace")
-        batches = loader.epoch(0, until=1)
-        rows = [next(batches)]
-        shard.seek(offset)
-        shard.write(b"%d" % (number % 7))
-    rows += batches
-    assert loader.report()["reread"] == 1
-    assert loader.report()["bad"] == 0
-    for batch in rows:
-        for key, x, label in zip(batch["__key__"], batch["x"], batch["label"], strict=True):
-            assert np.array_equal(x, values(int(key[1:])))
-            assert int(label) == int(key[1:]) % 7
-    loader.close()
-
-
 def test_no_file_stays_open_after_interrupted_loops(arrays: Path) -> None:
     loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=16)
     before = len(os.listdir("/proc/self/fd"))

@@ -40,7 +40,7 @@ from tests.fault_injection.workloads import (
     foreign,
 )
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import blocks
+from wdstrain.reader import reads
 from wdstrain.serve import Server
 
 Trial = Callable[[Path, random.Random], str]
@@ -400,7 +400,7 @@ def _samples(
         else {"bin": _Bytes()}
     )
     # Readahead is small, so that faults occur in time.
-    blocks.READ_SAMPLES = 8
+    reads.READ_SAMPLES = 8
     os.environ |= {"WDSTRAIN_RANGE_SIZE": str(1 << 13), "WDSTRAIN_READ_AHEAD": str(1 << 14)}
     loader = wt.Loader(
         address,

@@ -289,7 +289,7 @@ def planned(loader: wt.Loader, epoch: int) -> list[int]:
     """Return the samples of an epoch in the promised order, by their numbers in the set."""
     plan = loader.plan(epoch)
     assert isinstance(plan, wt.Plan)
-    ids: list[int] = plan.ids(0, plan.order(0, 0, plan.span(0, plan.steps - 1)[1])).tolist()
+    ids: list[int] = plan.delivery(0, 0, plan.steps).ids.tolist()
     return ids
 
 

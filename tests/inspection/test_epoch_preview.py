@@ -15,6 +15,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_shards, write_tar
+from tests.support.orders import lane_of
 from wdstrain.cli import main
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.order.rng import uniform
@@ -64,17 +65,17 @@ def held(index: wt.Index, loader: wt.Loader, planned: Any) -> np.ndarray[Any, An
     plan: Any = loader.plan(planned.epoch)
     sizes = (index.offsets.stop - index.offsets.start).tolist()
     sums = np.zeros((2, plan.steps), np.int64)
-    for lane in plan.lanes_of(loader.rank):
-        ids = plan.ids(lane, np.arange(plan.lane_places(lane))).tolist()
-        needed = [plan.order(lane, *plan.span(lane, step)).tolist() for step in range(plan.steps)]
-        last = {place: step for step, places in enumerate(needed) for place in places}
-        waiting, read = set[int](), 0
-        for step, places in enumerate(needed):
-            furthest = max(places, default=-1)
-            waiting |= set(range(read, furthest + 1))
+    for lane in range(plan.lanes_per_rank):
+        entries = lane_of(plan, loader.rank, lane)
+        due = {number: row.step for number, row in entries}  # padding repeats a sample
+        order = list(due)
+        waiting, read = list[int](), 0
+        for step in range(plan.steps):
+            furthest = max((order.index(i) for i, row in entries if row.step == step), default=-1)
+            waiting += order[read : furthest + 1]
             read = max(read, furthest + 1)
-            sums[:, step] += (len(waiting), sum(sizes[ids[place]] for place in waiting))
-            waiting -= {place for place in waiting if last[place] == step}
+            sums[:, step] += (len(waiting), sum(sizes[number] for number in waiting))
+            waiting = [number for number in waiting if due[number] != step]
     return sums
 
 

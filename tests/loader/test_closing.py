@@ -17,8 +17,8 @@ from tests.conftest import write_shards
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader.reader import Reader
-from wdstrain.storage import prefetch
+from wdstrain.reader import fetch
+from wdstrain.reader.run import Reader
 
 RANGE = 64 << 10  # bytes: about 32 samples
 
@@ -142,7 +142,7 @@ def test_a_closed_loader_delivers_no_batch_that_had_not_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request has delivered its bytes, one a part; the others wait for an answer."""
-    monkeypatch.setattr(prefetch, "STOP_PATIENCE", 0.5)
+    monkeypatch.setattr(fetch, "STOP_PATIENCE", 0.5)
     write_shards(tmp_path, [400])
     wt.index(tmp_path)
     released = threading.Event()
@@ -203,14 +203,14 @@ def test_a_failed_thread_start_raises_in_the_loop_and_the_loader_stays_usable(
 
 
 def stops_of_readers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event that is set when a reader is cancelled."""
-    original, event = Reader.cancel, threading.Event()
+    """Return an event that is set when a reader is closed."""
+    original, event = Reader.close, threading.Event()
 
-    def cancel(self: Reader, generation: int) -> None:
-        original(self, generation)
+    def close(self: Reader) -> None:
+        original(self)
         event.set()
 
-    monkeypatch.setattr(Reader, "cancel", cancel)
+    monkeypatch.setattr(Reader, "close", close)
     return event
 
 

@@ -13,7 +13,7 @@ import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
 from wdstrain.augment.gpu import DRAWS
 from wdstrain.decode.batch_slots import PageLock
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.heads import ClassHead

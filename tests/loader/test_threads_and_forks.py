@@ -147,7 +147,7 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
     def plan() -> None:
         for epoch in itertools.count():
             plan = loader.plan(epoch)
-            plan.ids(0, plan.order(0, 0, 20))
+            plan.delivery(0, 0, 1)
             if stopping.is_set():
                 return
 

@@ -141,7 +141,10 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_replaced_shards.py",
         "tests/storage/test_cache.py",
     ),
-    "reader/run_state.py": ("tests/reader/test_read_errors.py",),
+    "reader/reads.py": ("tests/reader/test_reads.py",),
+    "reader/blocks.py": ("tests/reader/test_blocks.py",),
+    "reader/fetch.py": ("tests/reader/test_checksums.py",),
+    "reader/run.py": ("tests/reader/test_read_errors.py",),
     "decode/codecs.py": (
         "tests/golden/test_images.py",
         "tests/decode/test_fields.py",
@@ -179,13 +182,10 @@ REASONS: dict[str, str] = {}
 _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     # --- order ---
     "order/plan.py": [
-        ("lent-step", "step == self.steps - 2", "step == self.steps - 3"),
-        ("due-of-padding", "step[position == count - 1]", "step[position == count]"),
-        (
-            "resume-place",
-            "min(self.span(lane, step)[0], last)",
-            "min(self.span(lane, step)[1], last)",
-        ),
+        ("lent-step", "cuts[steps == self.steps - 1] -=", "cuts[steps == self.steps] -="),
+        ("repeated-sample", "if start <= last < stop:", "if start < last < stop:"),
+        ("last-step", "step[positions >= self.cuts", "step[positions > self.cuts"),
+        ("row-of-lane", "self.lanes_of(rank)[:lane]", "self.lanes_of(rank)[lane:]"),
         ("hole-edge", "(line >= self._hole)", "(line > self._hole)"),
         ("shards-each-epoch", '"shards", self.seed, self.epoch', '"shards", self.seed'),
         ("hole-anywhere", "% (kept + 1)", "% kept"),
@@ -200,7 +200,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "order/mixture.py": [
         ("window-rounds", "round(window * share)", "int(window * share)"),
         ("seed-of-source", 'key("source", seed, name)', 'key("source", name)'),
-        ("due-edge", 'position, side="right") - 1', 'position, side="left") - 1'),
+        ("step-edge", '[source], position, side="right")', '[source], position, side="left")'),
         ("last-step-fits", "* self.lane_count <= total", "* self.lane_count < total"),
         (
             "deadline-rounds-up",
@@ -360,55 +360,30 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "storage/local.py": [
         ("state-of-file", "now[0] == then[0] and (", "now[0] == then[0] or ("),
     ],
-    "storage/prefetch.py": [
-        (
-            "changed-object",
-            "versions.setdefault(file.path, file.tag) != file.tag",
-            "versions.setdefault(file.path, file.tag) is None",
-        ),
-    ],
     # --- reader ---
+    "reader/reads.py": [
+        ("between-shards", "(np.diff(shard) != 0) |", "(np.diff(shard) < 0) |"),
+        ("backwards", "| ((gap < 0) & ~is_repeated)", "| ((gap < 0) & is_repeated)"),
+        ("large-gap", "(gap > GAP) |", "(gap < GAP) |"),
+        ("before-the-step", "places.step >= step", "places.step > step"),
+        ("block-of-gaps", "sizes.cumsum()", "extent[own].cumsum()"),
+    ],
     "reader/blocks.py": [
-        (
-            "valid-rows",
-            "np.arange(begin, end) < plan.lane_samples(lane)",
-            "np.arange(begin, end) <= plan.lane_samples(lane)",
-        ),
-        (
-            "break-between-shards",
-            "(np.diff(index.shard_of(ids)) != 0) | (gaps < 0)",
-            "(np.diff(index.shard_of(ids)) < 0) | (gaps < 0)",
-        ),
-        ("break-backwards", "!= 0) | (gaps < 0) | (gaps > GAP)", "!= 0) | (gaps > GAP)"),
-        ("steps-of-block", "max(1, _STEP_SAMPLES //", "max(0, _STEP_SAMPLES //"),
-        ("highest-place", "np.maximum.accumulate(places)", "np.minimum.accumulate(places)"),
+        ("last-sample", "if not used[1]:", "if used[1]:"),
+        ("room", "if size <= stop - start:", "if size < stop - start:"),
+        ("neighbor", "self._free[at][0] == stop:", "self._free[at][0] >= stop:"),
     ],
-    "reader/lane.py": [
-        (
-            "most-needed",
-            "self.needed = max(self.needed, steps.needed[number])",
-            "self.needed = min(self.needed, steps.needed[number])",
-        ),
+    "reader/run.py": [
+        ("first-failed", "self._failed[0] <= number", "self._failed[0] == number"),
+        ("before-failed", "read.batch < failed", "read.batch <= failed"),
+        ("all-arrived", "int(table.arrived[own]) == size", "int(table.arrived[own]) <= size"),
     ],
-    "reader/run_state.py": [
-        ("first-failed", "failed[0] <= batch_number", "failed[0] == batch_number"),
-        (
-            "room",
-            "self._held(lane.number) < most",
-            "self._held(lane.number) >= most",
-        ),
-    ],
-    "reader/arena_sink.py": [
-        (
-            "checksums-differ",
-            "(self.job.checksums != self._expected) & (self._expected != 0)",
-            "(self.job.checksums > self._expected) & (self._expected != 0)",
-        ),
-        (
-            "replaced-remote",
-            "if not self._index.needs_headers(samples.shard):",
-            "if self._index.needs_headers(samples.shard):",
-        ),
+    "reader/fetch.py": [
+        ("changed-object", "file.path, file.tag) != file.tag", "file.path, file.tag) is None"),
+        ("known-crc", "& (members.crc != 0)", "& (members.crc == 0)"),
+        ("gaps", "target = files.scratch(", "files.scratch("),
+        ("replaced", "if not self._index.needs_headers", "if self._index.needs_headers"),
+        ("good-in-first", "if row in rows}", "if row not in rows}"),
     ],
     # --- decode ---
     "decode/codecs.py": [
@@ -539,13 +514,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "weights-in-order",
             "_exact(weights[name]) for name in indexes",
             "_exact(weights[name]) for name in weights",
-        ),
-    ],
-    "loader/task_blocks.py": [
-        (
-            "checksum-known",
-            "unverified[row] & (expected != 0)",
-            "unverified[row] & (expected == 0)",
         ),
     ],
     # --- conversion ---

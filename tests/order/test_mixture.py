@@ -14,6 +14,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, quick_and_slow, write_tar
+from tests.support.orders import batch_of, check_reading
 from tests.support.readers import collected_batches
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.order.mixture import Mixture
@@ -67,14 +68,6 @@ def grid() -> list[Case]:
 GRID = grid()
 
 
-def batch(plan: Mixture, rank: int, step: int) -> list[int]:
-    return [
-        i
-        for lane in plan.lanes_of(rank)
-        for i in plan.ids(lane, plan.order(lane, *plan.span(lane, step))).tolist()
-    ]
-
-
 def turns(shares: list[Fraction], count: int) -> list[int]:
     """Return the source of each of the first `count` turns, a multiple of the denominators."""
     counts = [[int(share * count)] for share in shares]
@@ -82,7 +75,7 @@ def turns(shares: list[Fraction], count: int) -> list[int]:
     assert plan.steps == count
     sources = np.empty(count, np.int64)
     for source, (samples,) in enumerate(counts):
-        sources[plan.due(source, 0, samples)] = source
+        sources[plan.reading(0, source, 0, samples).step] = source
     return sources.tolist()
 
 
@@ -91,7 +84,7 @@ def test_every_batch_is_full_and_no_sample_is_repeated() -> None:
     for plan, _, _ in GRID:
         ids = []
         for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
-            sample_ids = batch(plan, rank, step)
+            sample_ids = batch_of(plan, rank, step)
             assert len(sample_ids) == plan.batch_size
             ids += sample_ids
         assert len(set(ids)) == len(ids) == plan.samples - plan.left_out
@@ -103,7 +96,7 @@ def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
         taken = np.zeros(len(shares))
         for step in range(plan.steps):
             for rank in range(plan.world_size):
-                taken += np.histogram(batch(plan, rank, step), edges)[0]
+                taken += np.histogram(batch_of(plan, rank, step), edges)[0]
             differences = abs(taken - shares * plan.global_batch * (step + 1))
             assert (differences <= plan.lane_count).all()
 
@@ -136,16 +129,10 @@ def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:
     assert plan.left_out == 90
 
 
-def test_due_and_first_places_are_those_of_the_steps() -> None:
-    for plan, samples, _ in GRID:
-        for lane in range(plan.lane_count * len(samples)):
-            last = np.full(plan.lane_places(lane), -1)
-            for step in range(plan.steps):
-                places = plan.order(lane, *plan.span(lane, step))
-                last[places] = step
-                rest = plan.order(lane, plan.span(lane, step)[0], plan.lane_samples(lane))
-                assert len(rest) == 0 or rest.min() >= plan.first_place(lane, step)
-            assert (plan.due(lane, 0, len(last)) == last).all()
+def test_lanes_read_what_is_delivered() -> None:
+    for plan, _, _ in GRID:
+        for rank in range(plan.world_size):
+            check_reading(plan, rank)
 
 
 def test_another_world_size_gives_the_same_global_batches() -> None:
@@ -161,7 +148,7 @@ def test_another_world_size_gives_the_same_global_batches() -> None:
     ]
     for step in range(plans[0].steps):
         sets = [
-            sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step))
+            sorted(i for rank in range(plan.world_size) for i in batch_of(plan, rank, step))
             for plan in plans
         ]
         assert sets[0] == sets[1] == sets[2]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.orders import check_reading
 from wdstrain.errors import PlanError
 from wdstrain.order.plan import Plan
 
@@ -54,13 +55,13 @@ GRID = grid()
 
 def batch(plan: Plan, rank: int, step: int) -> tuple[list[int], list[bool]]:
     """Return (ids, valid) of a batch."""
-    ids: list[int] = []
-    valid: list[bool] = []
-    for lane in plan.lanes_of(rank):
-        start, stop = plan.span(lane, step)
-        ids += plan.ids(lane, plan.order(lane, start, stop)).tolist()
-        valid += (np.arange(start, stop) < plan.lane_samples(lane)).tolist()
-    return ids, valid
+    ids, _, _, valid = plan.delivery(rank, step, step + 1)
+    return ids.tolist(), valid.tolist()
+
+
+def cut(plan: Plan, lane: int, step: int) -> int:
+    """Return the delivery position of a lane at which a step begins."""
+    return int(plan.cuts(lane, np.array([step]))[0])
 
 
 def delivered(plan: Plan) -> list[int]:
@@ -129,27 +130,31 @@ def test_the_order_can_start_at_any_place() -> None:
                 assert (plan.order(lane, start, count) == full_order[start:]).all(), plan
 
 
-def test_due_is_the_last_step_that_needs_a_place() -> None:
+def test_lanes_read_what_is_delivered() -> None:
+    """Padding repeats a sample, which then has several rows."""
     for plan in GRID:
-        for lane in range(plan.lane_count):
-            last = np.full(plan.lane_places(lane), -1)
-            for step in range(plan.steps):
-                places = plan.order(lane, *plan.span(lane, step))
-                last[places] = step
-            assert (plan.due(lane, 0, len(last)) == last).all(), plan
-            middle = len(last) // 2
-            assert (plan.due(lane, middle, len(last)) == last[middle:]).all(), plan
+        for rank in range(plan.world_size):
+            check_reading(plan, rank)
 
 
 def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
     for plan in GRID:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
-            first = plan.first_place(lane, step)
+            first = plan.first_place(*divmod(lane, plan.lanes_per_rank), step)
             # Padding repeats the last sample of a lane.
-            start = min(plan.span(lane, step)[0], max(0, plan.lane_samples(lane) - 1))
+            start = min(cut(plan, lane, step), max(0, plan.lane_samples(lane) - 1))
             assert start - first < plan.window
-            rest = plan.order(lane, start, plan.lane_samples(lane))
-            assert len(rest) == 0 or rest.min() >= first, plan
+
+
+def test_rows_are_counted_from_any_step() -> None:
+    for plan in GRID:
+        for rank in range(plan.world_size):
+            rows = 0
+            for step in range(plan.steps):
+                assert plan.rows_before(rank, step) == rows, plan
+                valid = plan.delivery(rank, step, step + 1).valid
+                rows += int(valid.sum()) if plan.tail == "keep" else len(valid)
+            assert plan.rows_before(rank, plan.steps) == rows, plan
 
 
 def test_places_of_a_lane_are_adjacent_in_their_shards() -> None:
@@ -247,7 +252,7 @@ def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> Non
         make([100_000], batch_size=b, window=w) for b in (1, 64, 5000) for w in (100, 3000, 50_000)
     ]:
         for lane in range(plan.lane_count):
-            first = plan.order(lane, *plan.span(lane, 0))
+            first = plan.order(lane, cut(plan, lane, 0), cut(plan, lane, 1))
             assert len(first) == 0 or first.max() < plan.samples_per_step_per_lane + max(
                 1, plan.window / 10
             ), plan

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.support.orders import batch_of, check_reading
 from wdstrain.errors import PlanError
 from wdstrain.order.weighted_plan import WeightedPlan
 
@@ -22,10 +23,7 @@ def plan(weights: np.ndarray, strata: np.ndarray | None = None, **sizes: int) ->
 
 def delivered(weighted: WeightedPlan, step: int) -> list[int]:
     """Return the ids of a global batch."""
-    ids: list[int] = []
-    for lane in range(weighted.lane_count):
-        ids += weighted.ids(lane, weighted.order(lane, *weighted.span(lane, step))).tolist()
-    return ids
+    return [i for rank in range(weighted.world_size) for i in batch_of(weighted, rank, step)]
 
 
 def epoch(weighted: WeightedPlan) -> list[int]:
@@ -80,11 +78,11 @@ def test_occurrences_of_a_sample_are_spread_and_get_other_random_numbers() -> No
     where = np.flatnonzero(weighted.ids(0, places) == 7)
     assert len(where) == 20
     assert np.diff(where).max() < 3 * len(places) / 20
-    assert len(set(weighted.draws(0, places, weighted.ids(0, places)).tolist())) == len(places)
+    assert len(set(weighted.rng_ids(0, places, weighted.ids(0, places)).tolist())) == len(places)
     once = weights < 2
     first = weighted.ids(0, places)
     assert (
-        weighted.draws(0, places, weighted.ids(0, places))[once[first]] == first[once[first]]
+        weighted.rng_ids(0, places, weighted.ids(0, places))[once[first]] == first[once[first]]
     ).all()
 
 
@@ -96,6 +94,17 @@ def test_global_batches_do_not_depend_on_the_world_size() -> None:
     assert [delivered(single_rank, step) for step in range(single_rank.steps)] == [
         delivered(four, step) for step in range(four.steps)
     ]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "keep"])
+def test_lanes_read_what_is_delivered(tail: str) -> None:
+    weights = np.linspace(0, 4, 83)
+    weighted = plan(weights, batch_size=6, world_size=2, lanes=4, window=13, tail=tail)
+    for rank in range(2):
+        check_reading(weighted, rank)
+    ids, rng_ids, _, valid = weighted.delivery(0, 0, weighted.steps)
+    assert len(set(rng_ids[valid].tolist())) == valid.sum()
+    assert (rng_ids % len(weights) == ids).all()
 
 
 def test_reads_of_a_shard_go_forward() -> None:

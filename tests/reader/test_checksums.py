@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_shards
-from tests.support.indexes import with_column
 from tests.support.known_faults import known_fault
 from tests.support.readers import collected_batches
 from tests.support.servers import serving
-from wdstrain.memory.scatter import Ints
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 from wdstrain.native import kernels
-from wdstrain.reader.arena_sink import ReadChecksums
+from wdstrain.reader.fetch import damaged_samples
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Offsets
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import range_size
 
@@ -45,7 +45,7 @@ def packed(tmp_path: Path) -> Path:
 
 def flip(folder: Path, number: int, field: str) -> None:
     """Flip a byte of a field."""
-    index = wt.index(folder)
+    index = wt.open(folder)
     shard = index.shards[int(index.shard_of(np.array([number]))[0])]
     offset = next(
         offset + size - 1 for name, offset, size in index.members(number) if name == field
@@ -64,14 +64,14 @@ def keys(loader: wt.Loader) -> list[str]:
     return delivered
 
 
-def unverified_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any) -> list[int]:
-    """Return the ids of the samples of an epoch that the reader does not verify."""
+def damaged_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any) -> list[int]:
+    """Return the ids of the samples of an epoch that the reader calls damaged."""
     loader = wt.Loader(urls, batch_size=4, shuffle_buffer=8, weights=weights)
-    unverified = list[int]()
+    damaged = list[int]()
     for _, _, batch in collected_batches(loader.index, loader.plan, step, **options):
-        if batch.unverified is not None:
-            unverified += batch.ids[batch.unverified].tolist()
-    return sorted(unverified)
+        damaged += batch.ids[list(batch.bad)].tolist()
+        assert all("crc32" in reason for _, reason in batch.bad.values())
+    return sorted(damaged)
 
 
 @pytest.mark.parametrize(
@@ -79,31 +79,70 @@ def unverified_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any
 )
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weights"])
 @pytest.mark.parametrize("step", [0, 7])
-def test_intact_samples_are_verified_while_they_are_read(
+def test_intact_samples_are_not_called_damaged(
     packed: Path, fields: set[str] | None, weights: list[int] | None, step: int
 ) -> None:
     """Reads that skip samples, because of weights or a resume, verify too."""
-    assert unverified_ids(packed, step, weights, needed_fields=fields) == []
+    assert damaged_ids(packed, step, weights, needed_fields=fields) == []
 
 
-def test_damaged_samples_are_not_verified(packed: Path) -> None:
+def test_damaged_samples_are_found_when_they_are_read(packed: Path) -> None:
     for number in (7, 8, 41):
         flip(packed, number, "cls")
     flip(packed, 20, "png")
-    assert unverified_ids(packed) == [7, 8, 20, 41]
-    assert unverified_ids(packed, needed_fields={"cls"}) == [7, 8, 41]
-    assert unverified_ids(packed, weights=WEIGHTS) == [7, 8, 8, 20, 20, 41, 41]
+    assert damaged_ids(packed) == [7, 8, 20, 41]
+    assert damaged_ids(packed, needed_fields={"cls"}) == [7, 8, 41]
+    assert damaged_ids(packed, weights=WEIGHTS) == [7, 8, 8, 20, 20, 41, 41]
 
 
-def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None:
-    """A sample that is larger than a request."""
+def test_samples_that_are_larger_than_a_request_are_verified(tmp_path: Path) -> None:
     sizes = [1 << 20, 1 << 20, range_size() + 5000, *[1 << 20] * 9]
     samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
+    for number in (2, 5):
+        flip(tmp_path / "set", number, "bin")
     with serving(tmp_path / "set") as server:
-        assert unverified_ids(server.url) == [2]
+        assert damaged_ids(server.url) == [2, 5]
         for _ in range(2):  # the second pass reads from the cache
-            assert unverified_ids(server.url, cache=Cache(str(tmp_path / "cache"))) == [2]
+            assert damaged_ids(server.url, cache=Cache(str(tmp_path / "cache"))) == [2, 5]
+
+
+@pytest.mark.parametrize("gap", [False, True], ids=["whole reads", "reads with gaps"])
+def test_bytes_that_are_intact_when_they_are_read_again_are_delivered(
+    packed: Path, gap: bool
+) -> None:
+    """The server sends other bytes once for each shard."""
+    served_once = set[str]()
+
+    def damaged(handler: Any, path: Path, start: int, stop: int) -> bool:
+        if path.suffix != ".tar" or path.name in served_once:
+            return False
+        served_once.add(path.name)
+        data = bytearray(path.read_bytes()[start:stop])
+        data[::1000] = bytes(byte ^ 1 for byte in data[::1000])
+        handler.send_response(206)
+        handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+        return True
+
+    weights = WEIGHTS if gap else None
+    with serving(packed) as server:
+        index = wt.open(server.url)
+        expected = {number: index[number] for number in range(COUNT)}
+        server.faults += [damaged] * 1000
+        loader = wt.Loader(index, batch_size=4, weights=weights, tail="keep", shuffle=not gap)
+        delivered = 0
+        for batch in loader.epoch(0, until=1):
+            for row, key in enumerate(batch["__key__"]):
+                sample = expected[int(key[1:])]
+                assert {name: batch[name][row] for name in sample} == sample
+                delivered += 1
+        assert delivered == (sum(WEIGHTS) if gap else COUNT)
+        assert loader.report()["reread"] > 0
+        assert loader.report()["bad"] == 0
+        loader.close()
 
 
 @pytest.mark.parametrize(
@@ -139,11 +178,11 @@ def test_only_needed_fields_are_verified(packed: Path) -> None:
 
 def test_an_index_without_checksums_verifies_nothing(tmp_path: Path) -> None:
     shards = write_shards(tmp_path, [COUNT])
-    assert unverified_ids(shards) == []
+    assert damaged_ids(shards) == []
     assert len(keys(wt.Loader(shards, batch_size=8, tail="keep"))) == COUNT
 
 
-# --- the checksums of one read ---
+# --- samples in memory ---
 
 
 def first_shard(index: Index) -> tuple[Memory, Ints]:
@@ -153,102 +192,60 @@ def first_shard(index: Index) -> tuple[Memory, Ints]:
     return memory, index.offsets.start[:20].copy()
 
 
-def moved(index: Index, part: str, change: int) -> Offsets:
-    """Return offsets with a change in one field of sample 3."""
-    name, *_ = index.members(3)[0]
-    values = index.offsets.extents_of(name)[part == "size"].to_pylist()
-    values[3] += change
-    return with_column(index, name, part, values).offsets
-
-
-def checksums_of(
-    table: Offsets, memory: Memory, ids: Ints, offsets: Ints, fields: Any = None
-) -> ReadChecksums:
-    return ReadChecksums(table, fields, memory, ids, offsets)
+def lying(index: Index, number: int, column: str, change: int) -> Index:
+    """Return an index whose first field of one sample has another offset or size."""
+    rows = index.offsets.rows
+    names = [f"{place}.{column}" for place in range(len(index.fields))]
+    values = rows.column(names[0]).to_pylist()
+    values[number] += change
+    place = rows.schema.get_field_index(names[0])
+    changed = rows.set_column(place, rows.schema.field(place), pa.array(values, pa.int64()))
+    return replace(index, offsets=Offsets(index.fields, changed))
 
 
 @pytest.mark.parametrize(
     ("column", "change"),
-    [
-        ("size", 1_000_000),
-        ("size", -1_000_000),
-        ("offset", -1_000_000),
-        ("offset", 1_000_000),
-    ],
+    [("size", 1_000_000), ("size", -1_000_000), ("offset", -1_000_000), ("offset", 1_000_000)],
 )
 def test_a_field_beyond_the_memory_is_refused(packed: Path, column: str, change: int) -> None:
     """An index may claim any offset, and checksums read the memory by address."""
     index = wt.index(packed)
-    memory, offsets = first_shard(index)
-    lying = moved(index, column, change)
+    memory, place = first_shard(index)
     with pytest.raises(ValueError, match="beyond its memory"):
-        checksums_of(lying, memory, np.arange(20), offsets)
-    offsets[7] = memory.size - 10
+        damaged_samples(lying(index, 3, column, change), None, memory, np.arange(20), place)
+    place[7] = memory.size - 10
     with pytest.raises(ValueError, match="beyond its memory"):
-        checksums_of(index.offsets, memory, np.arange(20), offsets)
+        damaged_samples(index, None, memory, np.arange(20), place)
 
 
-def test_a_field_outside_its_sample_is_not_verified(packed: Path) -> None:
+def test_a_field_at_another_offset_is_damaged(packed: Path) -> None:
     index = wt.index(packed)
-    memory, offsets = first_shard(index)
-    lying = moved(index, "offset", 700)
-    checksums = checksums_of(lying, memory, np.arange(20), offsets)
-    checksums.job.update()
-    assert 3 in checksums.unverified_rows()
+    memory, place = first_shard(index)
+    changed = lying(index, 3, "offset", 700)
+    assert damaged_samples(changed, None, memory, np.arange(20), place) == {3: index.fields[0]}
 
 
 @pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
 @pytest.mark.parametrize("ids", [range(5, 17), (5, 8, 9, 13)])
-def test_samples_are_verified_if_all_needed_fields_are_intact(
+def test_samples_are_damaged_if_any_needed_field_differs(
     packed: Path, ids: Any, names: list[str]
 ) -> None:
     """Samples with different fields, in reverse order in the memory."""
     index = wt.index(packed)
     data, table = Path(index.shards[0].path).read_bytes(), index.offsets
     memory, numbers = Memory(100_000), np.array(ids)
-    sizes = (table.stop - table.start)[numbers[::-1]]
-    offsets = (sizes.cumsum() - sizes)[::-1]
-    for i, offset in zip(ids, offsets.tolist(), strict=True):
-        memory.view[offset : offset + table.stop[i] - table.start[i]] = data[
-            table.start[i] : table.stop[i]
-        ]
-    extent = int(table.stop[numbers[-1]] - table.start[numbers[0]])
+    sizes = table.size[numbers[::-1]]
+    place = (sizes.cumsum() - sizes)[::-1]
+    for i, offset in zip(ids, place.tolist(), strict=True):
+        memory.view[offset : offset + table.size[i]] = data[table.start[i] : table.stop[i]]
     row = numbers.tolist().index(9)
-
-    def unverified() -> list[int]:
-        checksums = checksums_of(table, memory, numbers, offsets, names)
-        checksums.job.update(0, extent)
-        return checksums.unverified_rows().tolist()
-
-    assert unverified() == []
+    assert damaged_samples(index, names, memory, numbers, place) == {}
     for name, offset, size in index.members(9):
-        position = int(offsets[row] + offset - table.start[9]) + size // 2
+        position = int(place[row] + offset - table.start[9]) + size // 2
         memory.view[position] ^= 255
-        assert unverified() == ([row] if name in names else [])
+        damaged = damaged_samples(index, names, memory, numbers, place)
+        assert damaged == ({row: name} if name in names else {})
         memory.view[position] ^= 255
-
-
-def test_a_sample_is_verified_only_when_complete(packed: Path) -> None:
-    """A field that arrives in two parts is not verified."""
-    index = wt.index(packed)
-    memory, offsets = first_shard(index)
-    ends = (index.offsets.stop[:20] - index.offsets.start[0]).tolist()
-    checksums = checksums_of(index.offsets, memory, np.arange(20), offsets)
-
-    def unverified() -> list[int]:
-        return sorted(set(checksums.unverified_rows().tolist()))
-
-    checksums.job.update(0, ends[3] - 1024)  # without the padding and the end of the last field
-    assert unverified() == list(range(3, 20))
-    checksums.job.update(ends[3] - 1024, ends[9] + 5)
-    assert unverified() == list(range(10, 20))
-    checksums = checksums_of(index.offsets, memory, np.arange(20), offsets)
-    _, field_offset, size = index.members(10)[0]
-    middle = field_offset + size // 2 - int(index.offsets.start[0])
-    first, second = checksums.job.within(0, middle), checksums.job.within(middle, ends[19])
-    second.update(0, ends[19] - middle)
-    first.update(0, middle)
-    assert unverified() == [10]
 
 
 @pytest.mark.slow

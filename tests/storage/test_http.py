@@ -44,7 +44,8 @@ from tests.support.servers import (
 )
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.storage import http, prefetch
+from wdstrain.reader import fetch
+from wdstrain.storage import http
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import RemoteFile
 from wdstrain.storage.secrets import redacted
@@ -245,7 +246,7 @@ def test_connections_are_reused(packed: Path, served: Served) -> None:
 
     served.faults += [note] * 1000
     epoch([f"{served.url}/{path.name}" for path in sorted(packed.glob("train-*.tar"))])
-    assert 1 <= len(names) <= prefetch.THREADS + 1
+    assert 1 <= len(names) <= fetch.THREADS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 
@@ -265,7 +266,7 @@ def test_a_slow_loop_gets_several_range_requests_at_a_time(
         batches = collected_batches(loader.index, loader.plan, ahead=128 << 10)
         for step, (_, run, _) in enumerate(batches):
             wait_until_paused(run)
-            held.append(run.held_samples)
+            held.append(run.bytes_ahead // 1536)
             begun.append(held[-1] + 4 * (step + 1))
             if begun[-1] == 2000:  # all samples
                 break

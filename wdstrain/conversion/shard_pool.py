@@ -32,7 +32,7 @@ from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import PlannedShard
 from wdstrain.conversion.shard_writer import Packed, identity, kept, write_shard
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.options import as_bytes
 

@@ -1,16 +1,13 @@
-"""Access to the encoded values of one batch in the arena, and the check of their checksums."""
+"""Access to the encoded values of one batch in the memory of the reader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, repeat
 
-import numpy as np
-
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.task import MISMATCH, BadSample, Task
-from wdstrain.memory.scatter import ChecksumJob
-from wdstrain.memory.shared import Memory
+from wdstrain.decode.task import BadSample, Task
+from wdstrain.memory import Memory
 
 
 class BatchBytes:
@@ -73,20 +70,9 @@ class BatchBytes:
             return None
         return EncodedImages(start + self._arena.address, size)
 
-    def find_damaged(self) -> dict[int, BadSample]:
-        """Return, by row, the samples that could not be read or have a wrong checksum."""
-        task, members = self._task, self._members
-        bad = {row: BadSample(row, "", reason) for row, reason in task.unreadable.items()}
-        if len(members.unverified):
-            size = members.size[members.unverified]
-            start = members.offset[members.unverified]
-            job = ChecksumJob([self._arena], np.zeros_like(size), start, size, np.ones_like(size))
-            job.update()
-            for member in members.unverified[job.checksums != members.checksum].tolist():
-                row = int(np.searchsorted(members.first, member, side="right")) - 1
-                field = self._names[members.field[member]]
-                bad.setdefault(row, BadSample(row, field, MISMATCH))
-        return dict(sorted(bad.items()))
+    def bad_samples(self) -> dict[int, BadSample]:
+        """Return, by row, the samples whose bytes cannot be used."""
+        return {row: BadSample(row, *why) for row, why in sorted(self._task.bad.items())}
 
     def _views(self, position: int | None = None) -> list[memoryview]:
         """Return the members as views; with `position`, that member of each sample alone."""

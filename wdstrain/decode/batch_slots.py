@@ -28,7 +28,7 @@ import torch
 
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 
 _log = logging.getLogger("wdstrain")
 

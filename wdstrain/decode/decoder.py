@@ -24,7 +24,7 @@ from wdstrain.decode.masks import Mask
 from wdstrain.decode.task import BadSample, Result, Task, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
 from wdstrain.runtime.machine import queued_seconds
 from wdstrain.shards.values import Array
@@ -75,7 +75,7 @@ class Decoder:
         self.slots.populate(slot_start, self.layout.size)
         columns = self.layout.arrays(self.slots.view, slot_start, len(task.ids))
         data = BatchBytes(task, self.arena, self.field_names)
-        bad_rows, lists = data.find_damaged(), dict[str, list[Any]]()
+        bad_rows, lists = data.bad_samples(), dict[str, list[Any]]()
         if self.transform is not None:
             lists[""] = self._run_transform(task, data, bad_rows, own_process)
         elif self.fields is not None:

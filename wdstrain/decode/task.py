@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +79,6 @@ class Members(NamedTuple):
     first: int64[b + 1], number of the first member of each sample; the last entry is m.
     field: uint16[m], field number of each member.
     offset, size: int64[m] each, bytes of each member in the arena.
-    unverified: int64[k], numbers of the members whose checksums are not verified yet.
-    checksum: uint32[k], crc32 that these members must have.
     common_fields: field numbers that each sample has, in this order; empty if samples differ.
     """
 
@@ -87,8 +86,6 @@ class Members(NamedTuple):
     field: npt.NDArray[np.uint16]
     offset: Ints
     size: Ints
-    unverified: Ints
-    checksum: npt.NDArray[np.uint32]
     common_fields: tuple[int, ...]
 
 
@@ -98,8 +95,8 @@ class Task(NamedTuple):
     slot: batch slot that the decoder fills.
     ids: int64[b], sample ids.
     keys: keys of the samples; empty unless there is a transform, which gets them.
-    unreadable: reason for each row whose sample could not be read.
-    draws: int64[b], numbers of the samples' own random bits; `Plan.draws`.
+    bad: by row, field and reason of a sample whose bytes cannot be used; see `BadSample`.
+    draws: int64[b], numbers of the samples' own random bits; see `order.Steps`.
     """
 
     batch_number: int
@@ -108,7 +105,7 @@ class Task(NamedTuple):
     ids: Ints
     members: Members
     keys: tuple[str, ...]
-    unreadable: dict[int, str]
+    bad: Mapping[int, tuple[str, str]]
     draws: Ints
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wdstrain.memory.shared import Memory
+from wdstrain.memory import Memory
 from wdstrain.runtime.child_process import recording_context
 
 _PLACE_BYTES = 1 << 36  # address space of a message; memory is taken as it is written

@@ -1,16 +1,15 @@
 """The loop's batches, made of decoded ones: repaired, with keys, sources and the mask of padding.
 
-Bytes may be damaged on their way from the storage. Samples whose checksums differ are therefore
-read once more, past any cache. If every sample of a batch is bad, another sample takes their place.
-Both are rare and run in the training process, so they do not depend on the decoders: the substitute
-is the next good sample of the data set, for every epoch, rank and worker.
+If every sample of a batch is bad, another sample takes their place. This is rare and runs in the
+training process, so it does not depend on the decoders: the substitute is the next good sample of
+the data set, for every epoch, rank and worker.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +20,17 @@ from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.labels import LabelColumn
-from wdstrain.decode.task import MISMATCH, BadSample, Result
-from wdstrain.errors import SampleError, ShardError, StorageError, WdstrainError
+from wdstrain.decode.task import BadSample, Result
+from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.loader.nested import without_rows
 from wdstrain.loader.options import LoaderOptions
-from wdstrain.loader.stats import Finding, StageTotals
-from wdstrain.loader.task_blocks import TaskBuilder
-from wdstrain.memory.shared import Memory
+from wdstrain.loader.stats import Finding
+from wdstrain.loader.tasks import TaskBuilder
+from wdstrain.memory import Memory
 from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
-from wdstrain.reader.reader import CollectedBatch
+from wdstrain.reader.fetch import damaged_samples
+from wdstrain.reader.run import ReadBatch
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import open_source
@@ -72,18 +72,17 @@ class BatchAssembler:
         self._source_firsts = np.array(list(sources.values()), np.int64)
 
     def assemble(
-        self, result: Result, batch: CollectedBatch, rng_ids: Ints, keys: list[str], plan: Order
+        self, result: Result, batch: ReadBatch, keys: list[str], plan: Order
     ) -> TakenBatch:
         """Return the batch and its counts.
 
-        rng_ids: see `Plan.draws`, int64[b]. Raises SampleError for a bad sample that is not
-        replaced.
+        Raises SampleError for a bad sample that is not replaced.
         """
         findings = list[Finding]()
-        ids, draws = batch.ids.copy(), rng_ids.copy()
+        ids, draws = batch.ids.copy(), batch.rng_ids.copy()
         own = np.ones(len(ids), bool)
         if result.bad:
-            result = self._repair(result, batch, rng_ids, plan.epoch)
+            result = self._repair(result, batch)
             for bad in result.bad:
                 ids[bad.row], draws[bad.row], own[bad.row] = bad.substitute, bad.substitute, False
                 if batch.valid[bad.row]:
@@ -126,21 +125,19 @@ class BatchAssembler:
 
     # --- bad samples ------------------------------------------------------------------------------
 
-    def _repair(self, result: Result, batch: CollectedBatch, rng_ids: Ints, epoch: int) -> Result:
-        """Return the batch after its bad samples were read again or replaced.
+    def _repair(self, result: Result, batch: ReadBatch) -> Result:
+        """Return the batch after its bad samples were replaced.
 
         Raises SampleError if a bad sample is left.
         """
-        if any(bad.reason == MISMATCH for bad in result.bad):
-            result = self._repair_batch.reread_damaged(result, epoch, batch, rng_ids)
         if self._on_error == "replace" and len(result.bad) == len(batch.ids):
-            result = self._repair_batch.substitute_batch(result, epoch, batch.ids)
+            result = self._repair_batch.substitute_batch(result, batch)
         left = [bad for bad in result.bad if bad.substitute < 0]
         if left:
             raise SampleError(self._message(batch, left))
         return result
 
-    def _message(self, batch: CollectedBatch, left: list[BadSample]) -> str:
+    def _message(self, batch: ReadBatch, left: list[BadSample]) -> str:
         """Return the error message for the bad samples of a batch that are not replaced."""
         sentence = self._finding(batch, left[0]).sentence
         if left[0].whole_batch:
@@ -150,7 +147,7 @@ class BatchAssembler:
             return f'{sentence}{count} on_error="replace" goes on without it.'
         return f"{sentence}{count} No good sample was found near it to take its place."
 
-    def _finding(self, batch: CollectedBatch, bad: BadSample) -> Finding:
+    def _finding(self, batch: ReadBatch, bad: BadSample) -> Finding:
         """Return where a bad sample of a batch is and what is wrong with it."""
         number = int(batch.ids[bad.row])
         shard = self._index.shard_with(number)
@@ -163,96 +160,47 @@ class BatchAssembler:
 
 
 class BatchRepair:
-    """Decodes batches with bad samples again, in the calling thread."""
+    """Decodes another sample in place of a batch of bad ones, in the calling thread."""
 
     def __init__(
-        self,
-        index: Index,
-        options: LoaderOptions,
-        decoder: Decoder,
-        builder: TaskBuilder,
-        totals: StageTotals,
+        self, index: Index, options: LoaderOptions, decoder: Decoder, builder: TaskBuilder
     ) -> None:
-        self._index, self._decoder, self._builder, self._totals = index, decoder, builder, totals
-        self._cache = options.cache
+        self._index, self._decoder, self._builder = index, decoder, builder
         # Worker processes seed the global random generators for each sample.
         self._seeded = options.num_workers > 0
 
-    def reread_damaged(
-        self, failed: Result, epoch: int, batch: CollectedBatch, draws: Ints
-    ) -> Result:
-        """Return the result after the samples whose checksums differ were read again.
-
-        draws: of the samples, int64[b].
-        """
-        decoder = self._decoder
-        rows = [bad.row for bad in failed.bad if bad.reason == MISMATCH]
-        self._totals.reread += len(rows)
-        if self._cache is not None:
-            for number in set(self._index.shard_of(batch.ids[rows]).tolist()):
-                shard = self._index.shards[number]
-                self._cache.forget(shard.path, shard.bytes, shard.sha256, shard.tag)
-        for row in rows:
-            number, start = int(batch.ids[row]), int(batch.offset[row])
-            with suppress(WdstrainError):  # then it stays as bad as it is
-                self._read(number, decoder.arena.view[start : start + self._size(number)])
-        result = self._decode(
-            decoder, failed, epoch, batch.ids, draws, batch.offset, batch.unreadable
-        )
-        twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
-        bad_samples = [
-            bad._replace(reason=twice) if bad.reason == MISMATCH else bad for bad in result.bad
-        ]
-        return result._replace(bad=bad_samples)
-
-    def substitute_batch(self, failed: Result, epoch: int, ids: Ints) -> Result:
+    def substitute_batch(self, failed: Result, batch: ReadBatch) -> Result:
         """Return a batch with the next good sample after a batch of bad ones in every row.
 
-        Returns the failed batch if the next 100 samples are bad too. ids: int64[b].
+        Returns the failed batch if the next 100 samples are bad too.
         """
-        bad_ids = set(ids.tolist())
-        most = min(_MOST_TRIED + len(bad_ids), len(self._index))
-        for number in range(int(ids[0]) + 1, int(ids[0]) + most):
+        bad_ids, first = set(batch.ids.tolist()), int(batch.ids[0])
+        for number in range(first + 1, first + min(_MOST_TRIED + len(bad_ids), len(self._index))):
             number %= len(self._index)
-            if number in bad_ids:
+            memory = None if number in bad_ids else self._read(number)
+            if memory is None:
                 continue
-            memory = Memory(self._size(number))
-            try:
-                self._read(number, memory.view)
-            except (ShardError, StorageError):
-                continue
-            rows, decoder = np.full(len(ids), number), self._decoder.with_arena(memory)
-            result = self._decode(decoder, failed, epoch, rows, rows, np.zeros_like(rows), {})
+            rows = np.full(len(batch.ids), number)
+            again = batch._replace(ids=rows, rng_ids=rows, offset=np.zeros_like(rows), bad={})
+            with _generators_kept():
+                decoder = self._decoder.with_arena(memory)
+                result = decoder(self._builder.task(again, failed.slot), own_process=self._seeded)
             if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
         return failed
 
-    def _decode(
-        self,
-        decoder: Decoder,
-        failed: Result,
-        epoch: int,
-        ids: Ints,
-        draws: Ints,
-        offset: Ints,
-        unreadable: dict[int, str],
-    ) -> Result:
-        """Decode samples into the slot of a failed batch; their checksums are compared."""
-        block = self._builder.build_block(epoch, ids, draws, [0, len(ids)])
-        unverified = np.ones(len(ids), bool)
-        task = block.task(0, failed.batch_number, failed.slot, offset, unreadable, unverified)
-        with _generators_kept():
-            return decoder(task, own_process=self._seeded)
-
-    def _size(self, number: int) -> int:
-        """Return the bytes of a sample."""
-        return int(self._index.offsets.stop[number] - self._index.offsets.start[number])
-
-    def _read(self, number: int, place: memoryview) -> None:
-        """Read the bytes of a sample into `place`."""
-        shard = self._index.shard_with(number)
-        with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-            source.read_into(place, int(self._index.offsets.start[number]))
+    def _read(self, number: int) -> Memory | None:
+        """Return memory that begins with a sample; None if its bytes cannot be used."""
+        table, shard = self._index.offsets, self._index.shard_with(number)
+        memory = Memory(int(table.size[number]))
+        try:
+            with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
+                source.read_into(memory.view, int(table.start[number]))
+        except (ShardError, StorageError):
+            return None
+        ids, place = np.array([number]), np.zeros(1, np.int64)
+        needed = self._builder.needed_fields
+        return None if damaged_samples(self._index, needed, memory, ids, place) else memory
 
 
 @contextmanager

@@ -322,10 +322,9 @@ class EpochBatches(Iterator[Batch]):
             raise WdstrainError(OVER)
         self._options.check_rank()
         plan = self._plan = self._plans(self._epoch)
-        self._expected, self._epoch_samples = (
-            sum(_samples_from(plan, lane, step) for lane in plan.lanes_of(self._options.rank))
-            for step in (self._step, 0)
-        )
+        rank = self._options.rank
+        self._epoch_samples = plan.rows_before(rank, plan.steps)
+        self._expected = self._epoch_samples - plan.rows_before(rank, self._step)
         pipeline = state.open_pipeline(self)
         batches = pipeline.batches(self._epoch, self._step, self._until)
         self._totals_before = pipeline.totals()
@@ -358,9 +357,3 @@ class EpochBatches(Iterator[Batch]):
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
             f"The last: {last.sentence} Raise max_errors to allow more."
         )
-
-
-def _samples_from(plan: Order, lane: int, step: int) -> int:
-    """Return the number of samples that a lane delivers from a step on, padding included."""
-    first, stop = plan.span(lane, step)[0], plan.span(lane, plan.steps - 1)[1]
-    return (min(stop, plan.lane_samples(lane)) if plan.tail == "keep" else stop) - first

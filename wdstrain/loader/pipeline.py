@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple
 
 from wdstrain.decode.batch_slots import Layout, Slots
@@ -30,16 +29,13 @@ from wdstrain.errors import WdstrainError
 from wdstrain.loader.batch_assembly import BatchAssembler, BatchRepair, TakenBatch
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.stats import StageTotals
-from wdstrain.loader.task_blocks import TaskBuilder
+from wdstrain.loader.tasks import TaskBuilder
 from wdstrain.order.order import Order
-from wdstrain.reader.blocks import step_blocks
-from wdstrain.reader.reader import CollectedBatch, Reader, ReadRun
-from wdstrain.reader.resources import ReadOptions, ReadResources
+from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
 from wdstrain.shards.index import Index
-from wdstrain.storage.prefetch import ReadStopped
 
 _log = logging.getLogger("wdstrain")
 
@@ -56,11 +52,10 @@ _SHOWN_KEYS = 16  # of the awaited batch in a message
 
 
 class _Pending(NamedTuple):
-    """Samples of a batch that is being decoded. rng_ids: see `Plan.draws`, int64[b]."""
+    """Samples of a batch that is being decoded."""
 
-    batch: CollectedBatch
+    batch: ReadBatch
     keys: list[str]
-    rng_ids: Any
 
 
 class Batches(Iterator[TakenBatch]):
@@ -125,7 +120,7 @@ class Pipeline:
             skip_unreadable=options.on_error != "raise",
             cache=options.cache,
         )
-        self._reader = Reader(ReadResources(index, plans, options.rank, read_options, self._slots))
+        self._reader = Reader(index, plans, options.rank, read_options)
         decoder = Decoder(
             arena=self._reader.memory,
             slots=self._slots.memory,
@@ -144,16 +139,15 @@ class Pipeline:
             self._workers = WorkerProcesses(decoder, limits, context)
         self._builder = TaskBuilder(index, needed, with_keys=options.transform is not None)
         self._totals = StageTotals()
-        repair = BatchRepair(index, options, decoder, self._builder, self._totals)
+        repair = BatchRepair(index, options, decoder, self._builder)
         self._assembler = BatchAssembler(index, options, columns, sources, self._slots, repair)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
         self._newest: Callable[[], Batches | None] = lambda: None  # weak
         self._epoch = -1  # that was requested last
-        self._runs = count()
         self._position: tuple[int, int] | None = None  # of the next batch
         self._is_taking = False  # remains True if an exception comes while a batch is taken
-        self._run: ReadRun | None = None
+        self._run: Run | None = None
         self._watchdog = StallWatchdog.disabled()
         self._waiting_thread = 0
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -169,6 +163,7 @@ class Pipeline:
         return replace(
             self._totals,
             bytes=read.bytes,
+            reread=read.reread,
             fetched=read.fetch.fetched,
             cached=read.fetch.cached,
             retries=read.fetch.retries,
@@ -217,9 +212,7 @@ class Pipeline:
             result = self._next_result()
             arrived = time.perf_counter()
             pending = self._pending.pop(result.batch_number)
-            batch = self._assembler.assemble(
-                result, pending.batch, pending.rng_ids, pending.keys, plan
-            )
+            batch = self._assembler.assemble(result, pending.batch, pending.keys, plan)
             if self._run is not None:
                 self._run.release(result.batch_number)
             self._totals.collate_seconds += time.perf_counter() - arrived
@@ -284,45 +277,30 @@ class Pipeline:
 
         Decoders have ended older tasks. Raises ReadStopped if the pipeline is closed.
         """
-        run = self._run = self._reader.start(next(self._runs), *position, until)
+        self._slots.reset()
+        run = self._run = self._reader.start(*position, until)
         if self._options.patience and not self._watchdog.is_running:
             with DeferSignals():
                 self._watchdog = StallWatchdog(self._options.patience, self._log_stall)
             self._watchdog.start_wait()
-        epoch, step = position
         try:
-            while epoch != until:
-                yield from self._tasks_of_epoch(run, pending, self._plans(epoch), step)
-                epoch, step = epoch + 1, 0
+            yield from self._tasks_of(run, pending)
         except ReadStopped:
             raise
         except WdstrainError as error:
             self._error = error
 
-    def _tasks_of_epoch(
-        self, run: ReadRun, pending: dict[int, _Pending], plan: Order, step: int
-    ) -> Iterator[Task]:
-        """Yield the tasks of an epoch from a step on."""
+    def _tasks_of(self, run: Run, pending: dict[int, _Pending]) -> Iterator[Task]:
+        """Yield the tasks of the batches of a run."""
         stats = self._reader.stats
         begun, waited = time.perf_counter(), stats.shuffle_seconds
-        for steps in step_blocks(plan, self._options.rank, step):
-            block = self._builder.build_block(plan.epoch, steps.ids, steps.draws, steps.firsts)
-            for number in range(len(steps)):
-                batch = run.collect(steps, number)
-                rows = slice(*steps.firsts[number : number + 2])
-                pending[batch.batch_number] = _Pending(batch, block.keys[rows], steps.draws[rows])
-                task = block.task(
-                    number,
-                    batch.batch_number,
-                    batch.slot,
-                    batch.offset,
-                    batch.unreadable,
-                    batch.unverified,
-                )
-                waited = stats.shuffle_seconds - waited
-                self._totals.parse_seconds += time.perf_counter() - begun - waited
-                yield task
-                begun, waited = time.perf_counter(), stats.shuffle_seconds
+        while (batch := run.next()) is not None:
+            pending[batch.number] = _Pending(batch, self._index.keys(batch.ids))
+            task = self._builder.task(batch, self._slots.take())
+            waited = stats.shuffle_seconds - waited
+            self._totals.parse_seconds += time.perf_counter() - begun - waited
+            yield task
+            begun, waited = time.perf_counter(), stats.shuffle_seconds
 
     # --- stalls -----------------------------------------------------------------------------------
 

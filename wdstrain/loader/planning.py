@@ -196,10 +196,7 @@ class EpochPlans:
     def buffered_megabytes(self, rank: int) -> float:
         """Return how many MB of samples the shuffle buffer of a rank holds on average."""
         plan = self.plan(0)
-        if not plan.shuffle:
-            return 0.0
-        samples = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(rank))
-        return samples * self._mean_bytes / 1e6
+        return plan.shuffle * plan.max_delay / 2 * self._mean_bytes / 1e6
 
 
 def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:

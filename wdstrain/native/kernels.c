@@ -1,16 +1,10 @@
-/* Loops over many samples that run without the GIL: scatter reads, checksums and JPEG decoding.
+/* Loops over many samples that run without the GIL: checksums and JPEG decoding.
  *
  * Python calls these functions through ctypes with the addresses of NumPy arrays. A change of a
  * signature or a struct must change `kernels.py` too. `source` is the hash of this file: a library
  * that was compiled from another source is not used. */
-#include <errno.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
-
-#define MAX_BUFFERS 1024         /* buffers of one system call (IOV_MAX of Linux) */
-#define CACHED_BYTES (256 << 10) /* of one read, so that they are verified in the CPU cache */
 
 const uint64_t source = SOURCE;
 
@@ -27,100 +21,12 @@ static void clear_wide_registers(void) {
 
 /* --- checksums --- */
 
-/* Runs of memory whose crc32 is computed as the bytes of a read arrive. */
-typedef struct {
-    crc_function crc32;
-    int64_t count;           /* of the runs */
-    const uint64_t *address; /* of each run */
-    const int64_t *size;
-    const int64_t *complete_at; /* offset in the file at which each run ends, not decreasing */
-    int64_t first_byte;         /* offset in the file at which the read begins */
-    uint32_t *crc;              /* gets the result of each run */
-} checksum_job;
-
-/* Compute the checksums of the runs that are complete with the first `now` bytes of the read and
- * were not with the first `before`. */
-void update_checksums(const checksum_job *job, int64_t before, int64_t now) {
-    int64_t i = 0, end = job->count;
-    while (i < end) { /* binary search: the first run that ends after `before` */
-        int64_t middle = i + (end - i) / 2;
-        if (job->complete_at[middle] - job->first_byte > before)
-            end = middle;
-        else
-            i = middle + 1;
-    }
-    for (; i < job->count && job->complete_at[i] - job->first_byte <= now; i++)
-        job->crc[i] = job->crc32(0, (const unsigned char *)(uintptr_t)job->address[i],
-                                 (uint64_t)job->size[i]);
+/* Compute the crc32 of each of `count` runs of memory. */
+void checksum_runs(crc_function crc32, int64_t count, const uint64_t *address, const int64_t *size,
+                   uint32_t *crc) {
+    for (int64_t i = 0; i < count; i++)
+        crc[i] = crc32(0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
     clear_wide_registers();
-}
-
-/* --- scatter reads --- */
-
-/* Bytes to read, the runs of memory that they fill one after another, and their checksums. */
-typedef struct {
-    int64_t fd;
-    int64_t offset;          /* in the file; below 0: `fd` is a socket */
-    int64_t most;            /* bytes to read */
-    int64_t filled;          /* bytes of the runs that are filled already */
-    int64_t verified;        /* bytes whose checksums are computed already */
-    int64_t count;           /* of the runs to fill */
-    const uint64_t *address; /* of each run to fill */
-    const int64_t *size;
-    checksum_job checksums;
-} fill_request;
-
-/* Describe the next bytes to read: from `done` bytes behind the beginning of run i on, at most
- * `most` and at most CACHED_BYTES plus the rest of a run. Returns their number; *buffer_count gets
- * that of the buffers. */
-static int64_t next_buffers(const fill_request *request, int64_t i, int64_t done, int64_t most,
-                            struct iovec *buffers, int *buffer_count) {
-    int64_t bytes = 0;
-    int n = 0;
-    for (; i < request->count && n < MAX_BUFFERS && bytes < CACHED_BYTES && bytes < most;
-         i++, n++, done = 0) {
-        int64_t length = request->size[i] - done, room = most - bytes;
-        buffers[n].iov_base = (char *)(uintptr_t)request->address[i] + done;
-        buffers[n].iov_len = (size_t)(length < room ? length : room);
-        bytes += (int64_t)buffers[n].iov_len;
-    }
-    *buffer_count = n;
-    return bytes;
-}
-
-/* Read until `most` bytes are filled, the file or stream ends, a socket times out, or an error
- * occurs. Returns the number of bytes; -errno after an error before the first byte. */
-int64_t fill(const fill_request *request) {
-    struct iovec buffers[MAX_BUFFERS];
-    int fd = (int)request->fd;
-    int64_t i = 0, bytes_read = 0, done = request->filled, verified = request->verified;
-    /* afterwards `done` bytes of run i are filled */
-    for (; i < request->count && done >= request->size[i]; i++)
-        done -= request->size[i];
-    while (i < request->count && bytes_read < request->most) {
-        int buffer_count;
-        int64_t wanted =
-            next_buffers(request, i, done, request->most - bytes_read, buffers, &buffer_count);
-        struct msghdr message = {.msg_iov = buffers, .msg_iovlen = (size_t)buffer_count};
-        ssize_t count = request->offset < 0 ? recvmsg(fd, &message, MSG_WAITALL)
-                                            : preadv(fd, buffers, buffer_count,
-                                                     request->offset + bytes_read);
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count < 0 && !bytes_read)
-            return -errno;
-        if (count < 0 || (count == 0 && wanted))
-            return bytes_read;
-        bytes_read += count;
-        for (done += count; i < request->count && done >= request->size[i]; i++)
-            done -= request->size[i];
-        int64_t filled = request->filled + bytes_read;
-        update_checksums(&request->checksums, verified, filled);
-        verified = filled;
-        if (request->offset < 0 && count < wanted) /* the socket timed out, or the stream ended */
-            return bytes_read;
-    }
-    return bytes_read;
 }
 
 /* --- pixels --- */

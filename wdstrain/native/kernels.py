@@ -33,29 +33,6 @@ DISABLE = "WDSTRAIN_NATIVE"
 _CRC32_CHECK = b"123456789", 0xCBF43926  # the check value of crc32
 
 
-class ChecksumJob(ctypes.Structure):
-    """`checksum_job` of `kernels.c`: runs of memory whose crc32 is computed as bytes arrive."""
-
-    _fields_ = [
-        ("crc32", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("address", "size", "complete_at")),
-        ("first_byte", ctypes.c_int64),
-        ("crc", ctypes.c_void_p),
-    ]
-
-
-class FillRequest(ctypes.Structure):
-    """`fill_request` of `kernels.c`: a read, the runs of memory that it fills, and checksums."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("fd", "offset", "most", "filled", "verified")),
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("address", "size")),
-        ("checksums", ChecksumJob),
-    ]
-
-
 def _crc32_address() -> int | None:
     """Return the address of isal's crc32 for use in C; None if isal has none that works."""
     with suppress(OSError, AttributeError):
@@ -96,8 +73,7 @@ def _declare(library: Any, keeping_gil: Any) -> None:
     array, integer, c_int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.orientation = keeping_gil.orientation
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "update_checksums": (None, (array, integer, integer)),
-        "fill": (integer, (array,)),
+        "checksum_runs": (None, (array, integer, *[array] * 3)),
         "reverse_rows": (None, (array, array, integer, integer)),
         "copy_pixels": (None, (array, array, *[integer] * 4)),
         "orientation": (c_int, (array, integer)),

@@ -25,27 +25,26 @@ from math import lcm
 import numpy as np
 
 from wdstrain.errors import PlanError
-from wdstrain.order.order import Ints, Tail
+from wdstrain.order.order import Ints, Order, Places, Steps
 from wdstrain.order.plan import Plan
 from wdstrain.order.rng import key
-from wdstrain.runtime.cached import cached_property
 
 TURNS = 2  # version of the cycle of turns; `plan.ORDER` is the version of the order within a source
 
 
-class Mixture:
-    """The order of one epoch over several sources. It has the members of `plan.Order`.
+class Mixture(Order):
+    """The order of one epoch over several sources.
 
     counts: samples of each shard, one array for each source, int64[shards] each.
     names: the name of each source; its seed depends on it.
     shares: the share of each source; they add up to 1.
     window: reach of the shuffle in samples of a lane, over all sources.
-    The other arguments are those of `Plan`. Sample ids count through the sources in order. Lanes
-    are numbered source by source, `lane_count` lanes each.
+    The other arguments are those of `Plan`. Sample ids count through the sources in order. A rank
+    reads the same lanes of all sources.
     Raises PlanError if a source cannot fill its share of one step.
     """
 
-    tail: Tail = "drop"
+    tail = "drop"
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Mixture:
             shuffle,
         )
         self.lane_count = lanes if lanes is not None else world_size
-        self.global_batch = batch_size * world_size
         checked = Plan(  # raises PlanError if batch_size, world_size and lanes do not fit together
             counts=np.array([max(1, self.global_batch)]),
             seed=0,
@@ -78,13 +76,15 @@ class Mixture:
             world_size=world_size,
             lanes=lanes,
         )
-        # a lane of one source takes at most this many; the lanes of all sources together, exactly
-        self.samples_per_step_per_lane = checked.samples_per_step_per_lane
+        # the lanes of all sources that have one number take so many samples together
+        self._per_lane = checked.samples_per_step_per_lane
         self._turns = _turns(tuple(shares))
         self.samples = int(sum(count.sum() for count in counts))
         self.steps = self._most_steps([int(count.sum()) for count in counts], names)
-        for source, name in enumerate(names):
-            if self._taken(source, self.steps) < 1:
+        # samples of each source that each lane has taken before each step. int64[sources, steps + 1]
+        self._taken = self._taken_before(np.arange(self.steps + 1))
+        for taken, name in zip(self._taken, names, strict=True):
+            if taken[-1] < 1:
                 raise PlanError(
                     f"source {name} gives no sample in an epoch of {self.steps} steps: "
                     f"each source must give one. Raise its weight."
@@ -99,86 +99,57 @@ class Mixture:
                 lanes=self.lane_count,
                 window=min(max(1, round(window * share)), int(count.sum())) if shuffle else 1,
                 shuffle=shuffle,
-                limit=int(self._taken(source, self.steps)),
+                limit=int(taken[-1]),
             )
-            for source, (count, name, share) in enumerate(zip(counts, names, shares, strict=True))
+            for count, name, share, taken in zip(counts, names, shares, self._taken, strict=True)
         ]
         self._firsts = [0, *accumulate(int(count.sum()) for count in counts)]
         self.window = max(plan.window for plan in self._plans)
+        self.max_delay = sum(plan.max_delay for plan in self._plans)
+        self.lanes_per_rank = sum(plan.lanes_per_rank for plan in self._plans)
 
-    @property
-    def left_out(self) -> int:
-        """Samples that this epoch does not deliver."""
-        return self.samples - self.steps * self.global_batch
+    def delivery(self, rank: int, first: int, stop: int) -> Steps:
+        """Return the samples that a rank delivers in the steps [first, stop).
 
-    def lanes_of(self, rank: int) -> list[int]:
-        """Lanes that a rank reads, of all sources."""
-        source_lanes = self._plans[0].lanes_of(rank)
-        return [
-            source * self.lane_count + lane
-            for lane in source_lanes
-            for source in range(len(self._plans))
-        ]
+        A step has the samples of each lane in turn, of a lane those of each source in turn.
+        """
+        parts = []
+        for source, (plan, taken) in enumerate(zip(self._plans, self._taken, strict=True)):
+            begin, end = int(taken[first]), int(taken[stop])
+            ids = plan.delivery(rank, begin, end).ids + self._firsts[source]
+            position = np.repeat(np.arange(begin, end), plan.lanes_per_rank)
+            lane = np.tile(np.arange(plan.lanes_per_rank), end - begin)
+            step = np.searchsorted(taken, position, side="right") - 1
+            parts.append((ids, position, np.full(len(ids), source), lane, step))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        ids = columns[0][np.lexsort(columns[1:])]
+        firsts = list(range(0, len(ids) + 1, self.batch_size))
+        return Steps(ids, ids, firsts, np.ones(len(ids), bool))
 
-    def lane_samples(self, lane: int) -> int:
-        """Samples that a lane delivers."""
-        plan, source_lane, _ = self._locate(lane)
-        return plan.lane_samples(source_lane)
+    def reading(self, rank: int, lane: int, start: int, stop: int) -> Places:
+        """Return the samples at the places [start, stop) of a lane; see `Order.reading`."""
+        source, own = divmod(lane, self._plans[0].lanes_per_rank)
+        # the plan of a source takes one sample of each lane per step
+        ids, position, _ = self._plans[source].reading(rank, own, start, stop)
+        step = np.searchsorted(self._taken[source], position, side="right") - 1
+        row = own * self._per_lane + position - self._taken[source][step]
+        for taken in self._taken[:source]:
+            row += taken[step + 1] - taken[step]
+        return Places(ids + self._firsts[source], step, row)
 
-    def lane_places(self, lane: int) -> int:
-        """Places that a lane reads: as many as it delivers, since a mixture has no padding."""
-        return self.lane_samples(lane)
-
-    def span(self, lane: int, step: int) -> tuple[int, int]:
-        """Delivery positions [start, stop) of a lane that a step takes; empty if no turn is due."""
-        source = lane // self.lane_count
-        return int(self._taken(source, step)), int(self._taken(source, step + 1))
-
-    def order(self, lane: int, start: int, stop: int) -> Ints:
-        """Places of a lane that are delivered at positions [start, stop). int64[stop - start]."""
-        plan, source_lane, _ = self._locate(lane)
-        return plan.order(source_lane, start, stop)
-
-    def due(self, lane: int, start: int, stop: int) -> Ints:
-        """Step that needs each of the places [start, stop) of a lane. int64[stop - start]."""
-        plan, source_lane, source = self._locate(lane)
-        position = plan.due(source_lane, start, stop)  # the source's plan takes one sample per step
-        return np.asarray(np.searchsorted(self._all_taken[source], position, side="right") - 1)
-
-    def first_place(self, lane: int, step: int) -> int:
-        """First place of a lane that is read if the epoch starts at `step`."""
-        plan, source_lane, source = self._locate(lane)
-        return plan.first_place(source_lane, int(self._taken(source, step)))
-
-    def ids(self, lane: int, places: Ints) -> Ints:
-        """Sample ids at these places of a lane. int64, shape of `places`."""
-        plan, source_lane, source = self._locate(lane)
-        sample_ids: Ints = plan.ids(source_lane, places) + self._firsts[source]
-        return sample_ids
-
-    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
-        """Numbers of the random bits of the samples at these places: their ids; see `Plan.draws`."""
-        return ids
+    def first_place(self, rank: int, lane: int, step: int) -> int:
+        """Return the first place of a lane that is read if the epoch starts at `step`."""
+        source, own = divmod(lane, self._plans[0].lanes_per_rank)
+        return self._plans[source].first_place(rank, own, int(self._taken[source][step]))
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _locate(self, lane: int) -> tuple[Plan, int, int]:
-        """Return the plan of a lane's source, the lane's number in it, and the source's number."""
-        source, source_lane = divmod(lane, self.lane_count)
-        return self._plans[source], source_lane, source
-
-    def _taken(self, source: int, step: int) -> int:
-        """Samples of a source that each lane has taken before a step."""
-        turns = self._turns[source]
-        cycles, turn = divmod(self.samples_per_step_per_lane * step, len(turns) - 1)
-        return cycles * int(turns[-1]) + int(turns[turn])
-
-    @cached_property
-    def _all_taken(self) -> list[Ints]:
-        """`_taken` of every step, for each source. int64[steps + 1] each."""
-        taken = np.arange(self.steps + 1, dtype=np.int64) * self.samples_per_step_per_lane
-        cycles, turn = np.divmod(taken, self._turns.shape[1] - 1)
-        return [cycles * turns[-1] + turns[turn] for turns in self._turns]
+    def _taken_before(self, step: int | Ints) -> Ints:
+        """Samples of each source that each lane has taken before a step. int64[sources, ...]"""
+        cycles, turn = np.divmod(
+            np.asarray(step, np.int64) * self._per_lane, self._turns.shape[1] - 1
+        )
+        return np.asarray(np.multiply.outer(self._turns[:, -1], cycles) + self._turns[:, turn])
 
     def _most_steps(self, totals: list[int], names: Sequence[str]) -> int:
         """Return the most steps for which every source has enough samples. Raises PlanError if 0.
@@ -187,10 +158,7 @@ class Mixture:
         """
 
         def fits(step: int) -> bool:
-            return all(
-                self._taken(source, step) * self.lane_count <= total
-                for source, total in enumerate(totals)
-            )
+            return bool((self._taken_before(step) * self.lane_count <= totals).all())
 
         low, high = 0, sum(totals) // self.global_batch + 1  # fits(low), not fits(high)
         while high - low > 1:

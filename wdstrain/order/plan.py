@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.errors import PlanError
-from wdstrain.order.order import Ints, Tail
+from wdstrain.order.order import Ints, Order, Places, Steps, Tail
 from wdstrain.order.rng import below, bits
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
@@ -41,7 +42,7 @@ _KEPT_BLOCKS = 3  # blocks before and after the newest one that are kept
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Order):
     """The order of one epoch.
 
     counts: samples of each shard in index order, int64[shards].
@@ -65,6 +66,7 @@ class Plan:
     shuffle: bool = True
     tail: Tail = "drop"
     limit: int | None = None
+    samples_per_step_per_lane: int = field(init=False)
     _blocks: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,20 @@ class Plan:
         if self.lanes is not None:
             object.__setattr__(self, "lanes", integer("lanes", self.lanes))
         _check_options(self)
+        samples, lane_count = self._count(), self.lanes or self.world_size
+        whole = samples // self.global_batch
+        whole += self.tail != "drop" and samples % self.global_batch > 0
+        longest = -(-samples // lane_count)
+        lanes_per_rank = lane_count // self.world_size
+        sizes = {
+            "samples": samples,
+            "steps": whole if self.limit is None else min(whole, self.limit),
+            "lane_count": lane_count,
+            "lanes_per_rank": lanes_per_rank,
+            "samples_per_step_per_lane": self.global_batch // lane_count,
+            "max_delay": lanes_per_rank * min(self.window, longest),
+        }
+        vars(self).update(sizes)
         if self.samples < 1:
             raise PlanError("these shards hold no samples. Check the address.")
         if self.steps < 1:
@@ -84,72 +100,82 @@ class Plan:
 
     # --- sizes ------------------------------------------------------------------------------------
 
-    @property
-    def lane_count(self) -> int:
-        """Lanes of all ranks together."""
-        return self.lanes if self.lanes is not None else self.world_size
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one step over all ranks."""
-        return self.batch_size * self.world_size
-
-    @property
-    def samples_per_step_per_lane(self) -> int:
-        """Samples that a step takes from each lane."""
-        return self.global_batch // self.lane_count
-
-    @cached_property
-    def samples(self) -> int:
-        """Samples of all shards, including those that this epoch leaves out."""
+    def _count(self) -> int:
+        """Return the samples of all shards, including those that this epoch leaves out."""
         return int(self.counts.sum())
 
-    @cached_property
-    def steps(self) -> int:
-        """Batches per rank, the same for every rank."""
-        whole = self.samples // self.global_batch
-        whole += self.tail != "drop" and self.samples % self.global_batch > 0
-        return whole if self.limit is None else min(whole, self.limit)
-
-    @property
-    def left_out(self) -> int:
-        """Samples that this epoch does not deliver.
-
-        0 unless tail="drop". Below `global_batch` unless `limit` is given.
-        """
-        return max(0, self.samples - self.steps * self.global_batch) if self.tail == "drop" else 0
-
     def lanes_of(self, rank: int) -> range:
-        """Lanes that a rank reads."""
-        share = self.lane_count // self.world_size
-        return range(rank * share, (rank + 1) * share)
+        """Lanes that a rank reads, numbered over all ranks."""
+        return range(rank * self.lanes_per_rank, (rank + 1) * self.lanes_per_rank)
 
     def lane_samples(self, lane: int) -> int:
         """Samples that a lane delivers, without padding."""
         kept = self.samples - self.left_out
         return kept // self.lane_count + (lane < kept % self.lane_count)
 
-    def lane_places(self, lane: int) -> int:
-        """Places that a lane reads: `lane_samples`, or 1 if an empty lane delivers padding."""
-        count = self.lane_samples(lane)
-        return 1 if count == 0 and (self.tail == "pad" or _repeats(self, lane)) else count
+    def cuts(self, lane: int, steps: Ints) -> Ints:
+        """Delivery position of a lane at which each of these steps begins. int64, as `steps`.
 
-    def span(self, lane: int, step: int) -> tuple[int, int]:
-        """Delivery positions [start, stop) of a lane that a step takes.
-
-        With tail="pad", positions at `lane_samples` or later are padding. With tail="keep" the last
-        step is short. If it has no sample for a rank, it has one position of padding for that rank,
-        which gives the empty batch its fields and shapes.
+        The step `self.steps` begins where the last one ends. With tail="pad", positions at
+        `lane_samples` or later are padding. With tail="keep" the last step is short. If it has no
+        sample for a rank, it has one position of padding for that rank, which gives the empty batch
+        its fields and shapes.
         """
-        start, stop = (
-            step * self.samples_per_step_per_lane,
-            (step + 1) * self.samples_per_step_per_lane,
+        cuts = steps * self.samples_per_step_per_lane
+        if self.tail == "keep":
+            cuts[steps == self.steps - 1] -= _lent(self, lane)
+            cuts[steps == self.steps] = self.lane_samples(lane) + _repeats(self, lane)
+        return cuts
+
+    def rows_before(self, rank: int, step: int) -> int:
+        """Return how many rows a rank delivers before a step, padding included."""
+        if self.tail != "keep":
+            return step * self.batch_size
+        return sum(
+            min(int(self.cuts(lane, np.array([step]))[0]), self.lane_samples(lane))
+            for lane in self.lanes_of(rank)
         )
-        if self.tail == "keep" and step == self.steps - 1:
-            return start - _lent(self, lane), self.lane_samples(lane) + _repeats(self, lane)
-        if self.tail == "keep" and step == self.steps - 2:
-            return start, stop - _lent(self, lane)
-        return start, stop
+
+    # --- delivery and reading ---------------------------------------------------------------------
+
+    def delivery(self, rank: int, first: int, stop: int) -> Steps:
+        """Return the samples that a rank delivers in the steps [first, stop), by step and lane."""
+        steps = np.arange(first, stop + 1)
+        lanes = [self._delivery_of(lane, self.cuts(lane, steps)) for lane in self.lanes_of(rank)]
+        sizes = np.array([np.diff(self.cuts(lane, steps)) for lane in self.lanes_of(rank)])
+        by_step = np.argsort(
+            np.concatenate([np.repeat(steps[:-1], size) for size in sizes]), kind="stable"
+        )
+        ids, rng_ids, valid = (
+            np.concatenate(column)[by_step] for column in zip(*lanes, strict=True)
+        )
+        firsts = np.append(0, sizes.sum(axis=0).cumsum()).tolist()
+        return Steps(ids, rng_ids if self._has_rng_ids else ids, firsts, valid)
+
+    def reading(self, rank: int, lane: int, start: int, stop: int) -> Places:
+        """Return the samples at the places [start, stop) of a lane; see `Order.reading`."""
+        number = self.lanes_of(rank)[lane]
+        count, end = self.lane_samples(number), int(self.cuts(number, np.array([self.steps]))[0])
+        places = np.arange(start, max(start, min(stop, count)))
+        positions = self.positions(number, start, start + len(places))
+        if end > count:  # the sample that is delivered last is repeated
+            last = int(self.order(number, count, count + 1)[0])
+            if start <= last < stop:
+                after = min(last - start + 1, len(places))
+                places = np.insert(places, after, np.full(end - count, last))
+                positions = np.insert(positions, after, np.arange(count, end))
+        step = np.minimum(positions // self.samples_per_step_per_lane, self.steps - 1)
+        step[positions >= self.cuts(number, np.array([self.steps - 1]))] = self.steps - 1
+        row = positions - self.cuts(number, step)
+        for before in self.lanes_of(rank)[:lane]:
+            row += self.cuts(before, step + 1) - self.cuts(before, step)
+        return Places(self.ids(number, places), step, row)
+
+    def first_place(self, rank: int, lane: int, step: int) -> int:
+        """Return the first place of a lane that is read if the epoch starts at `step`."""
+        number = self.lanes_of(rank)[lane]
+        last = max(0, self.lane_samples(number) - 1)  # a step of padding repeats the last sample
+        return max(0, min(int(self.cuts(number, np.array([step]))[0]), last) - self.window + 1)
 
     # --- order ------------------------------------------------------------------------------------
 
@@ -174,24 +200,12 @@ class Plan:
         delivered: Ints = np.concatenate(parts)[positions - first * self._block]
         return delivered
 
-    def due(self, lane: int, start: int, stop: int) -> Ints:
-        """Last step that needs each of the places [start, stop) of a lane. int64[stop - start]."""
-        count = self.lane_samples(lane)
-        if count == 0:
-            return np.full(stop - start, self.steps - 1, np.int64)
-        position = self.positions(lane, start, stop)
-        step = position // self.samples_per_step_per_lane
-        # with padding, the last step may need the sample that is delivered last
-        if self.tail == "pad" or _lent(self, lane) or _repeats(self, lane):
-            step[position == count - 1] = self.steps - 1
-        return step
-
     def positions(self, lane: int, start: int, stop: int) -> Ints:
         """Delivery positions of the places [start, stop) of a lane. int64[stop - start].
 
         Each is less than one window from its place.
         """
-        if self.window == 1:
+        if self.window == 1 or start >= stop:
             return np.arange(start, stop)
         low, high = (
             max(0, start - self.window + 1),
@@ -203,14 +217,6 @@ class Plan:
         position[places[inside] - start] = np.flatnonzero(inside) + low
         return position
 
-    def first_place(self, lane: int, step: int) -> int:
-        """First place of a lane that is read if the epoch starts at `step`.
-
-        It is at most one window before the step.
-        """
-        last = max(0, self.lane_samples(lane) - 1)  # a step of padding repeats the last sample
-        return max(0, min(self.span(lane, step)[0], last) - self.window + 1)
-
     def ids(self, lane: int, places: Ints) -> Ints:
         """Sample ids at these places of a lane. int64, shape of `places`.
 
@@ -220,7 +226,7 @@ class Plan:
         shard = np.searchsorted(self._line_stops, line, side="right")
         return np.asarray(self._line_ids[shard] + line)
 
-    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
+    def rng_ids(self, lane: int, places: Ints, ids: Ints) -> Ints:
         """Numbers of the random bits of the samples at these places: their ids. int64.
 
         ids: of the samples at these places.
@@ -235,6 +241,15 @@ class Plan:
         return np.asarray(line + (line >= self._hole) * self.left_out)
 
     # --- helpers ----------------------------------------------------------------------------------
+
+    _has_rng_ids = False  # whether `rng_ids` differ from the ids
+
+    def _delivery_of(self, lane: int, cuts: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+        """Return (ids, rng_ids, valid) of the samples of a lane in the steps with these cuts."""
+        positions = np.arange(cuts[0], cuts[-1])
+        places = self.order(lane, int(cuts[0]), int(cuts[-1]))
+        ids = self.ids(lane, places)
+        return ids, self.rng_ids(lane, places, ids), positions < self.lane_samples(lane)
 
     @cached_property
     def shard_order(self) -> Ints:
@@ -348,10 +363,10 @@ def _check_options(plan: Plan) -> None:
             f"{lanes} lanes cannot be shared by {plan.world_size} ranks: every rank needs the same "
             f"number. Use a world size that divides lanes: {divisors}."
         )
-    if plan.global_batch % plan.lane_count:
+    if lanes is not None and plan.global_batch % lanes:
         raise PlanError(
             f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} cannot "
-            f"be taken equally from {plan.lane_count} lanes. Make batch_size * world_size a "
+            f"be taken equally from {lanes} lanes. Make batch_size * world_size a "
             f"multiple of lanes."
         )
     if plan.limit is not None and plan.tail != "drop":

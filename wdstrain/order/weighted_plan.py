@@ -41,10 +41,10 @@ class WeightedPlan(Plan):
 
     weights: Floats
     strata: Ints
+    _has_rng_ids = True
 
-    @cached_property
-    def samples(self) -> int:
-        """Samples of the epoch, each counted as often as it occurs; the same in every epoch."""
+    def _count(self) -> int:
+        """Return the samples of an epoch, each counted as often as it occurs; equal in each."""
         total = float(self.weights.sum())
         if len(self.weights) > _MOST:
             raise PlanError(
@@ -67,7 +67,7 @@ class WeightedPlan(Plan):
         """Sample ids at these places of a lane; see `Plan.ids`."""
         return self._line[0][self._line_places(lane, places)].astype(np.int64)
 
-    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
+    def rng_ids(self, lane: int, places: Ints, ids: Ints) -> Ints:
         """Numbers of the random bits at these places: another one for each occurrence of a sample."""
         numbers = self._line[1][self._line_places(lane, places)].astype(np.int64)
         return ids + numbers * len(self.weights)

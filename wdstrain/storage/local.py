@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.memory.scatter import ScatterList
 from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote
 
 
@@ -66,17 +64,17 @@ class LocalFile:
         data = bytearray(max(0, min(length, self.size - offset)))
         return bytes(data[: self._read_at(memoryview(data), offset)])
 
-    def read_into(self, target: memoryview | ScatterList, offset: int) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
         """Fill the target with the bytes from offset on.
 
         Raises ShardError if the file ends before or has another state, StorageError if it cannot be
         read.
         """
-        left, offset = self._fill(target, offset)
-        if left:
+        count = self._read_at(target, offset)
+        if count < len(target):
             raise ShardError(
-                f"{self.path} ends at offset {offset}, {left} bytes before the index says; it "
-                f"changed since it was indexed. Copy it again, or accept it as it is: "
+                f"{self.path} ends at offset {offset + count}, {len(target) - count} bytes before "
+                f"the index says; it changed since it was indexed. Copy it again, or accept it as it is: "
                 f"wdstrain index {os.path.dirname(self.path) or '.'}"
             )
         self._check_state()
@@ -100,24 +98,9 @@ class LocalFile:
                 f"may differ. Start again to use the new shard."
             )
 
-    def _fill(self, target: memoryview | ScatterList, offset: int) -> tuple[int, int]:
-        """Return (bytes that are missing at the end of the file, offset of the first of them)."""
-        if isinstance(target, memoryview):
-            count = self._read_at(target, offset)
-            return len(target) - count, offset + count
-        with self._errors(offset):
-            while target.left and (count := target.read(self._fd, offset)):
-                offset += count
-        return target.left, offset
-
     def _read_at(self, view: memoryview, offset: int) -> int:
-        with self._errors(offset):
-            return read_at(self._fd, view, offset)
-
-    @contextmanager
-    def _errors(self, offset: int) -> Iterator[None]:
         try:
-            yield
+            return read_at(self._fd, view, offset)
         except OSError as error:
             raise StorageError(
                 f"{self.path} cannot be read at offset {offset}: {error.strerror}."

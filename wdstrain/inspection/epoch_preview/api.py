@@ -68,7 +68,9 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     assert isinstance(plan, Plan)
     widest = loader(2**31 - 1, shuffled=True).shuffle_buffer
     ranks = range(options.world_size)
-    reads = [[reads_of(index, plan, rank, lane) for lane in plan.lanes_of(rank)] for rank in ranks]
+    reads = [
+        [reads_of(index, plan, rank, lane) for lane in range(plan.lanes_per_rank)] for rank in ranks
+    ]
     steps = _measured_steps(plan, _MAX_SAMPLES)
     codes, read = None, 0
     if chosen is not None:

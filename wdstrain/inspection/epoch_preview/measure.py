@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.order.plan import Plan
-from wdstrain.reader.blocks import ReadBlock, read_bytes
+from wdstrain.reader.reads import lane_reads
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote, range_size
@@ -44,18 +44,13 @@ class Reads(NamedTuple):
 
 
 def reads_of(index: Index, plan: Plan, rank: int, lane: int) -> Reads:
-    """Return the reads of a lane in an epoch."""
-    place, most, reads = 0, read_bytes(index), [(0, 0, 0, 0, 0)]
-    block = ReadBlock.of(index, plan, lane, place)
-    while place < block.end:
-        if not block.covers_read(place):
-            block = ReadBlock.of(index, plan, lane, place)
-        count = block.places_of_read(place, 0, most)
-        row, last = place - block.start, place - block.start + count - 1
-        read = (block.ids[row], count, block.shards[row], block.starts[row], block.stops[last])
-        reads.append(read)
-        place += count
-    return Reads(*np.array(reads[1:], np.int64).reshape(-1, 5).T)
+    """Return the reads of a lane in an epoch. lane: number among the lanes of the rank."""
+    rows = [
+        (read.ids[0], len(np.unique(read.ids)), read.start, read.stop)
+        for read in lane_reads(index, plan, rank, lane)
+    ]
+    ids, samples, start, stop = np.array(rows, np.int64).reshape(-1, 4).T
+    return Reads(ids, samples, index.shard_of(ids), start, stop)
 
 
 @dataclass(frozen=True)
@@ -143,16 +138,13 @@ class Held(NamedTuple):
 
 def places_in(plan: Plan, lane: int, first: int, stop: int) -> LanePlaces:
     """Return the places of a lane that the steps [first, stop) may need."""
-    count, last = plan.lane_samples(lane), plan.span(lane, plan.steps - 1)[0]
-    low = max(0, min(plan.span(lane, first)[0], count) - plan.window + 1)
-    high = min(count, plan.span(lane, stop - 1)[1] + plan.window - 1)
-    if low >= high:
-        return LanePlaces(*np.zeros((3, 0), np.int64))
-    position = plan.positions(lane, low, high)
-    step = np.minimum(position // plan.samples_per_step_per_lane, plan.steps - 1)
-    step[position >= last] = plan.steps - 1
-    due = step if plan.tail == "drop" else plan.due(lane, low, high)
-    return LanePlaces(plan.ids(lane, np.arange(low, high)), step, due)
+    begin, end = plan.cuts(lane, np.array([first, stop])).tolist()
+    count, own = plan.lane_samples(lane), divmod(lane, plan.lanes_per_rank)
+    low, high = max(0, min(begin, count) - plan.window + 1), min(count, end + plan.window - 1)
+    ids, step, _ = plan.reading(*own, low, high)
+    # padding repeats a sample: its entries follow each other
+    edges = np.flatnonzero(np.diff(ids, prepend=-1, append=-1))
+    return LanePlaces(ids[edges[:-1]], step[edges[:-1]], step[edges[1:] - 1])
 
 
 def held_in(
@@ -160,12 +152,12 @@ def held_in(
 ) -> Held:
     """Return the samples that a lane holds at the steps [first, stop). known: their `places_in`.
 
-    A sample is held from when it is read until its batch is requested. What the reader reads ahead,
-    some MB, comes on top.
+    A sample is held from when it is read until its batch is requested. The reader frees memory read
+    by read, and reads some MB ahead, which comes on top.
     """
     count, table = plan.lane_samples(lane), index.offsets
     if count == 0:  # nothing, or the one sample that an empty lane pads with
-        ids = plan.ids(lane, np.arange(plan.lane_places(lane)))
+        ids = np.unique(plan.reading(*divmod(lane, plan.lanes_per_rank), 0, 1).ids)
         size = int((table.size[ids]).sum())
         return Held(np.full(stop - first, len(ids)), np.full(stop - first, size))
     known = known or places_in(plan, lane, first, stop)

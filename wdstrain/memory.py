@@ -1,4 +1,4 @@
-"""Anonymous memory that is shared with worker processes.
+"""Anonymous memory that is shared with worker processes, and checksums of its bytes.
 
 It is a memfd without a name in /dev/shm. A crash therefore leaves nothing behind, and the 64 MB
 limit of a container's /dev/shm does not apply. The system provides a page when it is first written,
@@ -9,17 +9,22 @@ descriptor under spawn and forkserver.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from isal.isal_zlib import crc32
+
 from wdstrain.errors import WdstrainError
+from wdstrain.native import kernels
+
+Ints = npt.NDArray[np.int64]
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, missing in module mmap
 
@@ -64,31 +69,29 @@ class Memory:
             with suppress(OSError):  # Linux before 5.14: a first write maps its page
                 self.map.madvise(_POPULATE_READ, start, size)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Lock out all other processes and threads that use this method.
-
-        The system releases the lock of a process that is killed.
-        """
-        with _thread_locks[os.getpid()]:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)
 
 
-class _ThreadLocks(dict[int, threading.Lock]):
-    """One lock per process id: a forked child may inherit a lock that is held."""
+def checksums(memory: Memory, start: Ints, size: Ints) -> npt.NDArray[np.uint32]:
+    """Return the crc32 of runs of bytes of a memory. uint32[n]
 
-    def __missing__(self, pid: int) -> threading.Lock:
-        return self.setdefault(pid, threading.Lock())
-
-
-_thread_locks = _ThreadLocks()
+    start, size: offset and length of each run in bytes, int64[n] each. The GIL is released.
+    Raises ValueError if a run reaches beyond the memory: C reads the addresses that it gets.
+    """
+    # `memory.size - size` cannot overflow once size >= 0 holds; `start + size` could
+    if len(start) and (start.min() < 0 or size.min() < 0 or (start > memory.size - size).any()):
+        raise ValueError("a run of bytes is beyond its memory: start + size must be <= its size")
+    crcs = np.zeros(len(start), np.uint32)
+    if kernels.library is None:
+        for number, (begin, length) in enumerate(zip(start.tolist(), size.tolist(), strict=True)):
+            crcs[number] = crc32(memory.view[begin : begin + length])
+        return crcs
+    address, length = start + memory.address, np.ascontiguousarray(size)
+    kernels.library.checksum_runs(
+        kernels.checksum, len(crcs), address.ctypes.data, length.ctypes.data, crcs.ctypes.data
+    )
+    return crcs
 
 
 def private_memory(size: int) -> memoryview:

@@ -1,0 +1,160 @@
+"""Compiled code and Python code give the same checksums and batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wdstrain as wt
+from tests.conftest import ROOT, picture
+from wdstrain.memory import Memory, checksums
+from wdstrain.native import kernels
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=40))
+def test_checksums_are_those_of_zlib(runs: list[tuple[int, int]]) -> None:
+    """Runs may overlap, be empty, and end with the memory."""
+    memory = Memory(8000)
+    memory.view[:] = np.random.default_rng(0).bytes(8000)
+    start, size = ints(*(a for a, _ in runs)), ints(*(b for _, b in runs))
+    expected = [zlib.crc32(memory.view[a : a + b]) for a, b in runs]
+    assert checksums(memory, start, size).tolist() == expected
+    assert checksums(memory, start[::-1], size[::-1]).tolist() == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [(-1, 5), (0, -1), (96, 5), (101, 0), (1 << 62, 1 << 62), ((1 << 63) - 1,) * 2, (1, -1 << 63)],
+)
+def test_runs_outside_the_memory_are_refused(start: int, size: int) -> None:
+    """Offsets come from an index and become addresses, so they are validated."""
+    with pytest.raises(ValueError, match="beyond its memory"):
+        checksums(Memory(100), ints(0, start), ints(1, size))
+
+
+def epochs(folder: Path) -> list[Any]:
+    """Return the batches and bad samples of each set, read in three ways."""
+    fields = {
+        "x": wt.array("x.npy", shape=(40, 40), dtype="uint8"),
+        "image": wt.image(size=16),
+        "label": wt.label(),
+    }
+    epochs_ = []
+    for name in ("sound", "damaged", "short"):
+        for chosen in (fields, {"x": fields["x"]}, None):
+            loader = wt.Loader(
+                folder / name, chosen, batch_size=7, on_error="replace", max_errors=1.0
+            )
+            batches = [
+                {
+                    key: str(value) if isinstance(value, list) else value.tolist()
+                    for key, value in batch.items()
+                }
+                for batch in loader
+            ]
+            epochs_.append([batches, loader.report()["bad"], loader.report()["bad_reasons"]])
+            loader.close()
+    return epochs_
+
+
+EPOCHS = """
+import json, sys
+from pathlib import Path
+from tests.memory.test_native import epochs
+print(json.dumps(epochs(Path(sys.argv[1]))))
+"""
+
+
+def test_a_loader_delivers_equal_batches_without_the_library(tmp_path: Path) -> None:
+    """Arrays, images and bytes; intact, damaged, and in a truncated shard."""
+    values = np.random.default_rng(2).integers(0, 255, (60, 40, 40), np.uint8)
+    for name in ("sound", "damaged", "short"):
+        samples = (
+            {"__key__": f"k{i:03d}", "x.npy": values[i], "jpg": picture(i), "cls": i % 7}
+            for i in range(60)
+        )
+        wt.pack(samples, str(tmp_path / name), shuffle=False, max_shard_samples=20)
+        shard = tmp_path / name / "train-000001.tar"
+        data = bytearray(shard.read_bytes())
+        for at in range(5000, len(data), 1997):
+            data[at] ^= name == "damaged"
+        shard.write_bytes(data[: len(data) // 2 if name == "short" else None])
+    run = [sys.executable, "-c", EPOCHS, str(tmp_path)]
+    environment = {**os.environ, kernels.DISABLE: "0"}
+    done = subprocess.run(
+        run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    output = epochs(tmp_path)
+    assert json.loads(done.stdout) == output
+    assert [bad > 0 for _, bad, _ in output] == [False] * 3 + [True] * 6
+
+
+@pytest.mark.slow
+def test_the_generic_code_passes_the_tests_of_the_compiled_code(tmp_path: Path) -> None:
+    """The tests of checksums and forward reads, in a process without the library."""
+    files = ["memory/test_native.py", "reader/test_checksums.py"]
+    forward = "test_shards_are_read_forward_in_turn_with_large_reads"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", f"--basetemp={tmp_path / 'tests'}"),
+            *("-m", "not slow and not alone", f"tests/loader/test_loader.py::{forward}"),
+            *(f"tests/{name}" for name in files),
+        ],
+        cwd=ROOT,
+        env={**os.environ, kernels.DISABLE: "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+# --- the library ---
+
+
+def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
+    """An updated checkout may have a library built from older sources, with other signatures."""
+    if kernels.library is None:
+        pytest.skip("there was no C compiler")
+    assert kernels.load_library() is not None
+    (tmp_path / "kernels.c").write_text(Path(kernels.SOURCE).read_text() + "\n")
+    assert kernels.load_library(source=str(tmp_path / "kernels.c")) is None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")]
+)
+def test_without_a_compiler_the_build_logs_it_and_compiles_no_library(
+    tmp_path: Path, compiler: str, why: str
+) -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import NATIVE, compile_library;"
+        f"print(compile_library(NATIVE / 'kernels.c', Path({str(tmp_path / 'lib.so')!r})))"
+    )
+    (tmp_path / "lib.so").write_bytes(b"of before")
+    environment = {**os.environ, "CC": compiler}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith(why)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,121 @@
+"""The list of reads: each sample is read once for each row, in reads that go forward in a shard."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import quick_and_slow, write_tar
+from tests.support.readers import collected_batches
+from wdstrain.order.order import Order
+from wdstrain.reader import reads as module
+from wdstrain.reader.reads import GAP, Read, lane_reads, reads
+
+COUNT = 300
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> wt.Index:
+    """Shards of samples of some bytes, and a few large ones."""
+    folder, number = tmp_path_factory.mktemp("set"), 0
+    for shard, count in enumerate([90, 1, 150, 59]):
+        samples = []
+        for _ in range(count):
+            size = 1_200_000 if number % 40 == 7 else number % 900
+            samples.append((f"k{number:04d}", {"bin": b"%d," % number * (size // 4 + 1)}))
+            number += 1
+        write_tar(folder / f"s-{shard}.tar", samples)
+    return wt.index(folder)
+
+
+def check_read(index: wt.Index, read: Read) -> None:
+    """Check places, sizes and gaps of one read."""
+    start, stop = index.offsets.start[read.ids], index.offsets.stop[read.ids]
+    assert (read.start, read.stop) == (start[0], stop[-1])
+    assert (read.size == stop - start).all()
+    assert {index.shard_with(number) for number in read.ids.tolist()} == {read.shard}
+    places = dict(zip(read.ids.tolist(), read.place.tolist(), strict=True))
+    assert [places[number] for number in read.ids.tolist()] == read.place.tolist()
+    end = 0
+    for number, place in places.items():
+        assert place == end
+        end += int(index.offsets.size[number])
+    assert end == read.nbytes
+    assert read.has_gaps == (read.nbytes < read.stop - read.start)
+    for before, after in pairwise(places):
+        assert 0 <= index.offsets.start[after] - index.offsets.stop[before] <= GAP
+    assert read.first_batch <= read.batch.min()
+
+
+def settings(seed: int) -> dict[str, Any]:
+    bits = random.Random(seed)
+    return {
+        "batch_size": bits.choice([1, 4, 12]),
+        "lanes": bits.choice([2, 4]),
+        "shuffle": bits.random() < 0.8,
+        "shuffle_buffer": bits.choice([1, 7, 50, 1000]),
+        "tail": bits.choice(["drop", "pad", "keep"]),
+        "seed": seed,
+        "rank": bits.randrange(2),
+        "world_size": 2,
+    } | ({"weights": [bits.choice([0, 0.4, 1, 3]) for _ in range(COUNT)]} if seed % 3 == 0 else {})
+
+
+@pytest.mark.parametrize("seed", quick_and_slow(range(60), 12))
+def test_every_row_of_an_epoch_is_read_once(
+    index: wt.Index, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = settings(seed)
+    if options["batch_size"] * 2 % options["lanes"]:
+        options["lanes"] = 2
+    monkeypatch.setattr(module, "READ_SAMPLES", random.Random(seed).choice([3, 20, 4096]))
+    loader = wt.Loader(index, **options)
+    rank, step = options["rank"], random.Random(seed).randrange(len(loader))
+    planned = reads(index, loader.plan, rank, 0, step, until=2)
+    rows: dict[tuple[int, int], int] = {}
+    for read in planned:
+        check_read(index, read)
+        assert len(set(read.ids.tolist())) <= module.READ_SAMPLES
+        for number, batch, row in zip(read.ids, read.batch, read.row, strict=True):
+            assert (batch, row) not in rows
+            rows[int(batch), int(row)] = int(number)
+    batch = 0
+    for epoch, first in ((0, step), (1, 0)):
+        for own in range(first, len(loader)):
+            ids = loader.plan(epoch).delivery(rank, own, own + 1).ids.tolist()
+            assert [rows.pop((batch, row)) for row in range(len(ids))] == ids
+            batch += 1
+    assert not rows
+    loader.close()
+
+
+def test_lanes_are_merged_by_the_first_batch_that_needs_a_read(index: wt.Index) -> None:
+    loader = wt.Loader(index, batch_size=4, lanes=4, shuffle=False)
+    order: Order = loader.plan(0)
+    firsts = [read.first_batch for read in reads(index, loader.plan, 0, 0, 0, until=1)]
+    assert firsts == sorted(firsts)
+    own = [[r.first_batch for r in lane_reads(index, order, 0, lane)] for lane in range(4)]
+    assert sorted(first for lane in own for first in lane) == firsts
+
+
+@pytest.mark.parametrize("choice", ["all", "every third", "far apart"])
+@pytest.mark.parametrize("buffer", [1, 40])
+def test_samples_lie_at_their_offsets(index: wt.Index, choice: str, buffer: int) -> None:
+    """Gaps between samples are left out of the memory, whether they are read or skipped."""
+    ids = np.arange(0, COUNT, {"all": 1, "every third": 3, "far apart": 41}[choice])
+    chosen = index.take(ids)
+    loader = wt.Loader(chosen, batch_size=3, shuffle_buffer=buffer, tail="keep")
+    seen = set[int]()
+    for reader, _, batch in collected_batches(chosen, loader.plan):
+        for number, offset in zip(batch.ids.tolist(), batch.offset.tolist(), strict=True):
+            _, begin, size = chosen.members(number)[0]
+            begin += offset - int(chosen.offsets.start[number])
+            data = bytes(reader.memory.view[begin : begin + size])
+            assert data.startswith(b"%d," % ids[number])
+            seen.add(number)
+    assert len(seen) == len(ids)

@@ -1,0 +1,129 @@
+"""The list of reads: from the order of epochs to bytes of shards. Pure; nothing is read here.
+
+Called by `run`. The reads of all lanes of a rank are one list, in which the reads of one lane go
+forward. They are merged by the first batch that needs them. Epochs follow each other in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import merge
+from itertools import pairwise
+
+import numpy as np
+
+from wdstrain.order.order import Ints, Order, Places
+from wdstrain.shards.index import Index, Shard
+from wdstrain.storage.remote import is_remote, range_size
+
+READ_SAMPLES = 4096  # most samples in one read
+GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded
+LOCAL_BYTES = 16 << 20  # most bytes of one read of local shards
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Bytes [start, stop) of a shard, with n samples in their order in the shard.
+
+    ids: sample ids. batch, row: where each sample is delivered; batches count from the first that
+    is read. place: where each sample begins in the block of memory of the read. size: bytes of each
+    sample. int64[n] each. nbytes: of the block, which leaves out the gaps between samples.
+    first_batch: the first batch that needs this read or a later one of the lane.
+    """
+
+    shard: Shard
+    start: int
+    stop: int
+    ids: Ints
+    batch: Ints
+    row: Ints
+    place: Ints
+    size: Ints
+    nbytes: int
+    first_batch: int
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether bytes between its samples are discarded."""
+        return self.nbytes < self.stop - self.start
+
+
+def read_bytes(index: Index) -> int:
+    """Return the most bytes of one read. A single larger sample is still read as a whole."""
+    # Several remote reads are in flight.
+    return range_size() if any(is_remote(shard.path) for shard in index.shards) else LOCAL_BYTES
+
+
+def reads(
+    index: Index,
+    orders: Callable[[int], Order],
+    rank: int,
+    epoch: int,
+    step: int,
+    until: int | None,
+) -> Iterator[Read]:
+    """Yield the reads of a rank from (epoch, step) up to epoch `until`; None: there is no end.
+
+    orders: returns the order of an epoch.
+    """
+    before = -step  # batches before step 0 of the epoch
+    while epoch != until:
+        order = orders(epoch)
+        lanes = (
+            lane_reads(index, order, rank, lane, step, before)
+            for lane in range(order.lanes_per_rank)
+        )
+        yield from merge(*lanes, key=lambda read: read.first_batch)
+        before, epoch, step = before + order.steps, epoch + 1, 0
+
+
+def lane_reads(
+    index: Index, order: Order, rank: int, lane: int, step: int = 0, before: int = 0
+) -> Iterator[Read]:
+    """Yield the reads of a lane from a step on. before: number of batches before the epoch."""
+    # Planning costs up to three windows of places for any number of them.
+    count = max(order.window, 4 * READ_SAMPLES)
+    place = order.first_place(rank, lane, step)
+    while len((places := order.reading(rank, lane, place, place + count)).ids):
+        place += count
+        wanted = places.step >= step  # others were delivered before
+        ids, steps, rows = (column[wanted] for column in places)
+        yield from _cut(index, Places(ids, steps + before, rows))
+
+
+def _cut(index: Index, places: Places) -> Iterator[Read]:
+    """Yield the reads of samples in the order of reading; `step` of the places is the batch.
+
+    A read goes forward in one shard, and through small gaps.
+    """
+    ids, most = places.ids, read_bytes(index)
+    start, extent, shard = index.offsets.start[ids], index.offsets.size[ids], index.shard_of(ids)
+    stop = start + extent
+    gap = start[1:] - stop[:-1]
+    # Later reads of the lane may be needed earlier, and they wait for this one.
+    needed = np.minimum.accumulate(places.step[::-1])[::-1]
+    is_repeated = ids[1:] == ids[:-1]  # it shares the bytes of the entry before
+    new = (np.diff(shard) != 0) | (gap > GAP) | ((gap < 0) & ~is_repeated)
+    size = extent * np.append(True, ~is_repeated)[: len(ids)]
+    for first, last in pairwise([0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]):
+        while first < last:
+            end = min(last, first + READ_SAMPLES)
+            fits = np.searchsorted(stop[first:end], start[first] + most, side="right")
+            end = first + max(1, int(fits))
+            own, sizes = slice(first, end), size[first:end].copy()
+            sizes[0] = extent[first]
+            ends = sizes.cumsum()
+            yield Read(
+                shard=index.shards[shard[first]],
+                start=int(start[first]),
+                stop=int(stop[end - 1]),
+                ids=ids[own],
+                batch=places.step[own],
+                row=places.row[own],
+                place=ends - extent[own],
+                size=extent[own],
+                nbytes=int(ends[-1]),
+                first_batch=int(needed[first]),
+            )
+            first = end
