@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -299,3 +300,35 @@ def test_close_ends_though_a_transform_hangs(tmp_path: Path) -> None:
         loader.close()
     closing.join()
     assert is_closed
+
+
+class HangsForever:
+    """A transform that never returns after the first batch, once it has noted its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if int(sample["cls"]) >= 4:
+            (self.folder / str(os.getpid())).touch()
+            threading.Event().wait()
+        return {"number": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_close_ends_all_workers_together_though_their_transforms_hang(tmp_path: Path) -> None:
+    shards, notes = write_shards(tmp_path / "s", [50]), tmp_path / "notes"
+    notes.mkdir()
+    transform = HangsForever(notes)
+    loader = wt.Loader(shards, transform=transform, batch_size=4, num_workers=6, shuffle=False)
+    next(iter(loader))
+    end = time.monotonic() + 60
+    while len(list(notes.iterdir())) < 6:
+        assert time.monotonic() < end
+    begun = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begun < 20  # one after another they would take 30 s
+    for path in notes.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)

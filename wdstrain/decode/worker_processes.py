@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
 from wdstrain.decode.worker_queues import MessageMemory, interruptible_context
-from wdstrain.decode.workers import PREFETCH, InFlightLimits
+from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits
 from wdstrain.errors import WdstrainError
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
@@ -38,7 +39,7 @@ _Item = tuple[int, int]  # number of a message, and its parts in the memory
 class WorkerProcesses:
     """Worker processes that decode. They start with the first task and live until `close`.
 
-    Three private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
+    Five private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
     is no public method to shut down, to leave workers alone in a forked child, or to ask the sampler
     again. A comment at each says which wait would never end without it.
     """
@@ -107,11 +108,20 @@ class WorkerProcesses:
         # A traceback may hold the iterator. Dropping it would then not end the workers: they would
         # wait for tasks, and the exit of this process for them.
         iterator, self._iterator, self._loader = self._iterator, None, None
-        if iterator is not None:
-            iterator._shutdown_workers()
-        # A worker that is stopped or hangs ignores torch's request and its SIGTERM. The exit of
-        # this process would wait for it.
-        self._kill()
+        with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
+            if iterator is not None:
+                # Torch waits 5 s for one worker after another, if their transforms hang.
+                iterator._workers_done_event.set()
+                for queue in iterator._index_queues:
+                    queue.put(None)
+                end = time.monotonic() + END_SECONDS
+                for worker in self._processes:
+                    worker.join(max(0.0, end - time.monotonic()))
+            # A worker that is stopped or hangs ignores torch's request and its SIGTERM. The exit of
+            # this process would wait for it.
+            self._kill()
+            if iterator is not None:
+                iterator._shutdown_workers()
 
     def _begin(self) -> Any:
         """Start the workers, unless they run, and return the DataLoader's iterator."""
@@ -123,9 +133,7 @@ class WorkerProcesses:
                 self._iterator = iter(self._loader)
         except BaseException:
             if self._iterator is None:  # only the iterator, which was not returned, ends workers
-                self._loader = None
-                with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
-                    self._kill()
+                self.close()
             raise
         return self._iterator
 

@@ -30,7 +30,7 @@ _MEMORY_SHARE = 16  # batches in flight may take 1/16 of the memory
 _MIN_BYTES = 256 << 20  # that they may take on any machine
 # limits for one message: samples, batches, bytes
 _MESSAGE_SAMPLES, _MESSAGE_BATCHES, _MESSAGE_BYTES = 128, 4, 32 << 20
-_END_SECONDS = 5.0  # `close` waits no longer for a thread: the user's transform may hang
+END_SECONDS = 5.0  # `close` waits no longer for threads and workers: a transform may hang
 
 
 class InFlightLimits(NamedTuple):
@@ -136,7 +136,7 @@ class DecoderThreads:
                 self._todo.get_nowait()
         for _ in self._threads:
             self._todo.put(None)
-        end = time.monotonic() + _END_SECONDS
+        end = time.monotonic() + END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
