@@ -122,6 +122,15 @@ def test_labels_are_class_numbers_or_class_names(data: bytes, expected: int) -> 
     assert value(wt.label(classes=classes), data) == expected
 
 
+@pytest.mark.parametrize("number", ["1.5", "0.25", "-1", "2", "1e3"])
+def test_a_number_that_is_no_class_is_an_error(number: str) -> None:
+    """A whole number may be written with a point, as tables of other tools do."""
+    field = wt.label("json.n", classes=["cat", "dog"])
+    assert value(field, b'{"n": 1.0}') == 1
+    with pytest.raises(SampleError, match="is not"):
+        value(field, f'{{"n": {number}}}'.encode())
+
+
 @pytest.mark.parametrize("data", [b"", b"1.5", b"-1", b"bird", b"\xff", b"99"])
 def test_text_that_is_not_a_class_is_an_error(data: bytes) -> None:
     with pytest.raises((SampleError, UnicodeDecodeError)):

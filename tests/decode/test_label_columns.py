@@ -271,3 +271,58 @@ def test_a_loader_of_columns_reads_no_shard(
             numbers = [int(key[1:]) for key in batch["__key__"]]
             assert batch["label"].tolist() == [n % 2 for n in numbers]
             assert batch["angle"].tolist() == [n / 2 for n in numbers]
+
+
+@pytest.mark.parametrize("has_columns", [True, False])
+def test_a_name_is_a_column_of_the_index_or_else_a_field(tmp_path: Path, has_columns: bool) -> None:
+    """Nobody needs to know that a table's columns lie in `json`, or that a label lies in `cls`."""
+    rows = [
+        {"__key__": f"k{n}", "cls": n % 2, "txt": f"text {n}", "Note.txt": f"note {n}"}
+        | {"json": {"Kind": NAMES[n % 3], "angle": n / 2, "caption": f"a {n}", "Tags": ["emu"][n:]}}
+        | {"meta.json": {"long": "long " * 100 + str(n)}}
+        for n in range(6)
+    ]
+    labels = [
+        wt.Label("Kind", "class", "json", "Kind", tuple(NAMES)),
+        wt.Label("Tags", "multi", "json", "Tags", tuple(NAMES)),
+    ]
+    index = wt.pack(rows, tmp_path / "out", labels=labels, classes=["no", "yes"], shuffle=False)
+    if not has_columns:
+        index = replace(index, columns=())
+    fields = {
+        "by label": wt.label("label"),
+        "by field": wt.label("cls"),
+        "kind": wt.label("Kind"),
+        "tags": wt.label("Tags"),
+        "angle": wt.number("angle" if has_columns else "json.angle", dtype="float64"),
+        "caption": wt.text("caption" if has_columns else "json.caption"),
+        "txt": wt.text("txt"),
+        "note": wt.text("Note.txt"),
+        "long": wt.text("meta.json.long"),
+    }
+    with closing(wt.Loader(index, fields, batch_size=6, shuffle=False)) as loader:
+        (batch,) = loader.epoch(0, until=1)
+    assert batch["by label"].tolist() == batch["by field"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert batch["kind"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch["tags"].tolist() == [[0, 0, 1], *[[0, 0, 0]] * 5]
+    assert batch["angle"].tolist() == [n / 2 for n in range(6)]
+    assert batch["angle"].dtype == torch.float64
+    assert batch["caption"] == [f"a {n}" for n in range(6)]
+    assert batch["txt"] == [f"text {n}" for n in range(6)]
+    assert batch["note"] == [f"note {n}" for n in range(6)]
+    assert [text[-2:] for text in batch["long"]] == [f" {n}" for n in range(6)]
+    with pytest.raises(wt.UsageError, match="looks for colour"):
+        wt.Loader(index, {"x": wt.label("colour")})
+
+
+def test_a_text_of_a_column_is_none_in_a_marked_row(tmp_path: Path) -> None:
+    rows = [
+        {"__key__": f"k{n}", "txt": "no number", "cls": 0, "json": {"caption": "x"}}
+        for n in range(2)
+    ]
+    index = wt.pack(rows, tmp_path / "out", shuffle=False)
+    fields = {"n": wt.number("txt"), "caption": wt.text("caption")}
+    options: dict[str, Any] = {"on_error": "mark", "max_errors": 1.0, "batch_size": 2}
+    with closing(wt.Loader(index, fields, **options)) as loader:
+        (batch,) = loader.epoch(0, until=1)
+    assert batch["caption"] == [None, None]

@@ -229,8 +229,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("whole-or-number", "if match[1] or match[2]", "if match[1] and match[2]"),
         (
             "classes-alike",
-            "if len(same) > 1 and len(named) > 1:",
-            "if len(same) > 1 and len(named) > 2:",
+            "len({c.has_names for c in present}) > 1",
+            "len({c.has_names for c in present}) > 2",
         ),
     ],
     "shards/kinds.py": [

@@ -26,6 +26,7 @@ from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import KINDS, Classes, ColumnInfo, Place, json_place, number_of, spelled
+from wdstrain.shards.label import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import Names
@@ -264,9 +265,9 @@ def _joined(
     label = next((label for label in index.labels if label.place in places), None)
     column = next((column for column in index.columns if column.place in places), None)
     if label is None or column is None:
-        why = index.disagreement(*places[0])
+        why = disagreement(index.shard_labels, (shard.shown for shard in index.shards), places[0])
         raise UsageError(
-            f"{why or _numberings(own)}. Pack them together, or make a column of each set: wdstrain "
+            f"{why}. Pack them together, or make a column of each set: wdstrain "
             f"index SET --label {places[0][0]} --classes A,B,... (wdstrain index --columns shows how)."
         )
     for info in dict.fromkeys(own):
@@ -277,11 +278,6 @@ def _joined(
             f'sets number their classes differently. Leave them out: where="{column.name} is not None".'
         )
     return replace(field, classes=field.classes or label.classes, is_joined=True)
-
-
-def _numberings(own: Sequence[ColumnInfo | None]) -> str:
-    shown = dict.fromkeys("no label" if info is None else info.numbering for info in own)
-    return f"the label differs between these sets: {'; '.join(shown)}"
 
 
 def _check_texts(field: LabelField) -> None:
