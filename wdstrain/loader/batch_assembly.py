@@ -1,14 +1,14 @@
-"""The loop's batches, made of decoded ones: repaired, with keys, sources and the mask of padding.
+"""Tasks of decoders, and the loop's batches, which are made of their results.
 
-If every sample of a batch is bad, another sample takes their place. This is rare and runs in the
-training process, so it does not depend on the decoders: the substitute is the next good sample of
-the data set, for every epoch, rank and worker.
+`Pipeline` calls this in the loop's thread. If every sample of a batch is bad, another sample takes
+their place. This is rare and does not depend on the decoders: the substitute is the next good
+sample of the data set, for every epoch, rank and worker.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.labels import LabelColumn
-from wdstrain.decode.task import BadSample, Result
+from wdstrain.decode.task import BadSample, Members, Result, Task
 from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.loader.nested import without_rows
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.stats import Finding
-from wdstrain.loader.tasks import TaskBuilder
 from wdstrain.memory import Memory
 from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
@@ -54,60 +53,83 @@ class TakenBatch(NamedTuple):
 
 
 class BatchAssembler:
-    """Makes the loop's batches. It runs in the training process."""
+    """Makes tasks of batches that are read, and the loop's batches of their results."""
 
     def __init__(
         self,
         index: Index,
         options: LoaderOptions,
         columns: Mapping[str, LabelColumn],
+        needed_fields: Collection[str] | None,
         sources: Mapping[str, int],
-        slots: Slots,
-        repair: BatchRepair,
     ) -> None:
-        """columns: labels that the index gives, by name. sources: their first sample ids."""
-        self._index, self._columns, self._slots, self._repair_batch = index, columns, slots, repair
-        self._on_error, self._has_transform = options.on_error, options.transform is not None
-        self._source_names = list(sources)
+        """columns: labels that the index gives, by name. needed_fields: of the decoders; None: all.
+
+        sources: of a mixture, the first sample id of each source.
+        """
+        self._index, self._options, self._columns = index, options, columns
+        self._needed_fields, self._source_names = needed_fields, list(sources)
         self._source_firsts = np.array(list(sources.values()), np.int64)
 
-    def assemble(
-        self, result: Result, batch: ReadBatch, keys: list[str], plan: Order
-    ) -> TakenBatch:
-        """Return the batch and its counts.
+    def task(self, batch: ReadBatch, slot: int) -> Task:
+        """Return the task of a batch. slot: that its decoder fills."""
+        table, ids = self._index.offsets, batch.ids
+        members = table.members_of(ids, self._needed_fields)
+        each, common = int(members.first[1]), tuple[int, ...]()
+        if each and (np.diff(members.first) == each).all():
+            by_sample = members.field.reshape(-1, each)
+            if (by_sample == by_sample[0]).all():
+                common = tuple(by_sample[0].tolist())
+        begin = members.offset + (batch.offset - table.start[ids])[members.row]
+        return Task(
+            batch.number,
+            batch.epoch,
+            slot,
+            ids,
+            Members(members.first, members.field, begin, members.size, common),
+            tuple(self._index.keys(ids)) if self._options.transform is not None else (),
+            batch.bad,
+            batch.rng_ids,
+        )
 
-        Raises SampleError for a bad sample that is not replaced.
+    def assemble(
+        self, result: Result, batch: ReadBatch, order: Order, slots: Slots, decoder: Decoder
+    ) -> TakenBatch:
+        """Return the batch of a result.
+
+        decoder: decodes a sample that takes the place of a batch of bad ones. Raises SampleError
+        for a bad sample that is not replaced.
         """
         findings = list[Finding]()
         ids, draws = batch.ids.copy(), batch.rng_ids.copy()
         own = np.ones(len(ids), bool)
         if result.bad:
-            result = self._repair(result, batch)
+            result = self._replaced(result, batch, decoder)
             for bad in result.bad:
                 ids[bad.row], draws[bad.row], own[bad.row] = bad.substitute, bad.substitute, False
                 if batch.valid[bad.row]:
                     findings.append(self._finding(batch, bad))
-        valid = len(ids) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
-        rows = valid if plan.tail == "keep" else len(ids)
-        values: dict[str, Any] = self._slots.lease(result.slot, rows)
+        valid = len(ids) if order.tail == "drop" else int(np.count_nonzero(batch.valid))
+        rows = valid if order.tail == "keep" else len(ids)
+        values: dict[str, Any] = slots.lease(result.slot, rows)
         values |= result.values if rows else self._empty(result.values)
         values |= self._labels(ids[:rows], own[:rows])
         if any(map(are_images, values.values())):
-            values[RNG] = bits(draws[:rows], "device", plan.seed, plan.epoch)
-            if self._on_error == "mark":
+            values[RNG] = bits(draws[:rows], "device", order.seed, order.epoch)
+            if self._options.on_error == "mark":
                 values[RNG][~own[:rows]] = NO_SAMPLE
-        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else keys[:rows]
+        values["__key__"] = self._index.keys(ids[:rows])
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
-        if plan.tail == "pad":
+        if order.tail == "pad":
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
         return TakenBatch(values, ids[:rows], own[:rows], rows - valid, findings)
 
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""
         labels = {name: column.rows(ids) for name, column in self._columns.items()}
-        if self._on_error == "mark" and not own.all():
+        if self._options.on_error == "mark" and not own.all():
             for name, rows in labels.items():
                 if isinstance(rows, list):
                     labels[name] = [
@@ -119,57 +141,25 @@ class BatchAssembler:
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of decoders without their rows."""
-        if self._has_transform:
+        if self._options.transform is not None:
             return {name: without_rows(value) for name, value in values.items()}
         return {name: value[:0] for name, value in values.items()}
 
     # --- bad samples ------------------------------------------------------------------------------
 
-    def _repair(self, result: Result, batch: ReadBatch) -> Result:
-        """Return the batch after its bad samples were replaced.
+    def _replaced(self, result: Result, batch: ReadBatch, decoder: Decoder) -> Result:
+        """Return the result after its bad samples were replaced.
 
         Raises SampleError if a bad sample is left.
         """
-        if self._on_error == "replace" and len(result.bad) == len(batch.ids):
-            result = self._repair_batch.substitute_batch(result, batch)
+        if self._options.on_error == "replace" and len(result.bad) == len(batch.ids):
+            result = self._substitute(result, batch, decoder)
         left = [bad for bad in result.bad if bad.substitute < 0]
         if left:
             raise SampleError(self._message(batch, left))
         return result
 
-    def _message(self, batch: ReadBatch, left: list[BadSample]) -> str:
-        """Return the error message for the bad samples of a batch that are not replaced."""
-        sentence = self._finding(batch, left[0]).sentence
-        if left[0].whole_batch:
-            return f"a batch that begins with {sentence}"
-        count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
-        if self._on_error == "raise":
-            return f'{sentence}{count} on_error="replace" goes on without it.'
-        return f"{sentence}{count} No good sample was found near it to take its place."
-
-    def _finding(self, batch: ReadBatch, bad: BadSample) -> Finding:
-        """Return where a bad sample of a batch is and what is wrong with it."""
-        number = int(batch.ids[bad.row])
-        shard = self._index.shard_with(number)
-        offsets = {name: offset for name, offset, _ in self._index.members(number)}
-        offset = offsets.get(bad.field, int(self._index.offsets.start[number]))
-        if bad.field and bad.field not in offsets:
-            # The field is missing. The decoder knows only the fields it needs, so name all here.
-            bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
-        return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
-
-
-class BatchRepair:
-    """Decodes another sample in place of a batch of bad ones, in the calling thread."""
-
-    def __init__(
-        self, index: Index, options: LoaderOptions, decoder: Decoder, builder: TaskBuilder
-    ) -> None:
-        self._index, self._decoder, self._builder = index, decoder, builder
-        # Worker processes seed the global random generators for each sample.
-        self._seeded = options.num_workers > 0
-
-    def substitute_batch(self, failed: Result, batch: ReadBatch) -> Result:
+    def _substitute(self, failed: Result, batch: ReadBatch, decoder: Decoder) -> Result:
         """Return a batch with the next good sample after a batch of bad ones in every row.
 
         Returns the failed batch if the next 100 samples are bad too.
@@ -183,8 +173,9 @@ class BatchRepair:
             rows = np.full(len(batch.ids), number)
             again = batch._replace(ids=rows, rng_ids=rows, offset=np.zeros_like(rows), bad={})
             with _generators_kept():
-                decoder = self._decoder.with_arena(memory)
-                result = decoder(self._builder.task(again, failed.slot), own_process=self._seeded)
+                # Worker processes seed the global random generators for each sample.
+                seeded, task = self._options.num_workers > 0, self.task(again, failed.slot)
+                result = decoder.with_arena(memory)(task, own_process=seeded)
             if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
         return failed
@@ -199,8 +190,29 @@ class BatchRepair:
         except (ShardError, StorageError):
             return None
         ids, place = np.array([number]), np.zeros(1, np.int64)
-        needed = self._builder.needed_fields
-        return None if damaged_samples(self._index, needed, memory, ids, place) else memory
+        is_damaged = damaged_samples(self._index, self._needed_fields, memory, ids, place)
+        return None if is_damaged else memory
+
+    def _message(self, batch: ReadBatch, left: list[BadSample]) -> str:
+        """Return the error message for the bad samples of a batch that are not replaced."""
+        sentence = self._finding(batch, left[0]).sentence
+        if left[0].whole_batch:
+            return f"a batch that begins with {sentence}"
+        count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
+        if self._options.on_error == "raise":
+            return f'{sentence}{count} on_error="replace" goes on without it.'
+        return f"{sentence}{count} No good sample was found near it to take its place."
+
+    def _finding(self, batch: ReadBatch, bad: BadSample) -> Finding:
+        """Return where a bad sample of a batch is and what is wrong with it."""
+        number = int(batch.ids[bad.row])
+        shard = self._index.shard_with(number)
+        offsets = {name: offset for name, offset, _ in self._index.members(number)}
+        offset = offsets.get(bad.field, int(self._index.offsets.start[number]))
+        if bad.field and bad.field not in offsets:
+            # The field is missing. The decoder knows only the fields it needs, so name all here.
+            bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
+        return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
 
 
 @contextmanager

@@ -119,11 +119,6 @@ class LoaderOptions:
         """The cache of remote shards, if one is given."""
         return open_cache(self.cache_dir, self.cache_limit)
 
-    @property
-    def takes_rng(self) -> bool:
-        """Whether the transform is called with (sample, rng)."""
-        return self.transform is not None and takes_rng(self.transform)
-
     def _rules(self) -> list[tuple[bool, str]]:
         """Return whether each rule is broken, and the message for that case."""
         has_share = is_number(self.max_errors) and 0 <= self.max_errors <= 1

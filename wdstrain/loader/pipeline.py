@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
@@ -26,10 +26,9 @@ from wdstrain.decode.task import Result, Task
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
-from wdstrain.loader.batch_assembly import BatchAssembler, BatchRepair, TakenBatch
-from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.batch_assembly import BatchAssembler, TakenBatch
+from wdstrain.loader.options import LoaderOptions, takes_rng
 from wdstrain.loader.stats import StageTotals
-from wdstrain.loader.tasks import TaskBuilder
 from wdstrain.order.order import Order
 from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, ReadStopped, Run
 from wdstrain.runtime.options import size_setting
@@ -49,13 +48,6 @@ TAKEN = "another loop over the same loader took this one's place. Use a Loader f
 _READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20  # bytes that are read beyond half a window
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
 _SHOWN_KEYS = 16  # of the awaited batch in a message
-
-
-class _Pending(NamedTuple):
-    """Samples of a batch that is being decoded."""
-
-    batch: ReadBatch
-    keys: list[str]
 
 
 class Batches(Iterator[TakenBatch]):
@@ -121,14 +113,14 @@ class Pipeline:
             cache=options.cache,
         )
         self._reader = Reader(index, plans, options.rank, read_options)
-        decoder = Decoder(
+        self._decoder = decoder = Decoder(
             arena=self._reader.memory,
             slots=self._slots.memory,
             field_names=index.fields,
             layout=layout,
             fields=fields,
             transform=options.transform,
-            takes_rng=options.takes_rng,
+            takes_rng=options.transform is not None and takes_rng(options.transform),
             collate_fn=options.collate_fn,
             on_error=options.on_error,
             seed=plan.seed,
@@ -137,10 +129,8 @@ class Pipeline:
         if options.num_workers and not is_inline:
             context = options.multiprocessing_context
             self._workers = WorkerProcesses(decoder, limits, context)
-        self._builder = TaskBuilder(index, needed, with_keys=options.transform is not None)
         self._totals = StageTotals()
-        repair = BatchRepair(index, options, decoder, self._builder)
-        self._assembler = BatchAssembler(index, options, columns, sources, self._slots, repair)
+        self._assembler = BatchAssembler(index, options, columns, needed, sources)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
         self._newest: Callable[[], Batches | None] = lambda: None  # weak
@@ -211,21 +201,21 @@ class Pipeline:
             plan = self._plans(epoch)
             result = self._next_result()
             arrived = time.perf_counter()
-            pending = self._pending.pop(result.batch_number)
-            batch = self._assembler.assemble(result, pending.batch, pending.keys, plan)
+            batch = self._pending.pop(result.batch_number)
+            taken = self._assembler.assemble(result, batch, plan, self._slots, self._decoder)
             if self._run is not None:
                 self._run.release(result.batch_number)
             self._totals.collate_seconds += time.perf_counter() - arrived
             after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
             self._position = after if after[0] != self._until else None
             self._is_taking = False
-            return batch
+            return taken
 
     def _begin(self, position: tuple[int, int], until: int | None) -> None:
         """Begin a stream of batches at (epoch, step). `_tasks` starts to read."""
         self._position, self._until, self._is_taking = position, until, False
         self._awaited = 0  # number of the batch that is taken next; counts from the start
-        self._pending: dict[int, _Pending] = {}  # by batch number
+        self._pending: dict[int, ReadBatch] = {}  # by batch number
         self._run = None
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
@@ -271,7 +261,7 @@ class Pipeline:
     # --- tasks ------------------------------------------------------------------------------------
 
     def _tasks(
-        self, pending: dict[int, _Pending], position: tuple[int, int], until: int | None
+        self, pending: dict[int, ReadBatch], position: tuple[int, int], until: int | None
     ) -> Iterator[Task]:
         """Start to read, and yield the task of each batch once its samples are read.
 
@@ -284,41 +274,34 @@ class Pipeline:
                 self._watchdog = StallWatchdog(self._options.patience, self._log_stall)
             self._watchdog.start_wait()
         try:
-            yield from self._tasks_of(run, pending)
+            while (batch := run.next()) is not None:
+                begun = time.perf_counter()
+                pending[batch.number] = batch
+                task = self._assembler.task(batch, self._slots.take())
+                self._totals.parse_seconds += time.perf_counter() - begun
+                yield task
         except ReadStopped:
             raise
         except WdstrainError as error:
             self._error = error
-
-    def _tasks_of(self, run: Run, pending: dict[int, _Pending]) -> Iterator[Task]:
-        """Yield the tasks of the batches of a run."""
-        stats = self._reader.stats
-        begun, waited = time.perf_counter(), stats.shuffle_seconds
-        while (batch := run.next()) is not None:
-            pending[batch.number] = _Pending(batch, self._index.keys(batch.ids))
-            task = self._builder.task(batch, self._slots.take())
-            waited = stats.shuffle_seconds - waited
-            self._totals.parse_seconds += time.perf_counter() - begun - waited
-            yield task
-            begun, waited = time.perf_counter(), stats.shuffle_seconds
 
     # --- stalls -----------------------------------------------------------------------------------
 
     def _log_stall(self, seconds: float) -> None:
         """Log which stage is stuck, with the awaited samples. Runs in the watchdog's thread."""
         reading = self._run.describe_wait() if self._run is not None else None
-        pending = self._pending.get(self._awaited)
+        awaited = self._pending.get(self._awaited)
         waiting = f"the thread that waits:\n{thread_stack(self._waiting_thread)}"
         if reading is not None:
             stage = f"Stage read: {reading}"
-        elif pending is None:
+        elif awaited is None:
             stage = f"Stage hand-off: {self._workers.describe()}\n{waiting}"
         else:
-            first, more = int(pending.batch.ids[0]), len(pending.keys) - _SHOWN_KEYS
-            keys = ", ".join(pending.keys[:_SHOWN_KEYS]) + (f" and {more} more" * (more > 0))
+            first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
+            keys = ", ".join(self._index.keys(awaited.ids[:_SHOWN_KEYS]))
             stage = (
-                f"Stage decode: the awaited samples are {keys}; the first is in "
-                f"{self._index.shard_with(first).shown} at offset "
+                f"Stage decode: the awaited samples are {keys}{f' and {more} more' * (more > 0)}; "
+                f"the first is in {self._index.shard_with(first).shown} at offset "
                 f"{int(self._index.offsets.start[first])}. {self._workers.describe()}\n{waiting}"
             )
         _log.warning("no batch for %.0f s. %s", seconds, stage)

@@ -86,17 +86,11 @@ class Report(dict[str, Any]):
     """
 
     def _repr_html_(self) -> str:
-        rows = {
-            "samples": self["samples"],
-            "batches": self["batches"],
-            "MB": f"{self['bytes'] / 1e6:.1f}",
-            "waited": f"{self['wait_seconds']:.2f} s ({self['stall']:.1%})",
-        }
-        remote = {"MB fetched": self["fetched"], "MB from the cache": self["cached"]}
-        rows |= {name: f"{count / 1e6:.1f}" for name, count in remote.items() if count}
-        for name in ("left_out", "padded", "retries", "reread", "copies", "bad"):
-            if self[name]:
-                rows[name.replace("_", " ")] = self[name]
+        names = ("samples", "batches", "left_out", "padded", "retries", "reread", "copies", "bad")
+        rows = {name.replace("_", " "): self[name] for name in names if self[name]}
+        rows["waited"] = f"{self['wait_seconds']:.2f} s ({self['stall']:.1%})"
+        sizes = {"MB": "bytes", "MB fetched": "fetched", "MB from the cache": "cached"}
+        rows |= {name: f"{self[key] / 1e6:.1f}" for name, key in sizes.items() if self[key]}
         rows |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(self[key], 3) for name, key in _STAGES.items()}
         verdict = f"<p><b>{escape(self['verdict'])}</b></p>"
