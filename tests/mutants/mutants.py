@@ -458,8 +458,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("marked-label", "rows[torch.from_numpy(~own)] = 0", "rows[torch.from_numpy(own)] = 0"),
         (
             "keys-of-substitutes",
-            "if result.bad else keys[:rows]",
-            "if not result.bad else keys[:rows]",
+            "self._index.keys(ids[:rows])",
+            "self._index.keys(batch.ids[:rows])",
         ),
     ],
     "loader/epoch.py": [

@@ -54,13 +54,6 @@ def to_device(
     return _copy_each(iterator, copier)
 
 
-class _Copy(NamedTuple):
-    """A batch on the device. ready: when it may be used; None: at once."""
-
-    batch: Batch
-    ready: torch.cuda.Event | None
-
-
 class _Copier:
     """Copies batches to a device, on CUDA by a stream of its own."""
 
@@ -70,8 +63,11 @@ class _Copier:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, batch: Batch) -> _Copy:
-        """Return the copy of a batch, whose own memory is not needed any more."""
+    def copy(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+        """Return the copy of a batch, whose own memory is not needed any more, for `receive`.
+
+        Also returns when the copy may be used; None: at once.
+        """
         if self._augmentation is not None:  # a wrong label would end the CUDA context
             self._augmentation.check(batch)
         with torch.cuda.stream(self.stream):  # does nothing without a stream
@@ -82,15 +78,15 @@ class _Copier:
                 self.stream.synchronize()
             if self._augmentation is not None:
                 moved = self._augmentation(moved)
-            return _Copy(moved, self.stream.record_event() if self.stream is not None else None)
+            return moved, self.stream.record_event() if self.stream is not None else None
 
-    def receive(self, copy: _Copy) -> Batch:
-        """Return the batch of a copy for work in the calling thread."""
-        if copy.ready is not None:
+    def receive(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
+        """Return a copied batch for work in the calling thread."""
+        if ready is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(copy.ready)
-            map_tensors(partial(_record_stream, stream), copy.batch)
-        return copy.batch
+            stream.wait_event(ready)
+            map_tensors(partial(_record_stream, stream), batch)
+        return batch
 
 
 def _record_stream(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +100,7 @@ def _copy_each(batches: Iterator[Batch], copier: _Copier) -> Iterator[Batch]:
     for batch in batches:
         copy = copier.copy(batch)
         del batch  # the loop alone keeps the memory of a batch
-        received = copier.receive(copy)
+        received = copier.receive(*copy)
         del copy
         yield received
         del received
@@ -116,7 +112,7 @@ def _copy_ahead(batches: EpochBatches, copier: _Copier) -> Iterator[Batch]:
     with WorkerDeathsAsErrors(), _CopyThread(batches, copier) as thread:
         requested = batches.request()
         while (ahead := thread.next()) is not None:
-            batch = copier.receive(ahead.copy)
+            batch = copier.receive(*ahead.copy)
             received = batches.deliver(ahead.taken, requested, batch, ahead.seconds)
             del ahead, batch
             yield received
@@ -129,7 +125,7 @@ class _Ahead(NamedTuple):
     """A batch that was taken, without its own memory; its copy, and the seconds of the copy."""
 
     taken: TakenBatch
-    copy: _Copy
+    copy: tuple[Batch, torch.cuda.Event | None]
     seconds: float
 
 

@@ -68,27 +68,24 @@ class LoaderState:
         self.newest: Callable[[], EpochBatches | None] = lambda: None
         self._make_pipeline = make_pipeline
         self._pipeline: Pipeline | None = None  # before the first pass and after `close`
-        self._position: Position | None = None  # after the batch that was delivered last
+        self._position = Position(0, 0)  # after the batch that was delivered last
         self._requested: Position | None = None  # start of the next loop, if somebody set it
         self._is_restored = False  # by `restore`, since the newest pass began
 
     @property
     def next_start(self) -> Position:
         """The first step of the next `for` loop, which is the next epoch also after a `break`."""
-        if self._requested is not None:
-            return self._requested
-        if self._position is None:
-            return Position(0, 0)
-        return Position(self._position.epoch + (self._position.step > 0), 0)
+        epoch, step, _ = self._position
+        return self._requested or Position(epoch + (step > 0), 0)
 
     @property
     def position(self) -> Position:
         """The position of a loop within an epoch; otherwise the start of the next loop."""
-        newest, position = self.newest(), self._position
+        newest = self.newest()
         is_in_loop = newest is not None and newest.can_go_on and not self._is_restored
-        if is_in_loop and position is not None and position.step:
-            return position
-        return self._requested or position or Position(0, 0)
+        if is_in_loop and self._position.step:
+            return self._position
+        return self._requested or self._position
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next epoch. A requested step within it stays."""
