@@ -15,7 +15,6 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow
-from tests.support.known_faults import known_fault
 
 NAMES = ["cat", "dog", "emu"]
 
@@ -253,7 +252,6 @@ def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path)
         assert len(index.where("kind == 'dog'")) == 1
 
 
-@known_fault("core/tars_and_fields_of_other_writers", raises=wt.WdstrainError)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"where": "label == 1"}, {"balance": "label"}])
 def test_a_loader_of_columns_reads_no_shard(

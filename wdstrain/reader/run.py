@@ -172,7 +172,7 @@ class Run:
             skip_unreadable=options.skip_unreadable,
         )
         self._reads = reads(reader.index, reader.orders, reader.rank, epoch, step, until)
-        self._batches = _planned_batches(reader.orders, reader.rank, epoch, step, until)
+        self._batches = planned_batches(reader.orders, reader.rank, epoch, step, until)
         # The loop's thread takes the lock directly and waits on a simple queue. A Ctrl-C inside a
         # Condition would leave the lock locked.
         self._lock = threading.RLock()
@@ -404,11 +404,11 @@ class Run:
             self._loop_wakeup.put(None)
 
 
-def _planned_batches(
+def planned_batches(
     orders: Callable[[int], Order], rank: int, epoch: int, step: int, until: int | None
 ) -> Iterator[ReadBatch]:
-    """Yield the batches of a rank, with their samples, before they are read."""
-    number, none = 0, np.zeros(0, np.int64)
+    """Yield the batches of a rank, with their samples, before they are read. Offsets are 0."""
+    number = 0
     while epoch != until:
         order = orders(epoch)
         count = max(1, _STEP_SAMPLES // order.batch_size)
@@ -419,8 +419,9 @@ def _planned_batches(
                 rows = slice(*firsts[own : own + 2])
                 own_ids = ids[rows]
                 own_rng_ids = own_ids if rng_ids is ids else rng_ids[rows]
+                offset = np.zeros_like(own_ids)
                 yield ReadBatch(
-                    number, epoch, first + own, own_ids, own_rng_ids, valid[rows], none, {}
+                    number, epoch, first + own, own_ids, own_rng_ids, valid[rows], offset, {}
                 )
                 number += 1
         epoch, step = epoch + 1, 0
