@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 
 COUNT = 240
 
@@ -266,7 +265,6 @@ def test_a_mixture_of_selections(packed: Path) -> None:
         wt.mix({"a": packed, "b": packed}, balance="kind")
 
 
-@known_fault("core/weights_reader_limit", raises=wt.WdstrainError)
 @pytest.mark.parametrize(
     "options",
     [
