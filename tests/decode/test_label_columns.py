@@ -260,7 +260,7 @@ def test_a_loader_of_columns_reads_no_shard(
     """A class and a number of the index are delivered though the shards are gone."""
     rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
     index = wt.pack(rows, tmp_path / "out", shuffle=False)
-    fields = {"label": wt.label("cls"), "angle": wt.number("json.angle")}
+    fields = {"label": wt.label("cls"), "angle": wt.number("angle")}
     more = {"shuffle": False, "num_workers": num_workers, **options}
     with closing(wt.Loader(index, fields, batch_size=4, **more)) as loader:
         for shard in index.shards:

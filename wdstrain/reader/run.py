@@ -52,7 +52,8 @@ class ReadOptions:
     """Options of a reader.
 
     ahead: bytes that are read ahead, beyond the shuffle window. in_flight: most batches that are
-    taken and not yet released. needed_fields: fields that are verified; None: all.
+    taken and not yet released. needed_fields: fields that are verified; None: all; if there are
+    none, nothing is read.
     skip_unreadable: deliver samples that a local file does not give as bad, instead of raising an
     error. cache: of remote shards.
     """
@@ -171,6 +172,7 @@ class Run:
             self._complete,
             skip_unreadable=options.skip_unreadable,
         )
+        self._reads_nothing = options.needed_fields is not None and not options.needed_fields
         self._reads = reads(reader.index, reader.orders, reader.rank, epoch, step, until)
         self._batches = planned_batches(reader.orders, reader.rank, epoch, step, until)
         # The loop's thread takes the lock directly and waits on a simple queue. A Ctrl-C inside a
@@ -199,6 +201,8 @@ class Run:
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if the system does not; then nothing runs."""
+        if self._reads_nothing:
+            return
         thread = threading.Thread(target=self._begin_reads, name="wdstrain-reader", daemon=True)
         thread.start()  # may raise: then `close` must not join it
         self._thread = thread
@@ -213,6 +217,8 @@ class Run:
         batch = next(self._batches, None)
         if batch is None:
             return None
+        if self._reads_nothing and not self._is_stopped:
+            return batch._replace(offset=np.zeros(len(batch.ids), np.int64))
         size, (key, own) = len(batch.ids), divmod(batch.number, self._batches_per_table)
 
         def is_ready() -> bool:
@@ -237,7 +243,7 @@ class Run:
     def release(self, number: int) -> None:
         """Release the memory of a batch. Call this once for each batch."""
         with self._lock:
-            if not self._is_stopped:  # else the memory belongs to another run
+            if not self._is_stopped and number in self._taken:  # else another run has the memory
                 self._blocks.release(self._taken.pop(number))
                 self._wake_reader()
 
