@@ -30,7 +30,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import IndexFiles
 from wdstrain.shards.tar import CompressedError, SkippedMembers, is_not_sample, other_kind
 from wdstrain.shards.tar_stream import has_compressed_name, members, open_tar, samples, shown
-from wdstrain.storage.addresses import beside, expand, is_json
+from wdstrain.storage.addresses import expand, is_json
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
@@ -100,7 +100,12 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
         index, paths, reason = _resolve(_addresses(urls), given, raises=raises)
         logged, shuffle = LoggedHandler(handler), bool(shardshuffle)
         ranks = (0, 1) if nodesplitter is None else rank_of(None, None)
-        stored = _cache_options(cache_dir, cache_size)
+        folder = os.environ.get("WDS_CACHE", cache_dir)
+        size = int(os.environ.get("WDS_CACHE_SIZE", cache_size))
+        stored: dict[str, Any] = {}
+        if folder is not None and size:
+            limit = size if size > 0 else None
+            stored = {"cache_dir": os.path.expanduser(folder), "cache_limit": limit}
         if index is not None:
             counted = _CountedSamples(
                 index,
@@ -343,17 +348,7 @@ def _reason(paths: list[str]) -> str:
     for path in filter(has_compressed_name, paths):
         return f"{shown(path)} is compressed"
     files = IndexFiles()
-    firsts = {beside(path, ""): path for path in reversed(paths) if is_remote(path)}
-    for path in firsts.values():
+    for path in filter(is_remote, paths):
         if not is_json(path) and files.listing(path) is None:
             return f"{shown(path)} has no index beside it (wdstrain index makes one)"
     return ""
-
-
-def _cache_options(folder: str | os.PathLike[str] | None, size: int) -> dict[str, Any]:
-    """Return the loader's options for a cache. WDS_CACHE and WDS_CACHE_SIZE come first."""
-    folder = os.environ.get("WDS_CACHE", folder)
-    size = int(os.environ.get("WDS_CACHE_SIZE", size))
-    if folder is None or size == 0:
-        return {}
-    return {"cache_dir": os.path.expanduser(folder), "cache_limit": size if size > 0 else None}
