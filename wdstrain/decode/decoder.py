@@ -190,12 +190,11 @@ def _decode_together(
 
     Rows that fail here are decoded again one by one, which finds the reason.
     """
-    # a subclass of a user may decode differently
-    images = data.images(field.names) if type(field) is Image and column is not None else None
-    if not isinstance(field, Image) or column is None or images is None:
+    if type(field) is not Image or column is None:  # a subclass of a user may decode differently
         return set()
+    rows, images = [row for row in range(len(data)) if row not in bad], data.images(field.names)
     with suppress(Exception):
-        return field.read_rows(images, [r for r in range(len(data)) if r not in bad], column, draws)
+        return set() if images is None else field.read_rows(images, rows, column, draws)
     return set()
 
 
