@@ -471,6 +471,20 @@ def test_a_part_of_a_shard_without_a_checksum_is_fetched_again(
     assert len(whole(tmp_path)) == 1
 
 
+def test_a_download_that_stands_still_is_not_waited_for(
+    packed: Path, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may be stopped, and holds the lock of the file."""
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "1")
+    cache, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
+    with open(f"{place_of(cache, shard)}.{shard.bytes}.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        file = opened(cache, shard)
+        assert read(file) == (packed / shard.name).read_bytes()
+        assert (file.cached, file.fetched) == (0, shard.bytes)
+        file.close()
+
+
 def test_a_forgotten_shard_is_not_put_in_place_by_its_former_download(
     packed: Path, tmp_path: Path
 ) -> None:

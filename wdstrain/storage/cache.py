@@ -64,7 +64,6 @@ class CachedFile(RemoteFile):
         super().__init__(path, size, tag, stopping)
         self.cached = 0
         self._fd, self._present = fd, os.fstat(fd).st_size
-        self._is_late = False  # whether the download was silent for long
 
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
         """Fill the target with the bytes from offset on. Raises the errors of a remote file."""
@@ -86,12 +85,9 @@ class CachedFile(RemoteFile):
 
     def _wait_for(self, stop: int) -> bool:
         """Return whether the file has the bytes up to `stop`, or gets them soon."""
-        filled, since = -1, time.monotonic()
-        while (now := os.fstat(self._fd).st_size) < stop:
-            if now > filled:
-                filled, since = now, time.monotonic()
-            self._is_late = self._is_late or time.monotonic() - since > silence_limit()
-            if self._is_late or stop > min(self.size, now + _NEAR):
+        while (status := os.fstat(self._fd)).st_size < stop:
+            is_silent = time.time() - status.st_mtime > silence_limit()
+            if is_silent or stop > min(self.size, status.st_size + _NEAR):
                 return False
             if _try_lock(self._fd, fcntl.LOCK_SH):  # nobody fetches it, or it was just completed
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -239,6 +235,7 @@ class Cache:
                 return
             if not sha256 or os.fstat(opened).st_size > remote.size:
                 os.ftruncate(opened, 0)  # nothing would show that its bytes are wrong
+            os.utime(opened)  # readers wait while this time is recent
             fd = os.dup(opened)
         thread = threading.Thread(
             target=self._download,

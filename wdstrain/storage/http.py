@@ -387,18 +387,19 @@ def _keep_raw(connection: Any, *args: Any, **options: Any) -> HTTPResponse:
     return cast(HTTPResponse, connection.raw)
 
 
-class HTTPConnection(urllib3.connection.HTTPConnection):
-    """urllib3's connection that keeps http.client's response, which is read without a copy."""
+class _KeepsRaw:
+    """Connection that keeps http.client's response, which is read without a copy."""
 
     raw: HTTPResponse
     response_class: Any = _keep_raw  # http.client calls it as a method
 
 
-class HTTPSConnection(urllib3.connection.HTTPSConnection):
-    """HTTPConnection over TLS."""
+class HTTPConnection(_KeepsRaw, urllib3.connection.HTTPConnection):
+    """urllib3's connection."""
 
-    raw: HTTPResponse
-    response_class: Any = _keep_raw
+
+class HTTPSConnection(_KeepsRaw, urllib3.connection.HTTPSConnection):
+    """urllib3's connection over TLS."""
 
 
 class HTTPConnectionPool(urllib3.HTTPConnectionPool):
