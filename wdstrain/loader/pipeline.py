@@ -30,7 +30,7 @@ from wdstrain.loader.batch_assembly import BatchAssembler, TakenBatch
 from wdstrain.loader.options import LoaderOptions, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
-from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, ReadStopped, Run, planned_batches
+from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
@@ -130,7 +130,6 @@ class Pipeline:
             context = options.multiprocessing_context
             self._workers = WorkerProcesses(decoder, limits, context)
         self._totals = StageTotals()
-        self._has_columns_only = needed is not None and not needed  # no shard is read
         self._assembler = BatchAssembler(index, options, columns, needed, sources)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
@@ -266,22 +265,16 @@ class Pipeline:
     ) -> Iterator[Task]:
         """Start to read, and yield the task of each batch once its samples are read.
 
-        Nothing is read if the index gives all values.
-
         Decoders have ended older tasks. Raises ReadStopped if the pipeline is closed.
         """
         self._slots.reset()
-        if self._has_columns_only:
-            batches = planned_batches(self._plans, self._options.rank, *position, until)
-        else:
-            self._run = self._reader.start(*position, until)
-            batches = iter(self._run.next, None)
+        run = self._run = self._reader.start(*position, until)
         if self._options.patience and not self._watchdog.is_running:
             with DeferSignals():
                 self._watchdog = StallWatchdog(self._options.patience, self._log_stall)
             self._watchdog.start_wait()
         try:
-            for batch in batches:
+            while (batch := run.next()) is not None:
                 begun = time.perf_counter()
                 pending[batch.number] = batch
                 task = self._assembler.task(batch, self._slots.take())

@@ -174,7 +174,7 @@ class Run:
         )
         self._reads_nothing = options.needed_fields is not None and not options.needed_fields
         self._reads = reads(reader.index, reader.orders, reader.rank, epoch, step, until)
-        self._batches = planned_batches(reader.orders, reader.rank, epoch, step, until)
+        self._batches = _planned_batches(reader.orders, reader.rank, epoch, step, until)
         # The loop's thread takes the lock directly and waits on a simple queue. A Ctrl-C inside a
         # Condition would leave the lock locked.
         self._lock = threading.RLock()
@@ -218,7 +218,7 @@ class Run:
         if batch is None:
             return None
         if self._reads_nothing and not self._is_stopped:
-            return batch._replace(offset=np.zeros(len(batch.ids), np.int64))
+            return batch
         size, (key, own) = len(batch.ids), divmod(batch.number, self._batches_per_table)
 
         def is_ready() -> bool:
@@ -410,7 +410,7 @@ class Run:
             self._loop_wakeup.put(None)
 
 
-def planned_batches(
+def _planned_batches(
     orders: Callable[[int], Order], rank: int, epoch: int, step: int, until: int | None
 ) -> Iterator[ReadBatch]:
     """Yield the batches of a rank, with their samples, before they are read. Offsets are 0."""
