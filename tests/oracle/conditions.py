@@ -17,8 +17,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-# Excluded: names with characters that Unicode calls compatible, core/micro_sign_column.
-NAMES = ("a", "x_1", "class", "and", "two words", "größe", "日本", "it's", "a.b", "None", "Kind")
+NAMES = (
+    "width_\u00b5m",
+    "\u212b",
+    "\u00c5",
+    "e\u0301t",
+    "a",
+    "x_1",
+    "class",
+    "and",
+    "two words",
+    "größe",
+    "日本",
+    "it's",
+    "a.b",
+    "None",
+    "Kind",
+)
 TEXTS = ("", "a", "A", "b", "ab", "red fish", 'say "x"', "it's", "back\\slash", "`tick`", "été")
 TEXTS += (
     "e\u0301te\u0301",
@@ -33,7 +48,7 @@ TEXTS += (
     "None",
     "\t",
 )
-LEAST = -(2**63)  # only as a value: excluded as a constant, core/int64_with_float
+LEAST = -(2**63)
 HUGE = (-(2**63) + 1, -(2**53) - 1, -1, 0, 1, 2**53, 2**53 + 1, 2**63 - 2, 2**63 - 1)
 FLOATS = (math.nan, math.inf, -math.inf, -0.0, 0.0, 0.1, -2.5, 3.0, 1e-300, -1e300, 2.0**53)
 CLASSES = ("ant", "bee", "Cat", "dog fish", "été", "it's")
@@ -236,8 +251,6 @@ class Drawing:
         if kind == "division":
             right = self.constant(rng.choice((2, 3, -4, 0.5)))
             sign, call = rng.choice((("/", operator.truediv), ("%", operator.mod)))
-            if np.isinf(left.value.values.astype("float64")).any():
-                sign, call = "/", operator.truediv  # excluded: oracle/remainder_of_infinity
         else:
             right = self._number(depth - 1)
             signs = (
@@ -251,13 +264,15 @@ class Drawing:
         return Part(f"{left.inside(strength)} {sign} {right.inside(strength + 1)}", strength, value)
 
     def _huge(self) -> Part:
-        """Whole numbers of 64 bits. Excluded: beside numbers with a point, core/int64_with_float."""
+        """Whole numbers of 64 bits. Beside numbers with a point they are rounded, as in pandas."""
         rng, (_, part) = self._rng, self._column("huge")
         if rng.random() < 0.3:
             return self._listed(part, rng.sample(HUGE, 3))
         if rng.random() < 0.2:
             return self._compared(part, self._column("huge", "small")[1])
-        return self._compared(part, self.constant(rng.choice(HUGE)))
+        if rng.random() < 0.3:
+            return self._compared(part, self._column("number")[1])
+        return self._compared(part, self.constant(rng.choice((*HUGE, LEAST, 2.0**53, -0.5, 1e300))))
 
     def _texts(self) -> Part:
         rng, (column, part) = self._rng, self._column("text")
