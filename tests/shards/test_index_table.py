@@ -13,7 +13,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_tar
-from tests.support.known_faults import known_fault
 from wdstrain.errors import ShardError
 
 KINDS = ["Other", "Pants", "Shirts"]
@@ -125,7 +124,6 @@ def test_duckdb_opens_the_index(packed: Path) -> None:
     assert rows == [(6,)]
 
 
-@known_fault("core/duckdb_index")
 def test_programs_that_the_guides_name_open_the_index_file_as_written(packed: Path) -> None:
     """A guide that names DuckDB shows the lines that work, or `from 'index.arrow'` does."""
     pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
@@ -139,7 +137,6 @@ def test_programs_that_the_guides_name_open_the_index_file_as_written(packed: Pa
     assert opens or not claims
 
 
-@known_fault("core/joined_pandas", raises=ValueError)
 @pytest.mark.parametrize("choice", ["key >= 'a'", "cls == 1"])
 def test_joined_sets_with_equal_shard_names_become_a_data_frame(
     choice: str, tmp_path: Path

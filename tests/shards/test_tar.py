@@ -305,7 +305,7 @@ _WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
         pytest.param(_WHOLE + _ZEROS * 2 + b"x" * 512, id="bytes after the end"),
         pytest.param(_MEMBERS[0] + _ZEROS * 2 + _WHOLE[1024:] + _ZEROS * 2, id="joined"),
         *(
-            pytest.param(data, id=name, marks=known_fault("core/hint_of_tar_without_end"))
+            pytest.param(data, id=name)
             for name, data in {
                 "no end": _WHOLE,
                 "padding of the last member cut": _WHOLE[:-300],

@@ -52,10 +52,10 @@ class Shard:
 
 def to_table(shards: Sequence[Shard], offsets: Offsets, columns: Iterable[Column]) -> pa.Table:
     """Return the table of an index."""
-    counts = [shard.samples for shard in shards]
-    codes = pa.array(np.repeat(np.arange(len(shards), dtype=np.int32), counts))
-    names = pa.array([utf8_text(shard.name) for shard in shards], pa.string())
-    shard = pa.DictionaryArray.from_arrays(codes, names)
+    counts, names = [shard.samples for shard in shards], [utf8_text(s.name) for s in shards]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    codes = np.repeat(np.array([places[name] for name in names], np.int32), counts)
+    shard = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(places, pa.string()))
     labels = named_columns(offsets.fields, columns)
     arrays = [offsets.key_texts(), shard, *offsets.rows.columns[1:]]
     arrays += [column.values for column in labels.values()]

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
 from wdstrain.runtime.options import integer, is_number
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.where import Samples, column_values
-
-Ints = npt.NDArray[np.int64]
 
 _MIDDLE = 0.5 - 1e-6  # fractions from here on are rounded up; 1/2 itself would follow float errors
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from wdstrain.errors import ShardError
 from wdstrain.shards.tar_headers import (
+    ADVICE,
     BLOCK,
     END,
     EXTENSIONS,
@@ -179,19 +180,19 @@ def _members(
     while True:
         if offset + BLOCK > size:
             raise ShardError(
-                f"{shard} ends at byte {size} without the two zero blocks that end a tar: it was cut. Copy or pack it again."
+                f"{shard} ends at byte {size} without the two zero blocks that end a tar: it was cut. {ADVICE}"
             )
         if not base <= offset <= base + len(window) - BLOCK:
             window, base = read(offset, min(size - offset, _WINDOW)), offset
             if len(window) < BLOCK:
                 raise ShardError(
-                    f"{shard} gave {len(window)} bytes at offset {offset} instead of {BLOCK}. Copy or pack it again."
+                    f"{shard} gave {len(window)} bytes at offset {offset} instead of {BLOCK}. {ADVICE}"
                 )
         block = bytes(window[offset - base : offset - base + BLOCK])
         if not block[0] and block == bytes(BLOCK):
             if size - offset < 2 * BLOCK or bytes(read(offset, 2 * BLOCK)) != END:
                 raise ShardError(
-                    f"{shard} has a zero block at offset {offset} that is not the end: it is damaged. Copy it again."
+                    f"{shard} has a zero block at offset {offset} that is not the end: it is damaged. {ADVICE}"
                 )
             _check_zeros(read, offset, size, shard)
             if start is not None:

@@ -18,6 +18,7 @@ END = bytes(2 * BLOCK)  # two zero blocks end an archive
 # Type flags of headers that describe the next member: PAX, Solaris' PAX, global PAX, GNU long name
 # and GNU long link.
 EXTENSIONS = b"xXgLK"
+ADVICE = "Copy or pack it again, or copy its intact samples: wdstrain repair"  # of damaged shards
 EXTENSION_LIMIT = 1024 * 1024  # bytes; a larger PAX or long-name header is refused as an attack
 
 
@@ -108,8 +109,7 @@ def size_in(block: bytes, shard: str, offset: int) -> int:
         signed = total - 256 * sum(byte > 127 for byte in summed)
     if not stored or stored.strip(b"01234567") or int(stored, 8) not in (total, signed):
         raise ShardError(
-            f"{shard} has no valid tar header at offset {offset}: it is damaged or not a tar. Copy "
-            f"or pack it again."
+            f"{shard} has no valid tar header at offset {offset}: it is damaged or not a tar. {ADVICE}"
         )
     raw = block[124:136]
     if raw[0] & 0x80:  # base 256, for sizes from 8 GiB on
@@ -219,5 +219,5 @@ def check_inside(shard: str, described: str, data: int, length: int, size: int) 
     if data + length > size:
         raise ShardError(
             f"{shard} ends inside {described}: {length} bytes promised at offset {data}, "
-            f"{max(0, size - data)} found. Copy or pack it again."
+            f"{max(0, size - data)} found. {ADVICE}"
         )

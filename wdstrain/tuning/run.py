@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import takes_rng
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote
 from wdstrain.tuning import stages
 from wdstrain.tuning.result import Trial
@@ -185,12 +185,8 @@ def _smaller_side(part: Index, setup: Setup) -> int | None:
     if len(images) != 1 or images[0].size is None:
         return None
     needed, sides = round(max(images[0].size) * _MARGIN), list[int]()
-    with open_source(part.shards[0].path) as source:
-        for number in range(min(32, len(part))):
-            for name, offset, size in part.members(number):
-                if name in images[0].names:
-                    try:
-                        sides.append(min(decode_image(source.read(offset, size)).shape[:2]))
-                    except SampleError:
-                        continue
+    for _, fields in part.read(range(min(32, len(part))), images[0].names):
+        for data in fields.values():
+            with suppress(SampleError):
+                sides.append(min(decode_image(data).shape[:2]))
     return needed if sides and float(np.median(sides)) >= needed * _LARGER else None

@@ -22,7 +22,6 @@ from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.shards.values import Array
-from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote
 
 _RUNS = 4  # places of the set from which samples are taken
@@ -47,38 +46,17 @@ def excerpt(
     ids = np.unique(
         np.concatenate([np.arange(start, start + run) for start in starts]).clip(0, len(index) - 1)
     )
-    shards = index.shard_of(ids)
-    runs = np.split(ids, np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1)
     with open(path, "wb") as file:
-        for run_ids in runs:
-            for number, members in _read_run(index, run_ids):
-                with suppress(SampleError):
-                    members = change(members) if change is not None else members
-                for field, data in members:
-                    # Samples of several shards may share a key, so the id becomes the key.
-                    file.write(header(f"{number:012d}.{field}", len(data)) + data)
-                    file.write(bytes(padding(len(data))))
+        for number, fields in index.read(ids):
+            members = list(fields.items())
+            with suppress(SampleError):
+                members = change(members) if change is not None else members
+            for field, data in members:
+                # Samples of several shards may share a key, so the id becomes the key.
+                file.write(header(f"{number:012d}.{field}", len(data)) + data)
+                file.write(bytes(padding(len(data))))
         file.write(END)
     return replace(scan([path]), labels=index.labels)
-
-
-def _read_run(index: Index, ids: Any) -> list[tuple[int, Members]]:
-    """Return (id, members) of consecutive samples of one shard. Reads them with one request."""
-    shard = index.shard_with(int(ids[0]))
-    start, stop = int(index.offsets.start[ids[0]]), int(index.offsets.stop[ids[-1]])
-    data = memoryview(bytearray(stop - start))
-    with open_source(shard.path, shard.bytes) as source:
-        source.read_into(data, start)
-    return [
-        (
-            number,
-            [
-                (field, bytes(data[offset - start : offset - start + size]))
-                for field, offset, size in index.members(number)
-            ],
-        )
-        for number in ids.tolist()
-    ]
 
 
 def share_in_page_cache(index: Index) -> float | None:
@@ -130,15 +108,13 @@ class IdleField:
         """Return an idle field with the output of `field` for a sample of a local index."""
         if field.example is not None:
             return cls(tuple(field.names), field.example)
-        with open_source(index.shards[0].path) as source:
-            for number in range(len(index)):
-                for name, offset, size in index.members(number):
-                    if name not in field.names:
-                        continue
-                    with suppress(Exception):  # a user's field raises anything; try the next sample
-                        data = memoryview(bytearray(source.read(offset, size)))
-                        value = read_field(field, name, data, None, np.full(64, 0.5))
-                        return cls(tuple(field.names), None, value)
+        for _, fields in index.read(range(len(index)), field.names):
+            for name, data in fields.items():
+                with suppress(Exception):  # a user's field raises anything; try the next sample
+                    value = read_field(
+                        field, name, memoryview(bytearray(data)), None, np.full(64, 0.5)
+                    )
+                    return cls(tuple(field.names), None, value)
         return cls(tuple(field.names), None)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
@@ -163,13 +139,9 @@ class IdleTransform:
         """
         rng = (np.random.Generator(np.random.Philox(0)),) if takes_rng else ()
         reason = "there is no sample"
-        with open_source(index.shards[0].path) as source:
-            for number in range(len(index)):
-                sample: dict[str, Any] = {"__key__": index.key(number)}
-                for name, offset, size in index.members(number):
-                    sample[name] = bytes(source.read(offset, size))
-                try:
-                    return cls(transform(sample, *rng))
-                except Exception as error:  # the user's code may raise anything
-                    reason = f"{type(error).__name__}: {error}"
+        for number, fields in index.read(range(len(index))):
+            try:
+                return cls(transform({"__key__": index.key(number), **fields}, *rng))
+            except Exception as error:  # the user's code may raise anything
+                reason = f"{type(error).__name__}: {error}"
         raise SampleError(f"the transform failed for all of {len(index)} samples ({reason}).")
