@@ -138,7 +138,7 @@ class Pipeline:
         self._position: tuple[int, int] | None = None  # of the next batch
         self._is_taking = False  # remains True if an exception comes while a batch is taken
         self._run: Run | None = None
-        self._watchdog = StallWatchdog.disabled()
+        self._watchdog = StallWatchdog(options.patience)
         self._waiting_thread = 0
         self._finalizer: weakref.finalize[..., Any] | None = None
 
@@ -269,10 +269,8 @@ class Pipeline:
         """
         self._slots.reset()
         run = self._run = self._reader.start(*position, until)
-        if self._options.patience and not self._watchdog.is_running:
-            with DeferSignals():
-                self._watchdog = StallWatchdog(self._options.patience, self._log_stall)
-            self._watchdog.start_wait()
+        with DeferSignals():
+            self._watchdog.start(self._log_stall)
         try:
             while (batch := run.next()) is not None:
                 begun = time.perf_counter()
@@ -324,7 +322,6 @@ class Pipeline:
                 self._results, self._pending, self._run = iter(()), {}, None
                 self._workers.close()
             self._watchdog.close()
-            self._watchdog = StallWatchdog.disabled()
         if self._finalizer is not None:
             # Last: if a Ctrl-C interrupts this method, the owner's end closes the rest.
             self._finalizer.detach()

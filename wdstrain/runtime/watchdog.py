@@ -42,30 +42,25 @@ class StallWatchdog:
     `start_wait` and `end_wait` cost nothing.
     """
 
-    def __init__(self, patience: float, report: Callable[[float], None]) -> None:
-        """patience: seconds of waiting before the first report; 0: no thread and no reports.
+    def __init__(self, patience: float) -> None:
+        """patience: seconds of waiting before the first report; 0: no thread and no reports."""
+        self._patience = patience
+        self._wait_start: float | None = None
+        self._running = threading.Lock()  # held from `start` to `close`
+        self._thread: threading.Thread | None = None
+
+    def start(self, report: Callable[[float], None]) -> None:
+        """Start the thread, unless it was started.
 
         report: called in the watchdog's thread with the seconds of waiting, after `patience`
-        seconds and then each time that the wait has doubled.
+        seconds and then each time that the wait has doubled. Only the thread refers to it.
         """
-        self._patience, self._report = patience, report
-        self._wait_start: float | None = None
-        self._running = threading.Lock()  # held until `close`
-        self._running.acquire()
-        self._thread: threading.Thread | None = None
-        if patience:
-            self._thread = threading.Thread(target=self._run, name="wdstrain-watch", daemon=True)
+        if self._patience and self._thread is None:
+            self._running.acquire()
+            self._thread = threading.Thread(
+                target=self._run, args=(report,), name="wdstrain-watch", daemon=True
+            )
             self._thread.start()
-
-    @classmethod
-    def disabled(cls) -> StallWatchdog:
-        """Return a watchdog without a thread, which never reports."""
-        return cls(0, lambda _: None)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has a thread."""
-        return self._thread is not None
 
     def start_wait(self) -> None:
         """Note that the loop waits for a batch from now on."""
@@ -77,12 +72,12 @@ class StallWatchdog:
 
     def close(self) -> None:
         """End the thread. May be called several times, from any thread."""
-        with suppress(RuntimeError):  # it is closed already
+        with suppress(RuntimeError):  # it is closed already, or was not started
             self._running.release()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, report: Callable[[float], None]) -> None:
         reported_wait: float | None = None
         due = self._patience
         while not self._running.acquire(timeout=max(_SHORTEST_CHECK, self._patience / _CHECKS)):
@@ -92,7 +87,7 @@ class StallWatchdog:
             if wait_start is not None and time.monotonic() - wait_start >= due:
                 due *= 2
                 try:
-                    self._report(time.monotonic() - wait_start)
+                    report(time.monotonic() - wait_start)
                 except Exception:  # what the report reads may be gone by now
                     _log.warning(
                         "no batch for %.0f s; the search for the stalled stage failed",
