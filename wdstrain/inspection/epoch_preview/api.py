@@ -174,9 +174,8 @@ def _class_codes(
 def _label(index: Index, name: str | None) -> tuple[ColumnInfo | None, str]:
     """Return (the label with classes, why there is none)."""
     labels = {label.name: label for label in index.labels}
-    if {"cls"} & set(index.fields) - {label.field for label in index.labels} and (
-        not index.shard_labels
-    ):
+    undeclared = set(index.fields) - {label.field for label in index.labels}
+    if "cls" in undeclared and not index.shard_labels:
         labels.setdefault("cls", ColumnInfo("cls", "class", "cls"))
     if name is not None:
         if name not in labels:
