@@ -8,8 +8,7 @@ resident memory stays near what is held. Not thread-safe: its owner must hold a 
 from __future__ import annotations
 
 from bisect import bisect
-
-import numpy as np
+from collections import Counter
 
 from wdstrain.memory import Memory
 from wdstrain.order.order import Ints
@@ -44,11 +43,11 @@ class Blocks:
 
     def release(self, blocks: Ints) -> None:
         """Release samples. blocks: start of the block of each, int64[n]."""
-        for start, count in zip(*np.unique(blocks, return_counts=True), strict=True):
-            used = self._used[int(start)]
-            used[1] -= int(count)
+        for start, count in Counter(blocks.tolist()).items():  # faster than numpy for one batch
+            used = self._used[start]
+            used[1] -= count
             if not used[1]:
-                self._free_block(int(start), used[0])
+                self._free_block(start, used[0])
 
     def _free_block(self, start: int, stop: int) -> None:
         """Make a block free, and join it with its free neighbors."""
