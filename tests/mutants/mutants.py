@@ -257,7 +257,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "shards/offsets.py": [
         ("known-checksums", "at[members[at, 2] != 0]", "at[members[at, 2] == 0]"),
         ("order-of-members", "np.lexsort((offset, row))", "np.lexsort((row, offset))"),
-        ("edges-of-keys", "return first - first[0], letters", "return first, letters"),
+        ("letters-of-keys", "[first[0] : first[-1]]", "[first[0] : first[1]]"),
     ],
     "shards/index_table.py": [
         ("field-inside-end", "(size > high - offset)", "(size > high - low)"),

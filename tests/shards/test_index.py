@@ -16,6 +16,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from tests.support.indexes import with_column
+from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
@@ -584,3 +585,23 @@ def test_a_rebuilt_index_counts_the_existing_samples(
         "": {"dog": 2, "": 1},
         "train": before["train"],
     }
+
+
+def test_read_yields_the_chosen_fields_in_the_order_of_the_ids(shards: Path) -> None:
+    index = wt.index(shards)
+    for ids in ([20, 3, 3, 7], range(21), []):
+        for fields in (None, ["txt"], ["cls", "absent"]):
+            expected = [
+                (n, {k: v for k, v in index[n].items() if k in (fields or index.fields)})
+                for n in ids
+            ]
+            assert list(index.read(ids, fields)) == expected
+
+
+def test_samples_that_lie_together_on_a_server_are_read_by_few_requests(shards: Path) -> None:
+    expected = [fields for _, fields in wt.index(shards).read(range(21))]
+    with serving(shards) as server:
+        index = wt.open(server.url)
+        server.requests.clear()
+        assert [fields for _, fields in index.read(range(21))] == expected
+        assert len(server.requests) == 3

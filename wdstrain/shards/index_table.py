@@ -55,7 +55,7 @@ def to_table(shards: Sequence[Shard], offsets: Offsets, columns: Iterable[Column
     counts, names = [shard.samples for shard in shards], [utf8_text(s.name) for s in shards]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     codes = np.repeat(np.array([places[name] for name in names], np.int32), counts)
-    shard = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(places, pa.string()))
+    shard = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(list(places), pa.string()))
     labels = named_columns(offsets.fields, columns)
     arrays = [offsets.key_texts(), shard, *offsets.rows.columns[1:]]
     arrays += [column.values for column in labels.values()]
