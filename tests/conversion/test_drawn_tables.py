@@ -187,7 +187,7 @@ def delivered(out: Path, label: Any) -> dict[int, list[tuple[str, bytes, Any, st
         for fields in samples.values():
             rest = json.loads(fields["json"])
             value: Any = rest.get("y")
-            if label.kind == "class":
+            if label.kind in ("class", "flag"):
                 value = label.classes[int(fields["cls"])]
             elif label.kind == "multi":
                 value = sorted(value)
@@ -202,7 +202,7 @@ def check(folder: Path, seed: int) -> None:
     kinds = {
         "number": "number",
         "whole": "class",
-        "truth": "class",
+        "truth": "flag",
         "words": "class",
         "several": "multi",
     }

@@ -56,4 +56,7 @@ def is_image(field: str) -> bool:
 
 def format_of(data: bytes | memoryview) -> ImageFormat | None:
     """Return the format of an image, by its first bytes; None for other data."""
-    return next((row for pattern, row in _PATTERNS if pattern.match(data)), None)
+    stop = len(data)
+    if bytes(data[4:8]) == b"ftyp":  # bytes after the first box are no brands
+        stop = int.from_bytes(data[:4], "big")
+    return next((row for pattern, row in _PATTERNS if pattern.match(data, 0, stop)), None)
