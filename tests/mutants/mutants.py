@@ -269,7 +269,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "shards/index.py": [
         ("read-verified", "crc32(data) != crcs[member]", "crc32(data) == 0"),
-        ("read-in-run", "data[offsets[member] - start :]", "data[offsets[member] - stop :]"),
+        ("gap-is-read", "0 <= offsets[last] - stop <= gap", "0 >= offsets[last] - stop <= gap"),
     ],
     "shards/resolve.py": [
         (
