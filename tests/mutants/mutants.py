@@ -143,7 +143,10 @@ FIRST: dict[str, tuple[str, ...]] = {
     ),
     "reader/reads.py": ("tests/reader/test_reads.py",),
     "reader/blocks.py": ("tests/reader/test_blocks.py",),
-    "reader/fetch.py": ("tests/reader/test_checksums.py",),
+    "reader/fetch.py": (
+        "tests/reader/test_checksums.py",
+        "tests/storage/test_replaced_shards.py",
+    ),
     "reader/run.py": ("tests/reader/test_read_errors.py",),
     "decode/codecs.py": (
         "tests/golden/test_images.py",
