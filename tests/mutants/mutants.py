@@ -382,7 +382,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("all-arrived", "int(table.arrived[own]) == size", "int(table.arrived[own]) <= size"),
     ],
     "reader/fetch.py": [
-        ("changed-object", "file.path, file.tag) != file.tag", "file.path, file.tag) is None"),
         ("known-crc", "& (members.crc != 0)", "& (members.crc == 0)"),
         ("gaps", "target = files.scratch(", "files.scratch("),
         ("replaced", "if not self._index.needs_headers", "if self._index.needs_headers"),
