@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from wdstrain.decode.fields import Example, Field, field_names
 from wdstrain.decode.transforms import Draws
@@ -338,18 +337,18 @@ class LabelColumn:
     numbers: Ints | None = None
     count: int = 0
 
-    def rows(self, ids: Ints) -> Any:
+    def rows(self, ids: Ints) -> Array | list[Any]:
         """Return the values of these samples, in memory of their own. ids: int64[b]"""
         if isinstance(self.values, np.ndarray):
             values = self.values[ids]
             values = values if self.numbers is None else self.numbers[values]
-            return torch.from_numpy(values.astype(self.dtype))
+            return np.asarray(values.astype(self.dtype))
         rows = self.values.take(pa.array(ids))
         if not self.count:
-            return rows.to_pylist()
+            return list(rows.to_pylist())
         flags = np.zeros((len(ids), self.count), np.float32)
         flags[np.asarray(pc.list_parent_indices(rows)), np.asarray(rows.flatten())] = 1
-        return torch.from_numpy(flags)
+        return flags
 
 
 def label_columns(fields: Mapping[str, Field], index: Index) -> dict[str, LabelColumn]:

@@ -128,7 +128,10 @@ class BatchAssembler:
 
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""
-        labels = {name: column.rows(ids) for name, column in self._columns.items()}
+        labels: dict[str, Any] = {name: column.rows(ids) for name, column in self._columns.items()}
+        for name, rows in labels.items():
+            if isinstance(rows, np.ndarray):
+                labels[name] = torch.from_numpy(rows)
         if self._options.on_error == "mark" and not own.all():
             for name, rows in labels.items():
                 if isinstance(rows, list):
