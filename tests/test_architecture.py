@@ -45,23 +45,23 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 5006,
+    "conversion": 4920,
     "training": 4498,
-    "inspection": 3466,
-    "loader": 1790,
+    "inspection": 3425,
+    "loader": 1303,
     "shards": 2600,
-    "decode": 1817,
-    "storage": 1720,
-    "reader": 1035,
-    "cli": 740,
-    "runtime": 486,
-    "tuning": 476,
-    "order": 451,
+    "decode": 1598,
+    "storage": 1215,
+    "reader": 621,
+    "cli": 739,
+    "runtime": 399,
+    "tuning": 455,
+    "order": 434,
     "report": 353,
-    "augment": 280,
+    "augment": 277,
     "webdataset": 335,
-    "native": 60,
-    "": 440,  # modules at the top, memory.py among them
+    "native": 56,
+    "": 415,  # modules at the top, memory.py among them
 }
 
 
