@@ -24,7 +24,7 @@ import wdstrain as wt
 from tests.conftest import picture, write_tar
 from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
-from wdstrain.decode.codecs import decode_image, resize
+from wdstrain.decode.codecs import decode_image, log_lost_levels, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.order.rng import uniform
@@ -478,6 +478,7 @@ def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     """An image of 4096 levels keeps more than 16 of 256, or a message names the lost levels."""
     ending = "tif" if kind[0] in "3f" else "png"
     write_tar(tmp_path / "a.tar", [("k", {ending: _gray(kind)})])
+    log_lost_levels.cache_clear()  # it speaks once in a process
 
     def levels() -> int:
         with closing(wt.Loader(tmp_path / "a.tar", {"x": wt.image(size=64)}, batch_size=1)) as it:

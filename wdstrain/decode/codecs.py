@@ -229,7 +229,7 @@ def _rgb(image: Image.Image) -> Pixels:
         if rows < image.height:
             strip = image.crop((0, top, image.width, min(top + rows, image.height)))
         if strip.mode.startswith(("I", "F")) and np.asarray(strip).max() < 1 << 15:
-            _log_lost_levels(strip.mode)
+            log_lost_levels(strip.mode)
         if strip.mode.startswith("I"):
             strip = Image.fromarray((np.clip(np.asarray(strip), 0, 65535) >> 8).astype(np.uint8))
         elif strip.mode in ("P", "PA", "LA"):
@@ -239,7 +239,7 @@ def _rgb(image: Image.Image) -> Pixels:
 
 
 @cache
-def _log_lost_levels(mode: str) -> None:
+def log_lost_levels(mode: str) -> None:
     """Log once per process and mode that gray levels are lost."""
     _log.warning(
         "gray images of more than 8 bits (mode %s) keep the upper 8 of 16 bits, and the levels of "
