@@ -485,6 +485,26 @@ def test_a_download_that_stands_still_is_not_waited_for(
         file.close()
 
 
+def test_a_file_that_lacks_bytes_is_read_from_the_cache_and_the_server_in_turn(
+    packed: Path, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "1")
+    cache, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
+    data = (packed / shard.name).read_bytes()
+    with open(f"{place_of(cache, shard)}.{shard.bytes}.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(data[:50_000])
+        other.flush()
+        file = opened(cache, shard)
+        assert file is not None
+        for start in (0, 60_000, 20_000, 150_000, 1_000):  # the server has those above 50,000
+            part = bytearray(20_000)
+            file.read_into(memoryview(part), start)
+            assert bytes(part) == data[start : start + 20_000]
+        assert (file.cached, file.fetched) == (60_000, 40_000)
+        file.close()
+
+
 def test_a_forgotten_shard_is_not_put_in_place_by_its_former_download(
     packed: Path, tmp_path: Path
 ) -> None:

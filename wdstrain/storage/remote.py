@@ -166,9 +166,7 @@ class RemoteFile:
 
     def close(self) -> None:
         """Close the connection, or keep it for reuse if the response was read to its end."""
-        if self._response is not None:
-            self._response.close()
-            self._response = None
+        self._end_response()
 
     def __enter__(self) -> RemoteFile:
         return self
@@ -176,15 +174,21 @@ class RemoteFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _end_response(self) -> None:
+        """End the response, which a read continues. A subclass may have more to close."""
+        if self._response is not None:
+            self._response.close()
+            self._response = None
+
     def _request_size(self, first_bytes: int) -> None:
         """Request the first bytes. A server without range requests sends all. Later reads use them."""
         try:
             response = self._request(0, first_bytes)
             if response.ranged and first_bytes == 1:
                 response.readinto(memoryview(bytearray(1)))  # then the connection can be reused
-                self.close()
+                self._end_response()
         except BaseException:
-            self.close()
+            self._end_response()
             raise
 
     def _read_some(self, view: memoryview, offset: int, stop: int) -> int:
@@ -200,7 +204,7 @@ class RemoteFile:
                     f"the response ended at byte {response.position} instead of {response.stop}"
                 )
         except BaseException:
-            self.close()
+            self._end_response()
             raise
         self.fetched += count
         return count
@@ -209,7 +213,7 @@ class RemoteFile:
         """Return a response whose next byte is at offset."""
         response = self._response
         if response is None or not self._reaches(response, offset):
-            self.close()
+            self._end_response()
             response = self._request(offset, stop)
         while response.position < offset:  # a gap, or a server without range requests
             skipped = memoryview(bytearray(min(_CHUNK, offset - response.position)))
