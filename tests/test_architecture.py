@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1303,
     "shards": 2600,
     "decode": 1598,
-    "storage": 1215,
+    "storage": 1217,
     "reader": 621,
     "cli": 739,
     "runtime": 399,
