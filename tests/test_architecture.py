@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 3425,
     "loader": 1303,
     "shards": 2600,
-    "decode": 1598,
+    "decode": 1600,
     "storage": 1217,
     "reader": 621,
     "cli": 739,

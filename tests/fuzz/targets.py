@@ -1101,7 +1101,7 @@ TARGETS = {
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
-        Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
+        Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds:Classes", "wdstrain.shards.kinds:number_of", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.labels:LabelField")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
         Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch"), _IMAGE_WORDS, None, 8192),

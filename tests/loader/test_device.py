@@ -241,6 +241,9 @@ def test_workers_start_before_any_thread_after_a_break_at_a_silent_server(tmp_pa
                 if not copies.begun.acquire(timeout=3):  # the next batch does not arrive
                     break
             released.set()
+            for thread in threading.enumerate():  # the server held those that wait for it
+                if thread.name.startswith("wdstrain-fetch"):
+                    thread.join(30)
             os.register_at_fork(before=_note_threads)
             FORKED_WITH.clear()
             next(iter(copied_ahead(loader)))

@@ -54,7 +54,7 @@ def status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 fields = {"image": wt.image("img", size=32), "json": wt.json("doc"), "label": wt.label("txt"),
-          "deep": wt.label("doc.k"), "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
+          "deep": wt.label("doc.json.k"), "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
 results = {}
 cases = json.load(sys.stdin)
 for path, name in cases[:1] + cases:  # the first twice, so that imports do not count
@@ -468,7 +468,7 @@ def test_memory_of_decoded_values_is_a_bounded_multiple_of_their_size(tmp_path: 
     ]
     cases = []
     for name, field, raw in values:
-        tar = {"json": "doc", "deep": "doc", "array": "npy"}.get(field, "txt")
+        tar = {"json": "doc", "deep": "doc.json", "array": "npy"}.get(field, "txt")
         cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {tar: raw})]), field))
     for (name, field), (peak, message) in probed(cases).items():
         assert message.startswith("SampleError: "), (name, message)

@@ -44,7 +44,7 @@ def interrupt(urls: str, case: str, times: str = "once") -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["moments"] > 1000
     assert (
-        result["interrupted"] > count / 2
+        result["interrupted"] > count / 3
     )  # the others come while Python drops the loader, or after the loop
 
 

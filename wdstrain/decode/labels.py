@@ -427,6 +427,8 @@ def _class_number(field: LabelField, column: Column, code: int, value: Any) -> i
     if column.kind in ("integer", "text"):
         return field._delivered[field._stored.number(value)]
     number = field._positions.get(str(value))
+    if number is None and column.kind == "flag":
+        number = field._positions.get(str(code))
     if number is not None and (column.has_names or field.entry is not None):
         return number
     is_number = not field.stored and not (field.entry is not None and column.has_names)

@@ -153,6 +153,8 @@ class Classes:
     def number(self, value: Any) -> int:
         """Return the number of a class. Raises ValueError for a value that is none."""
         named = self._numbers.get(spelled(value)) if isinstance(value, _SCALARS) else None
+        if named is None and isinstance(value, bool):  # True is 1, also where that is a name
+            named = self._numbers.get(str(int(value)))
         number = _whole(value)
         is_number = number is not None and 0 <= number < (self._count or math.inf)
         if named is not None and (self._by_name or not is_number):
@@ -170,9 +172,8 @@ class Classes:
 def number_of(value: Any) -> float:
     """Return a number, or a text that is one. Raises ValueError for other values."""
     try:
-        if isinstance(value, str) and "_" in value:  # Python reads 1_0 as 10
-            raise ValueError
-        number = float(value)
+        # Python reads 1_0 as 10, and refuses a lone _.
+        number = float("_" if isinstance(value, str) and "_" in value else value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{str(value)[:80]!r} is not a number") from None
     if math.isinf(number) and isinstance(value, str) and "inf" not in value.lower():
