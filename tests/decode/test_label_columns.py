@@ -132,6 +132,23 @@ def test_label_columns_and_label_bytes_have_equal_values(
     assert valid or kind in NEVER_VALID[place]
 
 
+@pytest.mark.parametrize("classes", [("1", "0"), ("2", "1", "0"), ("True", "False"), ("a", "b")])
+@pytest.mark.parametrize("entry", [None, "kind"])
+def test_flags_have_the_same_classes_in_columns_and_bytes(
+    tmp_path: Path, classes: tuple[str, ...], entry: str | None
+) -> None:
+    """Names of classes may look like numbers, also those of other flags."""
+    place = "cls" if entry is None else "json"
+    values = [True, False, True, True, False]
+    rows = samples([int(v) for v in values] if entry is None else values, field=place)
+    labels = [wt.Label("l", "flag", place, entry, ("False", "True"))]
+    wt.pack(rows, str(tmp_path / "set"), shuffle=False, labels=labels)
+    index = wt.open(tmp_path / "set")
+    assert [column.kind for column in index.columns if column.name == "l"] == ["flag"]
+    field = wt.label(place if entry is None else f"{place}.{entry}", classes=classes)
+    assert outcome(index, field) == outcome(replace(index, columns=()), field)
+
+
 def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) -> None:
     orders = [("cat", "dog", "emu"), ("emu", "cat"), ("dog",)]
     order = ["emu", "dog", "cat"]

@@ -277,7 +277,7 @@ def test_shards_on_a_server_are_read_as_local_ones(
 def test_remote_shards_without_an_index_are_streamed_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is read before the first sample is asked for, and the log says what is not kept."""
+    """Nothing is read before the first sample is requested. The log names the missing promises."""
     write_set(tmp_path / "set", [2] * 6)
     with serving(tmp_path) as server:
         address = f"{server.url}/set/part-{{000..005}}.tar"

@@ -145,7 +145,7 @@ def label(
     position there. If the index knows the label, a number counts as the number of its class.
 
     classes: default: the classes that the index names, of all sets together. If the index names
-    classes too, each class counts by its name, whatever its number in the shards.
+    classes too, a class is found by its name; its number in the shards does not matter.
     multi: read a list of classes, as a float32 tensor [b, classes] of ones and zeros. A column of
     lists is always read so.
     """
@@ -427,8 +427,8 @@ def _class_number(field: LabelField, column: Column, code: int, value: Any) -> i
     if column.kind in ("integer", "text"):
         return field._delivered[field._stored.number(value)]
     number = field._positions.get(str(value))
-    if number is None and column.kind == "flag":
-        number = field._positions.get(str(code))
+    if number is None and column.kind == "flag" and field.entry is not None:
+        number = field._positions.get(str(code))  # True is 1, as `Classes` reads it from JSON
     if number is not None and (column.has_names or field.entry is not None):
         return number
     is_number = not field.stored and not (field.entry is not None and column.has_names)

@@ -4,7 +4,7 @@
 threads or worker processes. Its stream of batches goes on over the ends of epochs: while an epoch
 ends, the next is being read and decoded. `batches` continues the stream if it is at the requested
 step, and starts another otherwise. The reader starts when the first task is requested. That is
-after the workers are forked, so that no thread of ours exists at that time.
+after the workers are forked: a fork beside a thread of this package could copy a held lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of one epoch, as readers and loaders see it: what is read, and what is delivered.
+"""The order of one epoch: which samples are read, and which are delivered, at each step.
 
 `Plan`, `WeightedPlan` and `Mixture` are orders. Another shuffle policy is another class that answers
 the same questions.

@@ -2,7 +2,7 @@
 
 A block is freed when the last of its samples is released. The memory is sized for the worst case.
 The system provides a page when it is first written, and blocks are taken from the front, so the
-resident memory stays near what is held. Not thread-safe: its owner must hold a lock.
+resident memory stays near what is held. The caller must hold a lock during each call.
 """
 
 from __future__ import annotations

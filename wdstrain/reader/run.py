@@ -3,7 +3,7 @@
 Called by the pipeline; calls `reads`, `blocks` and `fetch`. A thread begins the reads in the order
 of their list. Memory is the only flow control: the next read begins once a block is free, also in
 the next epoch. So the thread runs ahead of the loop, which must find the bytes there. A batch is
-ready when all of its samples have arrived, in whatever order reads end. An error belongs to the
+ready when all of its samples have arrived; reads may end in any order. An error belongs to the
 first batch that it hits: all batches before it are delivered.
 
 `Reader` owns the memory. A `Run` is one pass over the list, from a step on. To stop it, close it.
