@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import quick_and_slow
+from tests.conftest import picture, quick_and_slow
 
 NAMES = ["cat", "dog", "emu"]
 
@@ -133,20 +133,24 @@ def test_label_columns_and_label_bytes_have_equal_values(
 
 
 @pytest.mark.parametrize("classes", [("1", "0"), ("2", "1", "0"), ("True", "False"), ("a", "b")])
-@pytest.mark.parametrize("entry", [None, "kind"])
-def test_flags_have_the_same_classes_in_columns_and_bytes(
-    tmp_path: Path, classes: tuple[str, ...], entry: str | None
+@pytest.mark.parametrize("is_label", [True, False], ids=["label", "other column"])
+def test_flags_of_a_table_have_the_same_classes_in_columns_and_bytes(
+    tmp_path: Path, classes: tuple[str, ...], is_label: bool
 ) -> None:
-    """Names of classes may look like numbers, also those of other flags."""
-    place = "cls" if entry is None else "json"
-    values = [True, False, True, True, False]
-    rows = samples([int(v) for v in values] if entry is None else values, field=place)
-    labels = [wt.Label("l", "flag", place, entry, ("False", "True"))]
-    wt.pack(rows, str(tmp_path / "set"), shuffle=False, labels=labels)
-    index = wt.open(tmp_path / "set")
-    assert [column.kind for column in index.columns if column.name == "l"] == ["flag"]
-    field = wt.label(place if entry is None else f"{place}.{entry}", classes=classes)
-    assert outcome(index, field) == outcome(replace(index, columns=()), field)
+    """The label is a number in cls, another column is true or false in json."""
+    rows = ["file,known,words"]
+    for number, known in enumerate([True, False, True, True, False]):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+        rows.append(f"{number}.png,{known},w{number % 2}")
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    label = "known" if is_label else "words"
+    table, out = tmp_path / "table.csv", str(tmp_path / "out")
+    index = wt.convert_table(str(table), out, image="file", label=label, shuffle=False)
+    assert [column.kind for column in index.columns if column.name == "known"] == ["flag"]
+    field = wt.label("cls" if is_label else "json.known", classes=classes)
+    with_column = outcome(index, field)
+    assert with_column == outcome(replace(index, columns=()), field)
+    assert not isinstance(with_column, str), with_column
 
 
 def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) -> None:
