@@ -12,6 +12,7 @@ import ssl
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -251,14 +252,14 @@ def requiring_no_version(handler: Handler, path: Path, start: int, stop: int) ->
 
 
 def pooled(*, strict: bool) -> Fault:
-    """Respond as a pool of servers that give the same bytes different ETags, in turn.
+    """Respond as a pool of servers that give the same bytes different ETags, in turn for each file.
 
     strict: a server of the pool refuses the ETags of the others.
     """
-    turn = itertools.count()
+    turns: dict[Path, Iterator[int]] = defaultdict(itertools.count)
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        tag = f'"server-{next(turn) % 2}"'
+        tag = f'"server-{next(turns[path]) % 2}"'
         if strict and handler.headers.get("If-Match") not in (None, tag):
             handler.answer(412, b"", {"ETag": tag})
         else:
