@@ -150,8 +150,8 @@ def test_labels_and_numbers_are_read_from_json_columns() -> None:
 
 @pytest.mark.parametrize(
     "number",
-    ["1e400", "-1e400", "1" + "0" * 400, "1e39"],
-    ids=["1e400", "-1e400", "400 digits", "1e39"],
+    ["1e400", "-1e400", "1" + "0" * 400, "1e39", "-1e39"],
+    ids=["1e400", "-1e400", "400 digits", "1e39", "-1e39"],
 )
 def test_a_number_beyond_float32_is_an_error(number: str) -> None:
     for field, data in (

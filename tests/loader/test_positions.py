@@ -112,6 +112,29 @@ def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(tmp_path: Path, at
         assert len(following) == (100 if not why else 0)  # the count restarts with the next epoch
 
 
+def test_a_state_of_the_end_of_an_epoch_counts_bad_samples_anew(tmp_path: Path) -> None:
+    numbers(tmp_path, 100, {3, 57})
+
+    def loader() -> wt.Loader:
+        fields = {"y": wt.number("val")}
+        return wt.Loader(tmp_path, fields, batch_size=10, on_error="replace", max_errors=0.02)
+
+    first, second = loader(), loader()
+    assert len(keys(first)) == 10
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert len(keys(second)) == 10
+    assert second.report()["bad"] == 2
+
+
+def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path: Path) -> None:
+    for name, key in (("a", "k"), ("b", "l")):
+        write_tar(tmp_path / name / "a.tar", [(f"{key}{i}", {"txt": b"x"}) for i in range(8)])
+    first, second = (wt.Loader(tmp_path / name, batch_size=2) for name in "ab")
+    next(iter(first))
+    with pytest.raises(wt.UsageError, match="data"):
+        second.load_state_dict(first.state_dict())
+
+
 def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
     numbers(tmp_path, 100, {1, 2})
 

@@ -238,3 +238,14 @@ def test_impossible_mixtures_are_refused(
         wt.mix(sources, **{"batch_size": 4, **options})
     with pytest.raises(UsageError, match="sources is empty"):
         wt.mix({})
+
+
+def test_a_weight_belongs_to_the_set_of_its_name(tmp_path: Path) -> None:
+    """The order in which weights and sets are named makes no difference to the shares."""
+    for name in "ab":
+        write_tar(tmp_path / name / "a.tar", [(f"{name}{i}", {"txt": b"x"}) for i in range(40)])
+    sets = {name: tmp_path / name for name in "ab"}
+    with wt.mix(sets, weights={"b": 3, "a": 1}, batch_size=4) as loader:
+        batches = list(loader)
+    counts = Counter(name for batch in batches for name in batch["__source__"])
+    assert counts["b"] == 3 * counts["a"]

@@ -127,6 +127,19 @@ def test_a_replacement_with_other_data_raises_in_the_next_epoch(
         assert sorted(reread.values()) == [content(50, 100), content(51, 200), content(52, 300)]
 
 
+def test_a_local_shard_that_is_written_over_raises_in_the_next_epoch(www: Path) -> None:
+    """The set has an index without checksums, and the file keeps its number and size."""
+    put(www, 0, [100, 200, 300], at=1)
+    wt.index(www)
+    with closing(wt.Loader(www, batch_size=3)) as loader:
+        assert next(iter(loader.epoch(0, until=1)))["txt"]
+        loader.close()
+        put(www.parent / "other", 50, [100, 200, 300], at=2, keys=0)
+        (www / "a.tar").write_bytes((www.parent / "other" / "a.tar").read_bytes())
+        with pytest.raises(ShardError, match="was written to or replaced"):
+            next(iter(loader.epoch(1)))
+
+
 @pytest.mark.parametrize("long", ["", "folder/" * 20])
 @pytest.mark.parametrize("kind", list(FORMATS))
 def test_headers_of_every_kind_identify_the_shard(www: Path, kind: str, long: str) -> None:

@@ -48,6 +48,20 @@ def plain(outputs: int) -> torch.nn.Module:
     )
 
 
+class Recorder(torch.nn.Module):
+    """A model that records the size of its batches, and a random number of each."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(3, outputs)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with open(f"{os.environ['RECORDS']}/{os.environ['RANK']}", "a") as file:
+                file.write(f"{len(pixels)} {torch.rand(1).item()}\n")
+        return self.last(pixels.mean((2, 3)))
+
+
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pets")
@@ -113,6 +127,20 @@ def test_processes_have_the_losses_and_metrics_of_one_process(
     (line,) = out.splitlines()  # only the first process prints
     assert [epoch["samples"] for epoch in json.loads(line)["epochs"]] == [144, 144]
     equal_within_noise(tmp_path / "run", alone)
+
+
+def test_processes_share_a_batch_and_draw_other_random_numbers(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECORDS", str(tmp_path))
+    options = {**OPTIONS, "model": "tests.training.test_torchrun:Recorder", "epochs": 1}
+    job = started(2, str(pets), "--out", str(tmp_path / "run"), options=options)
+    _, stderr = job.communicate(timeout=100)
+    assert job.returncode == 0, stderr
+    ranks = [(tmp_path / str(rank)).read_text().splitlines()[-9:] for rank in (0, 1)]  # 9 steps
+    sizes, numbers = zip(*(line.split() for lines in ranks for line in lines), strict=True)
+    assert set(sizes) == {"8"}
+    assert len(set(numbers)) == 18
 
 
 # Starts two tasks on this machine, as SLURM's program does, and ends with the last status.
