@@ -162,7 +162,10 @@ FIRST: dict[str, tuple[str, ...]] = {
     "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
-    "loader/planning.py": ("tests/loader/test_selection.py",),
+    "loader/planning.py": (
+        "tests/loader/test_positions.py::test_a_state_of_other_samples_is_refused_although_they_are_as_many",
+        "tests/loader/test_selection.py",
+    ),
     "loader/mixture.py": ("tests/order/test_mixture.py",),
     "loader/epoch.py": ("tests/loader/test_positions.py",),
     "loader/nested.py": ("tests/loader/test_batch_types.py",),
@@ -176,12 +179,11 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_scores.py",
     ),
     "training/train_step.py": (
-        "tests/oracle/test_training.py",
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
     "training/data.py": (
-        "tests/training/test_data.py",
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
+        "tests/training/test_data.py",
     ),
     "training/run_state.py": ("tests/training/test_resuming.py",),
     "conversion/external_shuffle.py": ("tests/conversion/test_resuming.py",),
