@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 
 # Classes 0 to 3, in colors of which no mixture is another class color.
@@ -213,9 +212,9 @@ def _places(side: int, most: float) -> npt.NDArray[np.uint8]:
     [
         pytest.param(wt.mask, 64, id="mask of the same size"),
         pytest.param(wt.image, 64, id="image of the same size"),
-        pytest.param(wt.mask, 32, id="smaller mask", marks=known_fault("core/mask_other_size")),
-        pytest.param(wt.mask, 100, id="larger mask", marks=known_fault("core/mask_other_size")),
-        pytest.param(wt.image, 32, id="smaller image", marks=known_fault("core/mask_other_size")),
+        pytest.param(wt.mask, 32, id="smaller mask"),
+        pytest.param(wt.mask, 100, id="larger mask"),
+        pytest.param(wt.image, 32, id="smaller image"),
     ],
 )
 def test_fields_of_other_sizes_get_the_same_crop(second: Any, side: int, tmp_path: Path) -> None:

@@ -418,8 +418,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "decode/transforms.py": [
         (
             "crop-edge",
-            "if 0 < w <= width and 0 < h <= height:",
-            "if 0 < w < width and 0 < h < height:",
+            "if min(w, h) > 0 and exact_w <= width and exact_h <= height:",
+            "if min(w, h) > 0 and w < width and h < height:",
         ),
         (
             "crop-top",

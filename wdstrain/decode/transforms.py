@@ -146,8 +146,10 @@ def random_crop(
     for attempt in range(_TRIES):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
         aspect = math.exp(math.log(ratio[0]) + draws[2 * attempt + 1] * log_range)
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
+        exact_w, exact_h = math.sqrt(area * aspect), math.sqrt(area / aspect)
+        w, h = round(exact_w), round(exact_h)
+        # The rounded sides may fit a small mask and not its larger image.
+        if min(w, h) > 0 and exact_w <= width and exact_h <= height:
             top = int(draws[_TOP_DRAW] * (height - h + 1))
             return top, int(draws[_LEFT_DRAW] * (width - w + 1)), h, w
     return _fallback_crop(height, width, ratio)
@@ -187,9 +189,11 @@ def random_boxes(
     area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, 0 : 2 * _TRIES : 2])
     log_range = math.log(ratio[1] / ratio[0])
     aspect = np.exp(math.log(ratio[0]) + draws[:, 1 : 2 * _TRIES : 2] * log_range)
-    w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
-    h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
-    fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= most_w, h > 0, h <= most_h])
+    exact_w, exact_h = np.sqrt(area * aspect), np.sqrt(area / aspect)
+    w, h = np.rint(exact_w).astype(np.int64), np.rint(exact_h).astype(np.int64)
+    inside_w, inside_h = (w, h) if within else (exact_w, exact_h)
+    is_inside = [w > 0, inside_w <= most_w, h > 0, inside_h <= most_h]
+    fits: npt.NDArray[np.bool_] = np.logical_and.reduce(is_inside)
     rows, first = np.arange(len(draws)), fits.argmax(1)
     w, h = w[rows, first], h[rows, first]
     top = (draws[:, _TOP_DRAW] * (height - h + 1)).astype(np.int64)
