@@ -45,12 +45,12 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4920,
+    "conversion": 4918,
     "training": 4498,
-    "inspection": 3425,
+    "inspection": 3422,
     "loader": 1303,
-    "shards": 2600,
-    "decode": 1600,
+    "shards": 2525,
+    "decode": 1580,
     "storage": 1217,
     "reader": 621,
     "cli": 739,

@@ -22,7 +22,6 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 from wdstrain.decode.codecs import decode_image, log_lost_levels, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
@@ -437,11 +436,7 @@ def _saved_array(array: Any) -> bytes:
     ("field", "data"),
     [
         (wt.json("json.gz"), b'{"n": 3}'),
-        pytest.param(
-            wt.number("json.gz.n"),
-            b'{"n": 3}',
-            marks=known_fault("core/tars_and_fields_of_other_writers"),
-        ),
+        (wt.number("json.gz.n"), b'{"n": 3}'),
         (wt.text("txt.gz"), b"three"),
         (wt.label("cls.gz"), b"3"),
         (wt.number("cls.gz"), b"3.5"),

@@ -11,7 +11,7 @@ values become a list.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -242,18 +242,13 @@ def array(
         raise UsageError(f"shape={shape}, dtype={dtype!r}: give both or neither.")
     if shape is None or dtype is None:
         return NumpyArray(field_names(names))
-    try:
-        numpy_dtype = np.dtype(dtype)
-    except TypeError:
-        raise UsageError(
-            f'dtype={dtype!r}: must be the name of a NumPy dtype, such as "uint8".'
-        ) from None
-    if not torch_has(numpy_dtype) or any(not isinstance(n, int) or n < 0 for n in shape):
+    given = Example(tuple(shape), dtype)
+    if not fits_batch_memory(given) or any(not isinstance(n, int) or n < 0 for n in shape):
         raise UsageError(
             f"shape={shape}, dtype={dtype!r}: batch memory holds numbers of a dtype that torch has,"
             " such as float32, in a shape such as (3, 224, 224)."
         )
-    return NumpyArray(field_names(names), Example(tuple(shape), numpy_dtype.name))
+    return NumpyArray(field_names(names), replace(given, dtype=np.dtype(dtype).name))
 
 
 def read_field(field: Field, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:

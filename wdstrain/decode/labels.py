@@ -24,11 +24,21 @@ from wdstrain.errors import SampleError, UsageError
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import KINDS, Classes, ColumnInfo, Place, json_place, number_of, spelled
+from wdstrain.shards.kinds import (
+    KINDS,
+    Classes,
+    ColumnInfo,
+    Place,
+    classes_of,
+    json_place,
+    names_of,
+    number_of,
+    text_of,
+)
 from wdstrain.shards.label import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
-from wdstrain.shards.where import Names
+from wdstrain.shards.where import column_named
 
 # the labels of one set that differ from those of other sets: (place, label) each
 OwnLabels = tuple[tuple[Place, ColumnInfo | None], ...]
@@ -76,29 +86,27 @@ class LabelField:
     def _read(self, data: memoryview, out: Array | None) -> str | None:
         if self.kind == "text" and self.entry is None:
             return bytes(data).decode("utf-8-sig")
-        value = scalar(data, self.entry, number_of if self.kind == "number" else None)
-        if self.kind == "text":
-            return _text(value)
-        assert out is not None
         if self.is_joined:
             raise ValueError("the joined sets number its classes differently, and it has no column")
-        if self.kind == "class":
-            out[()] = self._delivered[self._stored.number(value)]
-        elif self.kind == "multi":
-            out[()] = 0
-            out[self._flags(value)] = 1
-        else:
-            out[()] = self._checked(value)
+        value = scalar(data, self.entry, number_of if self.kind == "number" else None)
+        if out is None:
+            return text_of(value)
+        out[()] = self.delivered(value)
         return None
 
-    def _flags(self, value: Any) -> list[int]:
-        if not isinstance(value, list):
-            raise ValueError(f"{str(value)[:80]!r} is not a list of classes")
-        numbers = [self._positions.get(str(name)) for name in value]
-        if None in numbers:
-            name = str(value[numbers.index(None)])[:80]
+    def delivered(self, value: Any) -> Any:
+        """Return a class, number or list in the shards as the batch has it. Raises ValueError."""
+        if self.kind == "number":
+            return self._checked(value)
+        if self.kind == "class":
+            return self._number_of_stored[self._stored.number(value)]
+        places = [self._positions.get(name, -1) for name in names_of(value)]
+        if -1 in places:
+            name = str(value[places.index(-1)])[:80]
             raise ValueError(f"{name!r} is none of the {len(self.classes)} classes")
-        return [number for number in numbers if number is not None]
+        flags = np.zeros(len(self.classes), np.float32)
+        flags[places] = 1
+        return flags
 
     def _checked(self, value: Any) -> float:
         number = number_of(value)
@@ -106,16 +114,16 @@ class LabelField:
             raise ValueError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
         if _LARGEST < abs(number) < math.inf:
             raise ValueError(f"{str(value)[:80]} is more than a float32 holds")
-        if abs(number) > 1 << 24 and not is_exact(
-            value if type(value) is int else number, self.dtype
-        ):
-            self._warn_once()
+        exact = value if type(value) is int else number
+        if abs(number) > 1 << 24 and not is_exact(exact, self.dtype):
+            self._warned  # noqa: B018
         return number
 
-    def _warn_once(self) -> None:
-        if not vars(self).setdefault("_is_warned", []):
-            vars(self)["_is_warned"].append(True)
-            _warn_of_digits(self.names[0], self.dtype)
+    @cached_property
+    def _warned(self) -> bool:
+        """True; logs when it is first read, so once for each field."""
+        _warn_of_digits(self.names[0], self.dtype)
+        return True
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -124,11 +132,11 @@ class LabelField:
     @cached_property
     def _stored(self) -> Classes:
         """Numbers of the classes in the shards."""
-        names = self.stored or self.classes
-        return Classes(names, by_name=self.by_name or self.entry is not None)
+        by_name = self.by_name or self.entry is not None
+        return classes_of(self.stored or self.classes, by_name=by_name)
 
     @cached_property
-    def _delivered(self) -> Mapping[int, int] | Sequence[int]:
+    def _number_of_stored(self) -> Sequence[int]:
         """The delivered number of each number in the shards."""
         if self.stored:
             return [self._positions[name] for name in self.stored]
@@ -249,7 +257,7 @@ def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     place = (name, field.entry) if field.is_bound else json_place(name)
     known = [info for info in (*labels, *index.columns) if info.place == place]
     if not known and not field.is_bound:
-        column = Names(index, name).column(name)
+        column = column_named(index, name)
         known = [column] if column else [info for info in labels if info.name == name]
     if known:
         return known[0]
@@ -403,38 +411,17 @@ def _lists(field: LabelField, column: Column) -> LabelColumn | None:
 
 def _classes(field: LabelField, column: Column) -> LabelColumn | None:
     """Return the class numbers of a column; None if the field needs the bytes."""
-    coded = column.values
-    if column.kind == "flag":
-        coded = pa.DictionaryArray.from_arrays(coded.cast(pa.int8()), ["False", "True"])
-    elif column.kind in ("integer", "text"):
-        coded = coded.dictionary_encode()
-    elif column.kind != "class":
+    if column.kind not in ("class", "flag", "integer", "text"):
         return None
-    numbers = []
+    coded = column.values if column.kind == "class" else column.values.dictionary_encode()
+    values: Sequence[Any] = coded.dictionary.to_pylist()
+    if column.kind == "class" and column.entry is None:  # the bytes hold numbers
+        field, values = numbered(field, column), range(len(values))
     try:
-        for code, value in enumerate(coded.dictionary.to_pylist()):
-            numbers.append(_class_number(field, column, code, value))
-    except ValueError:
+        numbers = np.array([field.delivered(value) for value in values], np.int64)
+    except (ValueError, IndexError):
         return None
-    return LabelColumn(np.asarray(coded.indices), numbers=np.array(numbers, np.int64))
-
-
-def _class_number(field: LabelField, column: Column, code: int, value: Any) -> int:
-    """Return the delivered number of one value of a column. Raises ValueError if it has none.
-
-    code: of a class its number in the index.
-    """
-    if column.kind in ("integer", "text"):
-        return field._delivered[field._stored.number(value)]
-    number = field._positions.get(str(value))
-    if number is None and column.kind == "flag" and field.entry is not None:
-        number = field._positions.get(str(code))  # True is 1, as `Classes` reads it from JSON
-    if number is not None and (column.has_names or field.entry is not None):
-        return number
-    is_number = not field.stored and not (field.entry is not None and column.has_names)
-    if field.classes and not (is_number and code < len(field.classes)):
-        raise ValueError(value)
-    return code
+    return LabelColumn(np.asarray(coded.indices), numbers=numbers)
 
 
 def is_exact(values: Any, dtype: str) -> bool:
@@ -454,9 +441,3 @@ def _warn_of_digits(name: str, dtype: str) -> None:
         name,
         dtype,
     )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (dict, list)) or value is None:
-        raise ValueError(f"{str(value)[:80]!r} is not a text")
-    return str(spelled(value))

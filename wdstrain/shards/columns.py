@@ -31,6 +31,7 @@ from wdstrain.shards.kinds import (
     NOT_A_COLUMN,
     ColumnInfo,
     Place,
+    kind_of_value,
     spelled,
 )
 from wdstrain.shards.values import npy_array, parsed_json, scalar
@@ -82,20 +83,24 @@ class ColumnBuilder:
         Only for samples that are all added; an excerpt cannot tell.
         """
         self._own_names = own_names
-        self._wanted = None if places is None else set(places)
+        self._wanted = None if places is None else dict.fromkeys(places)
         self._fields = None if self._wanted is None else {field for field, _ in self._wanted}
         self._values: dict[Place, list[Any]] = {place: [] for place in self._wanted or ()}
         self._count = 0
 
-    def add(self, parts: Sequence[tuple[str, bytes | memoryview]]) -> None:
+    def add(self, parts: Iterable[tuple[str, bytes | memoryview]]) -> None:
         """Add a sample. parts: (field, bytes) of its members."""
-        for field, data in parts:
-            self._put_all(self.read(field, data))
-        self._count += 1
+        self.add_values(pair for field, data in parts for pair in self.read(field, data))
 
     def add_values(self, values: Iterable[tuple[Place, Any]]) -> None:
         """Add a sample. values: as `read` returned them for its members."""
-        self._put_all(values)
+        for place, value in values:
+            if place not in self._values and len(self._values) >= MOST_COLUMNS:
+                continue
+            column = self._values.setdefault(place, [])
+            if len(column) <= self._count:  # the first of several members with this name counts
+                column.extend([None] * (self._count - len(column)))
+                column.append(value)
         self._count += 1
 
     def finish(self) -> tuple[Column, ...]:
@@ -103,19 +108,8 @@ class ColumnBuilder:
         columns = []
         for place, values in self._values.items():
             values.extend([None] * (self._count - len(values)))
-            columns.append(_inferred(place, values))
+            columns.append(inferred(place, values))
         return tuple(columns)
-
-    def _put_all(self, values: Iterable[tuple[Place, Any]]) -> None:
-        for place, value in values:
-            column = self._values.get(place)
-            if column is None:
-                if len(self._values) >= MOST_COLUMNS:
-                    continue
-                column = self._values[place] = []
-            if len(column) <= self._count:
-                column.extend([None] * (self._count - len(column)))
-                column.append(value)
 
     def reads(self, field: str) -> bool:
         """Return whether a field may hold values of the columns."""
@@ -153,11 +147,18 @@ def is_json(field: str) -> bool:
     return field.rpartition(".")[2] == "json"
 
 
-def _as_numbers(values: list[Any]) -> list[Any]:
-    """Return the texts of a field such as `cls` as numbers if all are; digits like 007 are not."""
-    numbers = [_number_or_text(value) for value in values]
+def _as_numbers(values: list[Any], *, is_text: bool) -> list[Any]:
+    """Return values with texts as numbers if all values are numbers, some of them as texts.
+
+    is_text: of a field such as `cls`, where all are texts; digits like 007 are not numbers. In JSON,
+    only nan and inf are texts.
+    """
+    numbers = [_number_or_text(value) for value in values] if is_text else values
     texts = {value for value in numbers if isinstance(value, str)}
-    return numbers if texts <= set(_NOT_FINITE) else values
+    if not texts or not texts <= set(_NOT_FINITE):
+        return values if texts else numbers
+    is_number = any(kind_of_value(value) in ("integer", "number") for value in numbers)
+    return [float(v) if isinstance(v, str) else v for v in numbers] if is_number else values
 
 
 def _number_or_text(value: Any) -> Any:
@@ -274,10 +275,7 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
     """Return a column with the meaning of a label. A value that the label cannot have becomes null."""
     kind, values = KINDS[info.kind], column.values
     if info.kind == "class" or column.kind != info.kind:
-        values = pa.nulls(len(column), kind.arrow)
-        if kind.reader is not None:
-            stored = pa.int32() if kind.is_class else kind.arrow
-            values = _mapped(column, kind.reader(info), stored)
+        values = mapped(values, info.read, pa.int32() if kind.is_class else kind.arrow)
         if info.kind == "class":
             values = pa.DictionaryArray.from_arrays(values, pa.array(info.classes, pa.string()))
         values = values.cast(kind.arrow)
@@ -285,67 +283,41 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
     return replace(typed, classes=info.classes)
 
 
-def _mapped(column: Column, function: Callable[[Any], Any], kind: pa.DataType) -> pa.Array:
-    """Return function(value) of each value, computed once for each different value."""
-    if column.kind in ("multi", NOT_A_COLUMN):
-        return pa.nulls(len(column), kind)
-    coded = column.values if column.kind == "class" else column.values.dictionary_encode()
-    numbers = []
+def typed(columns: Iterable[Column], labels: Iterable[ColumnInfo]) -> tuple[Column, ...]:
+    """Return columns with the meaning of the labels that are stored at the same places."""
+    by_place = {label.place: label for label in labels}
+    return tuple(as_label(c, by_place[c.place]) if c.place in by_place else c for c in columns)
+
+
+def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType) -> pa.Array:
+    """Return function(value) of each value, computed once for each different value.
+
+    Null where it raises ValueError, and for lists. arrow: type of the result.
+    """
+    if pa.types.is_nested(values.type):
+        return pa.nulls(len(values), arrow)
+    coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    results = []
     for value in coded.dictionary.to_pylist():
         try:
-            numbers.append(function(value))
+            results.append(function(value))
         except ValueError:
-            numbers.append(None)
-    return pa.array(numbers, kind).take(coded.indices)
+            results.append(None)
+    return pa.array(results, arrow).take(coded.indices)
 
 
-def _inferred(place: Place, values: list[Any]) -> Column:
+def inferred(place: Place, values: list[Any]) -> Column:
     """Return the column of raw values, with the kind that fits all of them."""
-    values = _with_not_a_number(_as_numbers(values) if place[1] is None else values)
-    kinds = {_kind(value) for value in values if value is not None}
+    values = _as_numbers(values, is_text=place[1] is None)
+    kinds = {kind_of_value(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
         kinds = {"number"}
     elif len(kinds) > 1 and not kinds & {NOT_A_COLUMN, "multi"}:
         kinds = {"text"}
     kind = kinds.pop() if len(kinds) == 1 else (NOT_A_COLUMN if kinds else "text")
-    if kind == "text":
-        values = [spelled(value) for value in values]
-        if any(value is not None and len(value) > LONGEST_TEXT for value in values):
-            kind = NOT_A_COLUMN
-        values = [None if value is None else _valid_text(value) for value in values]
-    elif kind == "multi":
-        values = [None if v is None else [_valid_text(spelled(one)) for one in v] for v in values]
-    elif kind == "number":
-        values = [None if value is None else float(value) for value in values]
-    array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, KINDS[kind].arrow)
+    read = KINDS[kind].read
+    values = [None if value is None else read(value) for value in values]
+    if kind == "text" and any(text is not None and len(text) > LONGEST_TEXT for text in values):
+        kind, values = NOT_A_COLUMN, [None] * len(values)
+    array = pa.array(values, KINDS[kind].arrow)
     return Column(column_name(place), kind, *place, is_label=False, values=array)
-
-
-def _with_not_a_number(values: list[Any]) -> list[Any]:
-    """Return values with nan and inf as numbers, if all others are numbers."""
-    texts = {value for value in values if isinstance(value, str)}
-    numbers = any(_kind(value) in ("integer", "number") for value in values)
-    if not texts or not numbers or not texts <= set(_NOT_FINITE):
-        return values
-    return [float(value) if isinstance(value, str) else value for value in values]
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "flag"
-    if isinstance(value, int):
-        return "integer" if -(1 << 63) <= value < 1 << 63 else "text"
-    if isinstance(value, float):
-        return "number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, list) and all(
-        isinstance(one, (str, int)) and not isinstance(one, bool) for one in value
-    ):
-        return "multi"
-    return NOT_A_COLUMN
-
-
-def _valid_text(text: str) -> str:
-    """Return a text that UTF-8 can hold: a lone surrogate becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")

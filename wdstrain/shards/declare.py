@@ -16,11 +16,18 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
-from wdstrain.shards.columns import PLAIN_FIELDS, Column, as_label, column_name, is_json
+from wdstrain.shards.columns import (
+    PLAIN_FIELDS,
+    Column,
+    as_label,
+    column_name,
+    is_json,
+    typed,
+)
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
-from wdstrain.shards.where import Names, names_in
+from wdstrain.shards.where import column_named, names_in
 from wdstrain.storage.files import read_whole
 
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
@@ -34,24 +41,16 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     no column can hold.
     """
     places = list(dict.fromkeys(_place(index, name) for name in names))
-    labels = {label.place: label for label in index.labels}
-    fresh = []
-    for column in _raw(index, places):
-        label = labels.get(column.place)
-        if label is not None:
-            column = as_label(column, label)
-        fresh.append(column)
     kept = [column for column in index.columns if column.place not in places]
-    return replace(index, columns=(*kept, *fresh))
+    return replace(index, columns=(*kept, *typed(_raw(index, places), index.labels)))
 
 
 def with_columns_of(index: Index, condition: str) -> Index:
     """Return the index with columns of the fields that a condition names and that have none."""
-    known = Names(index, condition)
     names = [
         name
         for name in names_in(condition)
-        if known.column(name) is None
+        if column_named(index, name) is None
         and (place := _place_in(index, name)) is not None
         and not index.disagreement(*place)
     ]
@@ -63,14 +62,7 @@ def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
 
     A column that no Arrow type can hold is left out. A label without a column stays without one.
     """
-    by_place = {label.place: label for label in labels}
-    columns = []
-    for column in index.columns:
-        label = by_place.get(column.place)
-        if label is not None:
-            columns.append(as_label(column, label))
-        elif column.kind != NOT_A_COLUMN:
-            columns.append(column)
+    columns = (c for c in typed(index.columns, labels) if c.kind != NOT_A_COLUMN)
     return replace(index, labels=tuple(labels), columns=tuple(columns))
 
 
@@ -80,21 +72,22 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     name: of the column, with `:KIND` if the values do not say which kind is meant. classes: names
     in the order of their numbers; default: sorted. Raises UsageError for values that do not fit.
     """
-    place, kind = _place_and_kind(index, name)
+    head, _, kind = name.rpartition(":")
+    head, kind = (head, kind) if head and kind in _LABELS else (name, "")
+    place = _place(index, head)
     column = _raw(index, [place])[0]
     is_named = column.kind == "flag" and classes is not None
     kind = kind or ("class" if column.kind not in _LABELS or is_named else column.kind)
     if kind == "number" and classes is not None:
         raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
-    known = () if kind == "number" else _classes(column, kind, classes)
     plain = place[1] is None and place[0] in PLAIN_FIELDS
     title = "label" if plain else column_name(place)
-    label = ColumnInfo(title, kind, *place, tuple(known))
-    typed = as_label(column, label)
-    _check_values(index, column, typed, label)
+    label = ColumnInfo(title, kind, *place, _classes(column, kind, classes))
+    declared = as_label(column, label)
+    _check_values(index, column, declared, label)
     labels = [other for other in index.labels if other.place != place and other.name != title]
     columns = [other for other in index.columns if other.place != place]
-    return replace(index, labels=(*labels, label), columns=(*columns, typed))
+    return replace(index, labels=(*labels, label), columns=(*columns, declared))
 
 
 def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
@@ -163,17 +156,9 @@ def _place_in(index: Index, name: str) -> Place | None:
     return None
 
 
-def _place_and_kind(index: Index, name: str) -> tuple[Place, str]:
-    head, _, kind = name.rpartition(":")
-    if head and kind in _LABELS:
-        return _place(index, head), kind
-    return _place(index, name), ""
-
-
-def _raw(index: Index, places: Sequence[Place]) -> list[Column]:
+def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     """Return the columns of these places as their bytes say. Raises UsageError."""
-    by_place = {column.place: column for column in read_columns(index, places).columns}
-    columns = [by_place[place] for place in places]
+    columns = read_columns(index, places).columns
     for column in columns:
         name = column.stored_as
         if column.kind == NOT_A_COLUMN:
@@ -191,14 +176,15 @@ def _raw(index: Index, places: Sequence[Place]) -> list[Column]:
 
 
 def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the class names of a label."""
+    """Return the class names of a label; () for numbers."""
+    if kind == "number":
+        return ()
     if kind == "flag" or (column.kind == "flag" and given is None):
         return FLAG_CLASSES
     if given is not None:
-        counts = Counter(given)
-        twice = next((name for name, count in counts.items() if count > 1), None)
-        if twice is not None or not counts:
-            problem = f"{twice!r} occurs twice" if counts else "the list is empty"
+        twice = next((name for name, count in Counter(given).items() if count > 1), None)
+        if twice is not None or not given:
+            problem = f"{twice!r} occurs twice" if given else "the list is empty"
             raise UsageError(
                 f"classes: {problem}. Give each class once, in the order of their numbers: cat,dog, "
                 f"or a file with a name on each line."
@@ -223,9 +209,9 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
     return tuple(names)
 
 
-def _check_values(index: Index, raw: Column, typed: Column, label: ColumnInfo) -> None:
+def _check_values(index: Index, raw: Column, declared: Column, label: ColumnInfo) -> None:
     """Raise UsageError for the first sample whose value is none that the label can have."""
-    wrong = np.asarray(typed.values.is_null()) & ~np.asarray(raw.values.is_null())
+    wrong = np.asarray(declared.values.is_null()) & ~np.asarray(raw.values.is_null())
     if label.kind == "multi" and raw.kind == "multi":
         known = pa.array(label.classes, pa.string())
         rows = pc.list_parent_indices(raw.values)

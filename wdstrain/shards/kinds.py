@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -61,6 +62,16 @@ class ColumnInfo:
     def is_class(self) -> bool:
         """Whether its value is one of the classes, as true and false are."""
         return KINDS[self.kind].is_class
+
+    @property
+    def read(self) -> Callable[[Any], Any]:
+        """Function from a value in the shards to the value of the column, of classes to their number.
+
+        It raises ValueError for a value that the label cannot have.
+        """
+        if self.is_class:
+            return classes_of(self.classes, by_name=self.entry is not None).number
+        return KINDS[self.kind].read
 
     @property
     def task(self) -> str:
@@ -107,38 +118,54 @@ class ColumnInfo:
         )
 
 
+def _no_value(value: Any) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kind:
     """What differs between the kinds of labels and columns.
 
-    described: for people. arrow: type of its column; None: it has none. dtype: in a batch; "": as
-    the field says, or a list. is_class: a sample has one of `classes`. can_be_label: an index may
-    declare it. reader: of a label, the function from a value in the shards to a class number or a
-    number, which raises ValueError for other values; None: only columns of this kind fit.
+    described: for people. arrow: type of its column; None: it has none. python, items: type of a
+    value of JSON or of a field, and types of the items of a list, that make a column one of this
+    kind. read: such a value as the column holds it; raises ValueError for others. dtype: in a
+    batch; "": as the field says, or a list. is_class: a sample has one of `classes`. can_be_label:
+    an index may declare it.
     """
 
     described: str
     arrow: pa.DataType | None
+    python: type | None = None
+    items: tuple[type, ...] = ()
+    read: Callable[[Any], Any] = _no_value
     dtype: str = ""
     is_class: bool = False
     can_be_label: bool = False
-    reader: Callable[[ColumnInfo], Callable[[Any], float]] | None = None
 
 
 def kind_of(arrow: pa.DataType) -> str:
-    """Return the kind of a column by which values of an Arrow type are compared."""
-    types = pa.types
-    if types.is_integer(arrow) or types.is_floating(arrow):
+    """Return the kind as which values of an Arrow type are compared."""
+    if pa.types.is_integer(arrow) or pa.types.is_floating(arrow):
         return "number"
-    tests = {"flag": types.is_boolean, "class": types.is_dictionary, "multi": types.is_list}
-    tests |= {"null": types.is_null}
-    return next((kind for kind, holds in tests.items() if holds(arrow)), "text")
+    return next((name for name, kind in KINDS.items() if kind.arrow == arrow), "text")
+
+
+def kind_of_value(value: Any) -> str:
+    """Return the kind of a column with a value of JSON or of a field."""
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return "text"
+    items = set(map(type, value)) if type(value) is list else set()
+    for name, kind in KINDS.items():
+        if type(value) is kind.python and items.issubset(kind.items):
+            return name
+    return NOT_A_COLUMN
 
 
 def json_place(name: str) -> Place:
-    """Return (field, entry) of `json.kind` or `meta.json.kind`; (name, None) of other names."""
+    """Return (field, entry) of `json.kind` or `meta.json.gz.kind`; (name, None) of other names."""
     parts = name.split(".")
     at = parts.index("json", 0, -1) + 1 if "json" in parts[:-1] else len(parts)
+    at += parts[at:-1][:1] == ["gz"]
     return ".".join(parts[:at]), ".".join(parts[at:]) or None
 
 
@@ -169,6 +196,12 @@ class Classes:
         )
 
 
+@lru_cache(maxsize=256)
+def classes_of(names: tuple[str, ...], *, by_name: bool) -> Classes:
+    """Return the numbers of these classes; see `Classes`."""
+    return Classes(names, by_name=by_name)
+
+
 def number_of(value: Any) -> float:
     """Return a number, or a text that is one. Raises ValueError for other values."""
     try:
@@ -182,12 +215,26 @@ def number_of(value: Any) -> float:
 
 
 def spelled(value: Any) -> Any:
-    """Return a value as text, None as None."""
-    if value is None or isinstance(value, str):
-        return value
+    """Return a value as text, None as None. A lone surrogate becomes a question mark."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, float) and math.isfinite(value):
         return json.dumps(value)
-    return str(value)  # nan and inf as a conversion writes them into JSON
+    return None if value is None else str(value)  # nan and inf as a conversion writes them
+
+
+def text_of(value: Any) -> str:
+    """Return a text, or a number or flag as text. Raises ValueError for other values."""
+    if isinstance(value, (dict, list)) or value is None:
+        raise ValueError(f"{str(value)[:80]!r} is not a text")
+    return str(spelled(value))
+
+
+def names_of(value: Any) -> list[str]:
+    """Return the names in a list. Raises ValueError for other values."""
+    if not isinstance(value, list):
+        raise ValueError(f"{str(value)[:80]!r} is not a list of classes")
+    return [str(spelled(name)) for name in value]
 
 
 def _whole(value: Any) -> int | None:
@@ -207,18 +254,35 @@ def _word(value: object) -> str:
     return value
 
 
-def _reader_of_classes(info: ColumnInfo) -> Callable[[Any], int]:
-    return Classes(info.classes, by_name=info.entry is not None or info.kind == "flag").number
-
-
-_CLASSES = pa.dictionary(pa.int32(), pa.string())
 KINDS = {
-    "class": Kind("a class", _CLASSES, "int64", True, True, _reader_of_classes),
-    "flag": Kind("true or false", pa.bool_(), "int64", True, True, _reader_of_classes),
-    "integer": Kind("a number", pa.int64()),
-    "number": Kind("a number", pa.float64(), "", False, True, lambda info: number_of),
-    "multi": Kind("a list", pa.list_(pa.string()), "float32", False, True),
-    "text": Kind("a text", pa.string()),
-    "mask": Kind("masks", None, "int64"),
+    "class": Kind(
+        "a class",
+        pa.dictionary(pa.int32(), pa.string()),
+        dtype="int64",
+        is_class=True,
+        can_be_label=True,
+    ),
+    "flag": Kind(
+        "true or false",
+        pa.bool_(),
+        bool,
+        read=bool,
+        dtype="int64",
+        is_class=True,
+        can_be_label=True,
+    ),
+    "integer": Kind("a number", pa.int64(), int, read=int),
+    "number": Kind("a number", pa.float64(), float, read=number_of, can_be_label=True),
+    "multi": Kind(
+        "a list",
+        pa.list_(pa.string()),
+        list,
+        (str, int),
+        names_of,
+        dtype="float32",
+        can_be_label=True,
+    ),
+    "text": Kind("a text", pa.string(), str, read=text_of),
+    "mask": Kind("masks", None, dtype="int64"),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }

@@ -1,13 +1,13 @@
 """Label values of samples, read at their offsets without the images between them.
 
 Labels with a column in the index are counted there. For others the index has only the offset of
-each label, and class counts only if the conversion counted them.
+each label.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.columns import Column, ColumnBuilder
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import ColumnInfo, Place
+from wdstrain.shards.kinds import ColumnInfo, Place, classes_of, names_of
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
 from wdstrain.storage.remote import is_remote
@@ -42,28 +42,17 @@ def complete_column(index: Index, label: ColumnInfo) -> Column | None:
 
 
 def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
-    """Return the number of samples of each class, from the label's column or the conversion.
+    """Return the number of samples of each class, from the label's column.
 
-    {} if the index does not say it. A sample of several classes counts for each of them.
+    {} without a complete column. A sample of several classes counts for each of them.
     """
     column = complete_column(index, label)
-    if column is not None and label.classes:
-        values = column.values.flatten() if label.kind == "multi" else column.values
-        rows = pc.value_counts(values).to_pylist()
-        counts = {str(row["values"]): row["counts"] for row in rows}
-        if set(counts) <= set(label.classes):
-            return {name: counts.get(name, 0) for name in label.classes}
-    by_split = index.info.get("samples", {})
-    if not isinstance(by_split, dict):
-        by_split = {}
-    sums: Counter[str] = Counter()
-    for split in index.splits:
-        counts = by_split.get(split, {})
-        sums.update(counts if isinstance(counts, dict) else {})
-    is_complete = sums and set(sums) <= set(label.classes) and sums.total() == len(index)
-    if label.entry is None and is_complete:
-        return {name: sums.get(name, 0) for name in label.classes}
-    return {}
+    if column is None or not label.classes:
+        return {}
+    values = column.values.flatten() if label.kind == "multi" else column.values
+    counts = {str(row["values"]): row["counts"] for row in pc.value_counts(values).to_pylist()}
+    is_known = set(counts) <= set(label.classes)
+    return {name: counts.get(name, 0) for name in label.classes} if is_known else {}
 
 
 def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memoryview]]:
@@ -78,10 +67,10 @@ def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memo
 
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:
-    """Return `index` with columns of these fields and entries, read forward from the shards."""
+    """Return `index` with columns of these fields and entries only, read forward from the shards."""
     builder = ColumnBuilder(places)
     for _, fields in index.read(np.arange(len(index)), {field for field, _ in places}):
-        builder.add(list(fields.items()))
+        builder.add(fields.items())
     return replace(index, columns=builder.finish())
 
 
@@ -96,8 +85,7 @@ def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> l
     except (WdstrainError, ValueError):
         return []
     if isinstance(value, list):
-        return [str(name) for name in value]
-    text = str(value)
-    if entry is not None and text in classes:  # tables store names, which may look like numbers
-        return [text]
-    return [classes[int(text)]] if text.isdecimal() and int(text) < len(classes) else [text]
+        return names_of(value)
+    with suppress(ValueError, IndexError):  # tables store names, which may look like numbers
+        return [classes[classes_of(tuple(classes), by_name=entry is not None).number(value)]]
+    return [str(value)]

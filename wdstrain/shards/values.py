@@ -58,28 +58,19 @@ def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     Cached, because most arrays of a set have the same header. Raises ValueError for a header that
     cannot be read.
     """
-    if (plain := _PLAIN_HEAD.fullmatch(head)) is not None:
-        descr, fortran, sides = plain.groups()
-        try:
-            dtype = np.dtype(descr.decode())
-        except TypeError as error:  # such as a float of three bytes
-            raise ValueError(f"its .npy header cannot be read ({error})") from error
-        return (
-            dtype,
-            fortran == b"True",
-            tuple(int(side) for side in sides.split(b",") if side.strip()),
-        )
     stream = io.BytesIO(head)
     npy: Any = np.lib.format  # has no type hints before numpy 2.3
     try:
-        version = npy.read_magic(stream)
-        shape, fortran, dtype = (
-            npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        )(stream)
-    except ValueError:
-        raise
+        if (plain := _PLAIN_HEAD.fullmatch(head)) is not None:
+            descr, order, sides = plain.groups()
+            shape = tuple(int(side) for side in sides.split(b",") if side.strip())
+            return np.dtype(descr.decode()), order == b"True", shape
+        is_first = npy.read_magic(stream) == (1, 0)
+        read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
     except Exception as error:  # numpy passes on the errors of Python's parser
-        raise ValueError(f"its .npy header cannot be read ({type(error).__name__})") from error
+        reason = error if isinstance(error, ValueError) else type(error).__name__
+        raise ValueError(f"its .npy header cannot be read ({reason})") from error
     if min(shape, default=0) < 0:  # frombuffer and reshape would take -1 as "the rest"
         raise ValueError(f"it claims the shape {shape}")
     return dtype, fortran, shape
@@ -107,9 +98,8 @@ def scalar(
     if column is None:
         return text
     document = parsed_json(text, parse_float)
-    if not isinstance(document, dict) or column not in document:
-        entries = type(document).__name__
-        if isinstance(document, dict):
-            entries = ", ".join(list(document)[:20])
-        raise SampleError(f"it has no entry {column!r}, but {entries}")
-    return document[column]
+    if isinstance(document, dict) and column in document:
+        return document[column]
+    is_dict = isinstance(document, dict)
+    entries = ", ".join(list(document)[:20]) if is_dict else type(document).__name__
+    raise SampleError(f"it has no entry {column!r}, but {entries}")

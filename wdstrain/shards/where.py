@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
-from wdstrain.shards.columns import Column
+from wdstrain.shards.columns import Column, mapped
 from wdstrain.shards.index_table import named_columns, utf8_text
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
 from wdstrain.shards.label import place_named
@@ -47,25 +47,7 @@ _TOKENS = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(\.?)`([^`]+)`|(\.?)((?:[^\W\d]|[^\x00-\x7f])(?:\w|[^\x00-\x7f])*)|(?<![=!<>])=(?!=)"""
 )
 _OPERATORS = {"and", "or", "not", "in", "is", "True", "False", "None"}  # words of a condition
-_METHODS = {"startswith": pc.starts_with, "endswith": pc.ends_with}
-_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: pc.equal,
-    ast.NotEq: pc.not_equal,
-    ast.Lt: pc.less,
-    ast.LtE: pc.less_equal,
-    ast.Gt: pc.greater,
-    ast.GtE: pc.greater_equal,
-}
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: pc.add_checked,
-    ast.Sub: pc.subtract_checked,
-    ast.Mult: pc.multiply_checked,
-}
-_ALLOWED = (
-    *(ast.Constant, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
-    *(ast.USub, ast.BinOp, ast.Compare, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call),
-    *(ast.In, ast.NotIn, ast.Is, ast.IsNot, ast.Div, ast.Mod, *_COMPARISONS, *_ARITHMETIC),
-)
+_TEXTS = {"text", "class"}  # kinds that have a text
 _log = logging.getLogger("wdstrain")
 
 
@@ -90,10 +72,9 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
 
     Raises UsageError for a condition that is not valid or that does not fit the columns.
     """
-    tree = parsed(text)
-    names = Names(rows, text)
+    tree, condition = parsed(text), _Condition(rows, text)
     try:
-        holds = _Evaluation(names).truth(tree)
+        holds = condition.truth(tree)
     except (pa.ArrowException, RecursionError, OverflowError) as error:
         raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
     if isinstance(holds, pa.Scalar):
@@ -103,7 +84,7 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
     if not isinstance(rows, TableRows) and not any(
         isinstance(n, (ast.Is, ast.IsNot)) for n in ast.walk(tree)
     ):
-        for name, column in names.used.items():
+        for name, column in condition.used.items():
             _log_shards_without(rows, text, name, column, result)
     return result
 
@@ -112,87 +93,12 @@ def column_values(index: Samples, name: str) -> pa.Array:
     """Return the values of the column with a name of a condition. Raises UsageError."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"{name!r} is not the name of a column.")
-    return Names(index, name).values(name)
+    return _Condition(index, name).named(name)
 
 
 def names_in(text: str) -> list[str]:
     """Return the names that a condition uses, such as `json.kind`. Raises UsageError."""
-    names, nodes = [], [parsed(text)]
-    while nodes:
-        node = nodes.pop(0)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            nodes += [node.func.value, *node.args]
-        elif path := _path(node):
-            names.append(".".join(path))
-        else:
-            nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return names
-
-
-def parsed(text: str) -> ast.expr:
-    """Return the syntax tree of a condition. Raises UsageError for text that is no condition."""
-    if not isinstance(text, str):
-        raise UsageError(f"where={text!r}: must be a condition, such as \"label != 'Other'\".")
-    if len(text) > _LONGEST:
-        raise UsageError(
-            f"a condition of {len(text)} characters is too long: must be at most {_LONGEST}."
-        )
-    tokens = list(_TOKENS.finditer(text))
-    if any(token[0] == "=" for token in tokens):
-        raise UsageError(f"{text!r}: = assigns a value. Use == to compare.")
-    try:
-        tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reserved = [t[4] for t in tokens if t[4] and iskeyword(t[4]) and t[4] not in _OPERATORS]
-        hint = "Write for example: cls < 3 and json.width > 640"
-        if reserved:
-            hint = (
-                f"Python reserves the word {reserved[0]}: a column of this name stands in "
-                f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
-            )
-        raise UsageError(f"{text!r} is no condition ({error}). {hint}") from None
-    for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
-            raise UsageError(
-                f"{text!r} uses {type(node).__name__}, which is not allowed in a condition. "
-                f"Use comparisons, and, or, not, in, + - * / %, and names of columns."
-            )
-        if isinstance(node, ast.Call) and not _is_known_call(node):
-            raise UsageError(
-                f"{text!r} calls a function that is not allowed in a condition. "
-                f"Use only len(), .startswith(), .endswith() and .lower()."
-            )
-    return tree
-
-
-def _own_name(token: re.Match[str]) -> str:
-    """Return a token for Python's parser, which takes equivalent characters of names for one."""
-    dot, name = token[1] or token[3], token[2] or token[4]
-    if not name or (token[4] and name.isascii()):
-        return token[0]
-    return f"{'' if dot else _COLUMNS}[{name!r}]"
-
-
-def _is_known_call(node: ast.Call) -> bool:
-    if isinstance(node.func, ast.Attribute):
-        known = node.func.attr == "lower" or node.func.attr in _METHODS
-    else:
-        known = isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1
-    return known and not node.keywords
-
-
-def _path(node: ast.expr) -> tuple[str, ...]:
-    """Return the parts of a name: a.b, a["b"] or `a.b`; () for other nodes."""
-    match node:
-        case ast.Name():
-            return (node.id,)
-        case ast.Attribute():
-            base, part = _path(node.value), node.attr
-        case ast.Subscript(slice=ast.Constant(value=str(part))):
-            base = _path(node.value)
-        case _:
-            return ()
-    return (part,) if base == (_COLUMNS,) else (*base, part) if base else ()
+    return [node.id for node in ast.walk(parsed(text)) if isinstance(node, ast.Name)]
 
 
 def _log_shards_without(
@@ -204,10 +110,9 @@ def _log_shards_without(
     """
     if not column.values.null_count:
         return
-    edges = np.concatenate([[0], np.cumsum(index.counts)])
     without = [
         number
-        for number, (start, stop) in enumerate(pairwise(edges.tolist()))
+        for number, (start, stop) in enumerate(pairwise(index.first.tolist()))
         if start < stop
         and not chosen[start:stop].any()
         and column.values.slice(start, stop - start).null_count == stop - start
@@ -224,98 +129,77 @@ def _log_shards_without(
         )
 
 
+# --- grammar --------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> ast.expr:
+    """Return the syntax tree of a condition: each name of a column is an ast.Name.
+
+    Raises UsageError for text that is no condition.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"where={text!r}: must be a condition, such as \"label != 'Other'\".")
+    if len(text) > _LONGEST:
+        raise UsageError(
+            f"a condition of {len(text)} characters is too long: must be at most {_LONGEST}."
+        )
+    tokens = list(_TOKENS.finditer(text))
+    if any(token[0] == "=" for token in tokens):
+        raise UsageError(f"{text!r}: = assigns a value. Use == to compare.")
+    try:
+        tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
+        return _WholeNames().visit(tree)  # type: ignore[no-any-return]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reserved = [t[4] for t in tokens if t[4] and iskeyword(t[4]) and t[4] not in _OPERATORS]
+        hint = "Write for example: cls < 3 and json.width > 640"
+        if reserved:
+            hint = (
+                f"Python reserves the word {reserved[0]}: a column of this name stands in "
+                f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
+            )
+        raise UsageError(f"{text!r} is no condition ({error}). {hint}") from None
+
+
+def _own_name(token: re.Match[str]) -> str:
+    """Return a token for Python's parser, which takes equivalent characters of names for one."""
+    dot, name = token[1] or token[3], token[2] or token[4]
+    if not name or (token[4] and name.isascii()):
+        return token[0]
+    return f"{'' if dot else _COLUMNS}[{name!r}]"
+
+
+class _WholeNames(ast.NodeTransformer):
+    """Replaces a.b, a["b"] and `a.b` by one ast.Name, and len(x) by x.len()."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return self._named(node, node.attr)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        return self._named(node, getattr(node.slice, "value", None))
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1:
+            node = ast.Call(ast.Attribute(node.args[0], "len"), [], node.keywords)
+        if isinstance(node.func, ast.Attribute):
+            node.func.value = self.visit(node.func.value)
+        node.args = [self.visit(argument) for argument in node.args]
+        return node
+
+    def _named(self, node: ast.Attribute | ast.Subscript, part: Any) -> ast.expr:
+        base = self.visit(node.value)
+        if not isinstance(base, ast.Name) or not isinstance(part, str):
+            return node
+        return ast.Name(part if base.id == _COLUMNS else f"{base.id}.{part}")
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
-class Names:
-    """Values of the names in one condition. used: the columns that were named, by name."""
-
-    def __init__(self, rows: Samples | TableRows, text: str) -> None:
-        """text: the condition, for error messages."""
-        self._rows, self._text = rows, text
-        self.used: dict[str, Column] = {}
-
-    def values(self, name: str) -> Operand:
-        """Return the values that a name stands for, one per sample. Raises UsageError."""
-        base, _, rest = name.partition(".")
-        rows = self._rows
-        if (column := self.column(name)) is not None:
-            self.used[name] = column
-            return column.values
-        if base == "has" and rest:
-            if (column := self.column(rest)) is not None:
-                return pc.is_valid(column.values)
-            if rest in rows.fields:
-                return pc.is_valid(self._stored(f"{utf8_text(rest)}.size"))
-            raise self._unknown(rest)
-        if isinstance(rows, TableRows):
-            raise self._unknown(name)
-        if base == "size" and (rest in rows.fields or not rest):
-            return self._stored(f"{utf8_text(rest)}.size" if rest else "size")
-        if name == "key":
-            return _as_utf8(self._stored("key"))
-        if name == "shard":
-            return self._stored("shard").cast(pa.string())
-        if name == "split":
-            splits = pa.array([utf8_text(shard.split) for shard in rows.shards], pa.string())
-            return splits.take(pa.array(np.repeat(np.arange(len(rows.shards)), rows.counts)))
-        raise self._unknown(name)
-
-    def column(self, name: str) -> Column | None:
-        """Return the column with a name in the table, or else the one that is stored there."""
-        columns = [column for column in self._rows.columns if column.kind != NOT_A_COLUMN]
-        by_name = named_columns(self._rows.fields, columns)
-        by_place = {column.stored_as: column for column in columns}
-        return by_name.get(name) or by_place.get(name)
-
-    def _stored(self, name: str) -> pa.Array:
-        assert not isinstance(self._rows, TableRows)
-        return pa.concat_arrays(self._rows.table.column(name).chunks)
-
-    def error(self, reason: str) -> UsageError:
-        """Return the error for a condition. A condition may be only the name in the reason."""
-        text = repr(self._text)
-        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
-
-    def _unknown(self, name: str) -> UsageError:
-        rows = self._rows
-        if isinstance(rows, TableRows):
-            if name in rows.names:
-                return self.error(
-                    f"the column {name!r} cannot be used: its values are long or of several types, "
-                    f"or its name is taken. Of the latter, write json.{name}"
-                )
-            columns = listed(list(rows.names))
-            return self.error(
-                f"there is no column {name!r}.{_near(name, rows.names)} Use one of: {columns}"
-            )
-        place = place_named(rows.shard_labels, name)
-        if place is not None and (reason := rows.disagreement(*place)):
-            return self.error(
-                f"there is no column {name!r}: {reason}. Name the "
-                f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
-            )
-        names = [column.name for column in rows.columns if column.kind != NOT_A_COLUMN]
-        columns = f" one of: {listed(names)}; also" if names else ""
-        hint = ""
-        if field := next((f for f in rows.fields if name == f or name.startswith(f"{f}.")), ""):
-            hint = (
-                f" Numbers, short texts, true and false, and lists of names in the field {field} "
-                f"become columns by `wdstrain index --columns`."
-            )
-        near = _near(name, [*names, "key", "shard", "split", "size"])
-        return self.error(
-            f"there is no column {name!r}.{near} Use{columns} key, shard, split, size, "
-            f"size.FIELD or has.FIELD.{hint}".rstrip(".")
-        )
-
-
-def _as_utf8(keys: pa.Array) -> pa.Array:
-    """Return keys as text: bytes that are not UTF-8 as escapes."""
-    if pa.types.is_large_string(keys.type):
-        return keys
-    texts = [bytes(key).decode("utf-8", "backslashreplace") for key in keys.to_pylist()]
-    return pa.array(texts, pa.large_string())
+def column_named(rows: Samples | TableRows, name: str) -> Column | None:
+    """Return the column with a name in the table, or else the one that is stored there."""
+    columns = [column for column in rows.columns if column.kind != NOT_A_COLUMN]
+    by_place = {column.stored_as: column for column in columns}
+    return (by_place | named_columns(rows.fields, columns)).get(name)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -330,34 +214,97 @@ def listed(names: list[str]) -> str:
     return printable(", ".join(names[:_SHOWN])) + more
 
 
-# --- values ---------------------------------------------------------------------------------------
+class _Condition:
+    """One condition on samples. used: the columns that were named, by name."""
 
+    def __init__(self, rows: Samples | TableRows, text: str) -> None:
+        """text: the condition, for error messages."""
+        self._rows: Any = rows
+        self._text = text
+        self.used: dict[str, Column] = {}
 
-class _Evaluation:
-    """Evaluates one condition for all samples."""
+    def named(self, name: str) -> Operand:
+        """Return the values that a name stands for, one per sample. Raises UsageError."""
+        if (column := column_named(self._rows, name)) is not None:
+            self.used[name] = column
+            return column.values
+        base, _, rest = name.partition(".")
+        rows, is_table = self._rows, isinstance(self._rows, TableRows)
+        if base == "has" and rest:
+            column = column_named(self._rows, rest)
+            if column is None and rest not in rows.fields:
+                raise self._unknown(rest)
+            return pc.is_valid(self._stored(f"{rest}.size") if column is None else column.values)
+        if base == "size" and rest in rows.fields:
+            return self._stored(f"{rest}.size")
+        if is_table or name not in ("key", "shard", "size", "split"):
+            raise self._unknown(name)
+        if name == "split":
+            splits = pa.array([utf8_text(shard.split) for shard in rows.shards], pa.string())
+            return splits.take(pa.array(np.repeat(np.arange(len(rows.shards)), rows.counts)))
+        values = self._stored(name)
+        if pa.types.is_large_binary(values.type):  # keys that are not UTF-8
+            values = pa.array(
+                [key.decode("utf-8", "backslashreplace") for key in values.to_pylist()]
+            )
+        return values.cast(pa.int64() if name == "size" else pa.large_string())
 
-    def __init__(self, names: Names) -> None:
-        self._names, self._error = names, names.error
+    def _stored(self, name: str) -> pa.Array:
+        """Return a column of the index's table that holds no label."""
+        return pa.concat_arrays(self._rows.table.column(utf8_text(name)).chunks)
+
+    def _error(self, reason: str) -> UsageError:
+        """Return the error for a condition. A condition may be only the name in the reason."""
+        text = repr(self._text)
+        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
+
+    def _unknown(self, name: str) -> UsageError:
+        rows, problem = self._rows, f"there is no column {name!r}"
+        if isinstance(rows, TableRows):
+            if name not in rows.names:
+                near, columns = _near(name, rows.names), listed(list(rows.names))
+                return self._error(f"{problem}.{near} Use one of: {columns}")
+            return self._error(
+                f"the column {name!r} cannot be used: its values are long or of several types, "
+                f"or its name is taken. Of the latter, write json.{name}"
+            )
+        place = place_named(rows.shard_labels, name)
+        if place is not None and (reason := rows.disagreement(*place)):
+            return self._error(
+                f"{problem}: {reason}. Name the "
+                f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
+            )
+        names = [column.name for column in rows.columns if column.kind != NOT_A_COLUMN]
+        columns = f" one of: {listed(names)}; also" if names else ""
+        hint = ""
+        if field := next((f for f in rows.fields if name == f or name.startswith(f"{f}.")), ""):
+            hint = (
+                f". Numbers, short texts, true and false, and lists of names in the field {field} "
+                f"become columns by `wdstrain index --columns`"
+            )
+        near = _near(name, [*names, "key", "shard", "split", "size"])
+        return self._error(
+            f"{problem}.{near} Use{columns} key, shard, split, size, size.FIELD or has.FIELD{hint}"
+        )
+
+    # --- values -----------------------------------------------------------------------------------
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
-        if isinstance(node, ast.BoolOp):
-            join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
-            return reduce(join, map(self.truth, node.values))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return pc.invert(self.truth(node.operand))
+        match node:
+            case ast.BoolOp():
+                join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
+                return reduce(join, map(self.truth, node.values))
+            case ast.UnaryOp(op=ast.Not()):
+                return pc.invert(self.truth(node.operand))
         value = self._value(node)
         match _kind(value):
             case "flag":
                 return value
             case "number":
                 return pc.not_equal(value, 0)
-            case "text":
-                return pc.not_equal(pc.binary_length(value), 0)
-            case "multi":
-                return pc.not_equal(pc.list_value_length(value), 0)
-            case "null":
-                return pa.scalar(False)
+            case "text" | "multi":
+                return pc.not_equal(_length(value), 0)
         raise self._error(f"{ast.unparse(node)} is neither true nor false. Compare it with a value")
 
     def _value(self, node: ast.expr) -> Operand:
@@ -368,19 +315,22 @@ class _Evaluation:
                 return [self._constant(item) for item in node.elts]
             case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
                 return self.truth(node)
-            case ast.UnaryOp(operand=ast.Constant(value=int() | float() as number)):
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
-            case ast.UnaryOp():
-                return pc.negate_checked(self._number(node.operand))
-            case ast.BinOp():
+            case ast.UnaryOp(op=ast.USub()):
+                return pc.negate_checked(self._number(node.operand, self._value(node.operand)))
+            case ast.BinOp() if type(node.op) in _OPERATIONS:
                 return self._calculated(node)
             case ast.Compare():
                 return self._compared(node)
             case ast.Call():
                 return self._called(node)
-        if path := _path(node):
-            return self._names.values(".".join(path))
-        raise self._error(f"{ast.unparse(node)} is not a value of a column")
+            case ast.Name():
+                return self.named(node.id)
+        raise self._error(
+            f"{ast.unparse(node)} is not allowed in a condition. Use comparisons, and, or, not, in, "
+            f"+ - * / %, and names of columns"
+        )
 
     def _constant(self, node: ast.expr) -> Any:
         value = self._value(node)
@@ -400,30 +350,27 @@ class _Evaluation:
 
     def _comparison(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
         """shown: both operands, for error messages."""
-        if operator in (ast.Is, ast.IsNot):
-            if _kind(b) != "null" or _kind(a) in ("null", "constants"):
+        if operator in (ast.NotIn, ast.IsNot):
+            opposite = ast.In if operator is ast.NotIn else ast.Is
+            return pc.invert(self._comparison(opposite, a, b, shown))
+        if operator is ast.Is:
+            if _kind(b) != NOT_A_COLUMN or isinstance(a, list):
                 raise self._error(f"is and is not compare a column with None, not {shown}")
-            return (pc.is_null if operator is ast.Is else pc.is_valid)(a)
-        if operator in (ast.In, ast.NotIn):
-            result = self._contained(a, b, shown)
-            return pc.invert(result) if operator is ast.NotIn else result
+            return pc.is_null(a)
+        if operator is ast.In:
+            return self._contained(a, b, shown)
+        kinds = {_kind(a), _kind(b)}
+        if NOT_A_COLUMN in kinds:
+            raise self._error(f"None is compared with is or is not: {shown}")
+        if kinds <= {"number", "flag", "class"} and kinds != {"class"}:
+            return _OPERATIONS[operator](*_numbers(a, b))
+        if not kinds <= _TEXTS:
+            described = " with ".join(map(_described, (a, b)))
+            raise self._error(f"{described} cannot be compared: {shown}")
         if operator in (ast.Eq, ast.NotEq):
             self._check_class_name(a, b)
             self._check_class_name(b, a)
-        a, b = self._as_one_kind(a, b, shown)
-        return _COMPARISONS[operator](a, b)
-
-    def _as_one_kind(self, a: Operand, b: Operand, shown: str) -> tuple[Operand, Operand]:
-        """Return two operands as they are compared: both as numbers, or both as texts."""
-        kinds = (_kind(a), _kind(b))
-        if "null" in kinds:
-            raise self._error(f"None is compared with is or is not: {shown}")
-        if set(kinds) <= {"number", "flag", "class"} and kinds != ("class", "class"):
-            return _numbers(a, b)
-        if set(kinds) <= {"text", "class"}:
-            return _as_text(a), _as_text(b)
-        described = " with ".join(map(_described, (a, b)))
-        raise self._error(f"{described} cannot be compared: {shown}")
+        return _OPERATIONS[operator](_as_text(a), _as_text(b))
 
     def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
         """Return a in b: in a list of constants, in the lists of a column, or in a text."""
@@ -438,7 +385,7 @@ class _Evaluation:
             holds = np.zeros(len(b), np.bool_)
             holds[rows.to_numpy()] = True
             return pa.array(holds, mask=np.asarray(pc.is_null(b)))
-        if is_text and _kind(b) in ("text", "class"):
+        if is_text and _kind(b) in _TEXTS:
             return pc.match_substring(_as_text(b), a.as_py())
         raise self._error(
             f"in looks for a value in a list, or for a constant text in a column of texts or lists, not {shown}"
@@ -446,8 +393,7 @@ class _Evaluation:
 
     def _check_class_name(self, classes: Operand, name: Operand) -> None:
         """Raise UsageError for a name that no class has: a typing error would choose wrongly."""
-        is_name = isinstance(name, pa.Scalar) and _kind(name) == "text"
-        if _kind(classes) == "class" and is_name:
+        if _kind(classes) == "class" and isinstance(name, pa.Scalar):
             known = classes.dictionary.to_pylist()
             if name.as_py() not in known:
                 raise self._error(
@@ -456,20 +402,15 @@ class _Evaluation:
 
     def _calculated(self, node: ast.BinOp) -> Operand:
         a, b = self._value(node.left), self._value(node.right)
-        if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= {"text", "class"}:
+        if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= _TEXTS:
             empty = pa.scalar("", pa.large_string())
             return pc.binary_join_element_wise(_as_text(a), _as_text(b), empty)
         a, b = _numbers(self._number(node.left, a), self._number(node.right, b))
-        if type(node.op) in _ARITHMETIC:
-            return _ARITHMETIC[type(node.op)](a, b)
-        if pc.any(pc.equal(b, 0)).as_py() if isinstance(b, pa.Array) else b.as_py() == 0:
+        if isinstance(node.op, (ast.Div, ast.Mod)) and pc.any(pc.equal(b, 0)).as_py():
             raise self._error(f"{ast.unparse(node)} divides by 0")
-        if isinstance(node.op, ast.Div):
-            return pc.divide(_as_float(a), _as_float(b))
-        return _modulo(a, b)
+        return _OPERATIONS[type(node.op)](a, b)
 
-    def _number(self, node: ast.expr, value: Operand = None) -> Operand:
-        value = self._value(node) if value is None else value
+    def _number(self, node: ast.expr, value: Operand) -> Operand:
         if _kind(value) not in ("number", "flag"):
             raise self._error(
                 f"{ast.unparse(node)} is {_described(value)}, not a number. Calculate with numbers only"
@@ -478,25 +419,25 @@ class _Evaluation:
 
     def _called(self, node: ast.Call) -> Operand:
         """Return the value of len() or of a method of texts."""
-        if isinstance(node.func, ast.Name):
-            value = self._value(node.args[0])
-            if _kind(value) == "multi":
-                return pc.list_value_length(value)
-            if _kind(value) in ("text", "class"):
-                return pc.utf8_length(_as_text(value))
-            raise self._error(f"len() needs a text or a list: {ast.unparse(node)}")
-        assert isinstance(node.func, ast.Attribute)
-        name, text = node.func.attr, self._value(node.func.value)
-        if _kind(text) not in ("text", "class"):
-            raise self._error(f"{ast.unparse(node.func.value)} is {_described(text)}, not a text")
+        name = getattr(node.func, "attr", "")
+        if not isinstance(node.func, ast.Attribute) or name not in _METHODS or node.keywords:
+            raise self._error(
+                f"{ast.unparse(node)} calls a function that is not allowed in a condition. "
+                f"Use only len(), .startswith(), .endswith() and .lower()"
+            )
+        value = self._value(node.func.value)
+        kinds, needs = (
+            (_TEXTS | {"multi"}, "a text or a list") if name == "len" else (_TEXTS, "a text")
+        )
+        if _kind(value) not in kinds:
+            raise self._error(
+                f"{name}() needs {needs}: {ast.unparse(node.func.value)} is {_described(value)}"
+            )
+        function, count = _METHODS[name]
         arguments = [self._constant(argument) for argument in node.args]
-        if name == "lower":
-            if arguments:
-                raise self._error("lower() takes no argument")
-            return _in_lower_case(_as_text(text))
-        if len(arguments) != 1 or not isinstance(arguments[0], str):
-            raise self._error(f"{name}() takes one text")
-        return _METHODS[name](_as_text(text), arguments[0])
+        if len(arguments) != count or not all(isinstance(one, str) for one in arguments):
+            raise self._error(f"{name}() takes {'one text' if count else 'no argument'}")
+        return function(value if name == "len" else _as_text(value), *arguments)
 
 
 def _kind(value: Operand) -> str:
@@ -506,7 +447,7 @@ def _kind(value: Operand) -> str:
 
 def _described(value: Operand) -> str:
     kind = _kind(value)
-    return {"constants": "a list", "null": "None"}.get(kind) or KINDS[kind].described
+    return {"constants": "a list", NOT_A_COLUMN: "None"}.get(kind) or KINDS[kind].described
 
 
 def _as_number(value: Operand) -> Operand:
@@ -514,10 +455,6 @@ def _as_number(value: Operand) -> Operand:
     if _kind(value) == "class":
         return value.indices
     return pc.cast(value, pa.int64()) if _kind(value) == "flag" else value
-
-
-def _as_float(value: Operand) -> Operand:
-    return pc.cast(value, pa.float64(), safe=False)  # rounded beyond 2**53, as pandas does
 
 
 def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
@@ -528,26 +465,60 @@ def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     return _as_float(a), _as_float(b)
 
 
-def _as_text(value: Operand) -> Operand:
-    return pc.cast(value, pa.large_string())
+def _as_float(value: Operand) -> Operand:
+    return pc.cast(value, pa.float64(), safe=False)  # rounded beyond 2**53, as pandas does
 
 
-def _in_lower_case(texts: Operand) -> Operand:
-    """Return texts in lower case. Arrow's own function differs from Python's for some letters."""
-    if isinstance(texts, pa.Scalar):
-        return pa.scalar(texts.as_py().lower(), pa.large_string())
-    coded = texts.dictionary_encode()
-    lower = [text.lower() for text in coded.dictionary.to_pylist()]
-    return pa.array(lower, pa.large_string()).take(coded.indices)
+def _divided(a: Operand, b: Operand) -> Operand:
+    return pc.divide(_as_float(a), _as_float(b))
 
 
 @np.errstate(invalid="ignore")  # the remainder of infinity is nan
 def _modulo(a: Operand, b: Operand) -> Operand:
     """Return a % b with Python's sign."""
-    missing = [np.asarray(pc.is_null(v)) for v in (a, b) if isinstance(v, pa.Array)]
-    if not missing:
+    if isinstance(a, pa.Scalar) and isinstance(b, pa.Scalar):
         return pa.scalar(a.as_py() % b.as_py())
     parts = [
-        np.asarray(pc.fill_null(v, 1)) if isinstance(v, pa.Array) else v.as_py() for v in (a, b)
+        v.as_py() if isinstance(v, pa.Scalar) else np.asarray(pc.fill_null(v, 1)) for v in (a, b)
     ]
-    return pa.array(np.mod(*parts), mask=np.logical_or.reduce(missing))
+    is_known = pc.and_(pc.is_valid(a), pc.is_valid(b))
+    return pc.if_else(is_known, pa.array(np.mod(*parts)), None)
+
+
+def _as_text(value: Operand) -> Operand:
+    return pc.cast(value, pa.large_string())
+
+
+def _length(value: Operand) -> Operand:
+    """Return the number of characters of texts, or of names in lists."""
+    if _kind(value) == "multi":
+        return pc.list_value_length(value)
+    return pc.utf8_length(_as_text(value))
+
+
+def _in_lower_case(texts: Operand) -> Operand:
+    """Return texts in lower case. Arrow's own function differs from Python's for some letters."""
+    if isinstance(texts, pa.Scalar):
+        return pa.scalar(texts.as_py().lower())
+    return mapped(texts, str.lower, pa.large_string())
+
+
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: _divided,
+    ast.Mod: _modulo,
+}
+_METHODS: dict[str, tuple[Callable[..., Any], int]] = {  # and the number of their arguments
+    "len": (_length, 0),
+    "lower": (_in_lower_case, 0),
+    "startswith": (pc.starts_with, 1),
+    "endswith": (pc.ends_with, 1),
+}

@@ -17,7 +17,7 @@ from wdstrain.conversion.sources.table_cells import Table, joined_column
 from wdstrain.decode.formats import format_of
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import as_list
-from wdstrain.shards.columns import ColumnBuilder, as_label
+from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.where import TableRows, matching
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -77,14 +77,12 @@ def chosen_rows(
     table: Table, cells: dict[str, list[Any]], where: str, count: int
 ) -> npt.NDArray[np.bool_]:
     """Return which of `count` rows meet a condition: bool[count]. cells: by column."""
-    builder = ColumnBuilder(("json", name) for name in cells)
-    for row in zip(*cells.values(), strict=True) if cells else ():
-        builder.add_values((("json", name), value) for name, value in zip(cells, row, strict=True))
+    columns = [inferred(("json", name), values) for name, values in cells.items()]
     columns = [
         as_label(column, replace(column, kind="class", classes=table.classes[str(column.entry)]))
         if column.entry in table.classes and column.kind == "integer"
         else column
-        for column in builder.finish()
+        for column in columns
     ]
     return matching(TableRows(tuple(columns), count, tuple(table.columns)), where)
 

@@ -32,7 +32,7 @@ from wdstrain.inspection.info.statistics import ColumnSummary, summarize, weight
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import takes
-from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
+from wdstrain.shards.columns import Column, ColumnBuilder, join_columns, typed
 from wdstrain.shards.header_scans import Note, recall, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_size
@@ -224,12 +224,12 @@ def _columns(
     if not labels and not index.shard_labels:  # else the numbers mean different classes
         labels = [ColumnInfo(name, "class", name) for name in _CLASS_FIELDS if name in index.fields]
     by_place = {label.place: label for label in labels}
-    typed = [_as_classes(column, by_place.get(column.place)) for column in columns]
+    shown = [_as_classes(column, by_place.get(column.place)) for column in columns]
     order = {place: number for number, place in enumerate(by_place)}
-    typed.sort(key=lambda column: order.get(column.place, len(order)))
+    shown.sort(key=lambda column: order.get(column.place, len(order)))
     return tuple(
         summarize(column, by_place.get(column.place), None if complete else each)
-        for column in typed
+        for column in shown
         if column.kind != NOT_A_COLUMN
     )
 
@@ -273,8 +273,7 @@ def _read_all(
             progress("reading labels", first, len(index))
         try:
             columns = read_columns(index.pick([number]), places).columns
-            ordered = tuple(sorted(columns, key=lambda column: places.index(column.place)))
-            parts.append((count, _typed(index, number, ordered)))
+            parts.append((count, _typed(index, number, columns)))
         except WdstrainError as error:
             errors.append(error)
             parts.append((count, ()))
@@ -283,12 +282,7 @@ def _read_all(
 
 def _typed(index: Index, shard: int, columns: tuple[Column, ...]) -> tuple[Column, ...]:
     """Return columns of one shard, typed by its labels."""
-    labels = index.shard_labels[shard] if index.shard_labels else index.labels
-    by_place = {label.place: label for label in labels}
-    return tuple(
-        as_label(column, label) if (label := by_place.get(column.place)) is not None else column
-        for column in columns
-    )
+    return typed(columns, index.shard_labels[shard] if index.shard_labels else index.labels)
 
 
 def _excerpt(estimated: Estimate | None) -> Excerpt | None:
