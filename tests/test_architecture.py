@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1303,
     "shards": 2525,
     "decode": 1580,
-    "storage": 1217,
+    "storage": 1203,
     "reader": 621,
     "cli": 739,
     "runtime": 399,

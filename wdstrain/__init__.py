@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo as Label
     from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
-    from wdstrain.storage.file_object import gopen
+    from wdstrain.storage.remote import gopen, renew_addresses
     from wdstrain.training.api import evaluate, train
     from wdstrain.training.callbacks import Callback
     from wdstrain.training.export import export
@@ -116,6 +116,7 @@ __all__ = [
     "plan_epoch",
     "predict",
     "remove",
+    "renew_addresses",
     "repair",
     "stream",
     "text",
@@ -149,7 +150,7 @@ _NAMES = {
     "order.plan": "Plan",
     "shards.index": "Index Shard",
     "shards.kinds": "Label",
-    "storage.file_object": "gopen",
+    "storage.remote": "gopen renew_addresses",
     "training.api": "evaluate train",
     "training.callbacks": "Callback",
     "training.export": "export",

@@ -644,7 +644,7 @@ _OBJECT = b"".join(
 _ADDRESS = "http://server/a.tar"
 
 
-class _Script(http.HTTPConnection):
+class _Script(urllib3.connection.HTTPConnection):
     """A connection to a server that sends scripted responses and then closes the connection."""
 
     answers: Iterator[bytes] = iter(())

@@ -329,15 +329,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "storage/http.py": [
         (
             "secrets-to-own-server",
-            "if server_of(address) == server_of(target) else",
-            "if server_of(address) or server_of(target) else",
+            "if server_of(address) == server else",
+            "if server_of(address) or server else",
         ),
-        ("expired-target", "400 <= status < 500 and", "500 <= status < 500 and"),
+        ("expired-target", "and 400 <= response.status < 500", "and 500 <= response.status < 500"),
         ("missing-page", "is_page and urlsplit(address)", "is_page or urlsplit(address)"),
         (
             "range-begins",
-            "match is None or int(match[1]) != start",
-            "match is None or int(match[1]) > start",
+            "match is None or int(match[1] or start) != start",
+            "match is None or int(match[1] or start) > start",
         ),
         (
             "fresh-time",
@@ -357,6 +357,14 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "storage/retries.py": [
         ("announced-wait", "if silent >= limit and not asked:", "if silent >= limit or not asked:"),
+        ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] > min('),
+        ("wait-of-others", "max(begin, os.stat(", "min(begin, os.stat("),
+        ("range-for-quota", "max([least, *", "min([least, *"),
+    ],
+    "storage/secrets.py": [
+        ("renewed-once", "_renewed[key][1] < sent", "_renewed[key][1] > sent"),
+        ("path-of-renewal", "if fresh.path != old.path:", "if fresh.path == old.path:"),
+        ("query-of-renewal", "old.netloc, old.query))", "old.netloc, old.path))"),
     ],
     "storage/cache.py": [
         (
@@ -365,15 +373,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "if not sha256 and digest.hexdigest() != sha256:",
         ),
         ("needs-identity", "not (sha256 or tag)", "not (sha256 or path)"),
-        ("unknown-prefix", "if not sha256 or os.fstat(opened)", "if sha256 and os.fstat(opened)"),
-        ("size-of-shard", "if status.st_size == size:", "if status.st_size <= size:"),
+        ("unknown-prefix", "if not sha256 or os.fstat(file", "if sha256 and os.fstat(file"),
+        ("size-of-shard", ".st_size == size:", ".st_size <= size:"),
         ("least-recent-first", "in sorted(cached):", "in sorted(cached, reverse=True):"),
         ("path-of-version", "[path, tag, str(size)]", "[path, str(size)]"),
         ("limit-holds", "return total <= self.limit", "return total != self.limit"),
         (
             "file-of-download",
-            "os.path.samestat(os.stat(part), os.fstat(fd))",
-            "os.path.samestat(os.fstat(fd), os.fstat(fd))",
+            "os.path.samestat(os.stat(part), os",
+            "os.path.samestat(os.fstat(file.fileno()), os",
         ),
     ],
     "storage/local.py": [

@@ -30,7 +30,8 @@ from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
 from wdstrain.conversion.result import Step
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.storage.objects import list_folder_of, put, read_object
+from wdstrain.storage.objects import list_folder_of, put
+from wdstrain.storage.remote import read_remote
 
 server = pytest.importorskip("moto.server", reason="moto is not installed")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wdstrain[s3]'")
@@ -102,7 +103,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def stored(address: str) -> dict[str, bytes]:
-    return {name: read_object(f"{address}/{name}") or b"" for name in list_folder_of(f"{address}/")}
+    return {name: read_remote(f"{address}/{name}") or b"" for name in list_folder_of(f"{address}/")}
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -15,8 +20,10 @@ import wdstrain as wt
 from tests.conftest import write_tar
 from tests.support.known_faults import known_fault
 from tests.support.servers import (
+    EXPIRED,
     Handler,
     Served,
+    Signer,
     compressing,
     fine,
     lead_to,
@@ -158,6 +165,189 @@ def test_a_wait_that_the_server_asks_for_is_no_silence(
 
     with serving(packed, faults=[limited] * ALWAYS) as server:
         load(server.url, tmp_path)
+
+
+def test_all_processes_of_a_machine_wait_when_one_was_refused(packed: Path, tmp_path: Path) -> None:
+    times: list[float] = []
+
+    def refuse_first(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        times.append(time.monotonic())
+        return len(times) == 1 and status(429, Retry_After="3")(handler, path, start, stop)
+
+    with serving(packed, faults=[refuse_first] * ALWAYS, faulty=(".json", ".tar")) as server:
+        code = f"import wdstrain as wt; wt.open({server.url!r})"
+        other = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        assert other.stderr is not None
+        assert any("asks to wait 3 s (TemporaryError: status 429)" in line for line in other.stderr)
+        other.kill()
+        other.communicate()
+        assert len(times) == 1
+        load(server.url, tmp_path)
+    assert times[1] - times[0] >= 2.9
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_loader_waits_for_the_next_window_when_a_quota_is_nearly_used(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
+) -> None:
+    """Without a folder for all processes, each process still waits for itself."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if has_folder else tmp_path / "none"))
+    times: list[float] = []
+
+    def last_of_quota(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        times.append(time.monotonic())
+        left = {"RateLimit": '"all";r=3;t=1', "RateLimit-Policy": '"all";q=30;w=60'}
+        if len(times) > 1:
+            left["RateLimit"] = '"all";r=29;t=60'
+        handler.answer_range(path, start, stop, {"ETag": '"1"', **left})
+        return True
+
+    with serving(packed, faults=[last_of_quota] * ALWAYS, faulty=(".json", ".tar")) as server:
+        load(server.url, tmp_path)
+    assert times[1] - times[0] >= 0.95
+    assert times[2] - times[1] < 0.95
+
+
+@pytest.mark.parametrize("header", ['"a";r=1e9;t=5', '"a";r=0;t=' + "9" * 30, ";r=;t=", "\xb2"])
+def test_a_limit_that_cannot_be_read_is_no_limit(packed: Path, tmp_path: Path, header: str) -> None:
+    def stating(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        handler.answer_range(path, start, stop, {"RateLimit": header, "Retry-After": "soon"})
+        return True
+
+    with serving(packed, faults=[stating] * ALWAYS) as server:
+        load(server.url, tmp_path)
+
+
+def test_ranges_grow_until_a_stated_quota_suffices(tmp_path: Path) -> None:
+    """300 requests in 8 seconds suffice for 300 MB/s if each brings 8 MB."""
+    rows = ({"__key__": f"{n:02d}", "bin": bytes(1_000_000)} for n in range(40))
+    wt.pack(rows, tmp_path / "set", num_shards=1)
+
+    def stating(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        policy = {"RateLimit": '"all";r=250;t=8', "RateLimit-Policy": '"all";q=300;w=8'}
+        handler.answer_range(path, start, stop, {"ETag": '"1"', **policy})
+        return True
+
+    with serving(tmp_path / "set", faults=[stating] * ALWAYS) as server:
+        code = f"""if True:
+            import wdstrain as wt
+            loader = wt.Loader({server.url!r}, batch_size=8, shuffle_buffer=8)
+            for epoch in range(3):
+                assert len(list(loader)) == 5
+            loader.close()
+        """
+        environment = {k: v for k, v in os.environ.items() if k != "WDSTRAIN_RANGE_SIZE"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        ranges = [asked.removeprefix("bytes=").split("-") for _, asked in server.requests if asked]
+    sizes = [int(last) - int(first) + 1 for first, last in ranges if int(last) < 1 << 40]
+    assert sizes[0] < 5_000_000
+    assert 8_000_000 < max(sizes) < 10_000_000
+
+
+# --- addresses that expire ---
+
+
+@pytest.fixture
+def renewing() -> Iterator[Callable[[Callable[[str], str]], None]]:
+    """`wt.renew_addresses` for one test."""
+    yield wt.renew_addresses
+    wt.renew_addresses(None)
+
+
+@pytest.mark.parametrize(
+    ("job", "uses"), [(load, 8), (load_through_a_cache, 2), (convert, 2), (verify, 2)]
+)
+def test_addresses_that_expired_are_renewed_once_for_all_files(
+    packed: Path,
+    tmp_path: Path,
+    job: Job,
+    uses: int,
+    renewing: Callable[[Callable[[str], str]], None],
+) -> None:
+    signer = Signer(uses)
+    renewing(signer.renew)
+    with serving(packed, faults=[signer] * ALWAYS, faulty=(".tar", ".json", ".arrow")) as server:
+        job(f"{server.url}?sig=hush-0", tmp_path)
+    assert signer.expired
+    assert len(signer.calls) == len(signer.expired)
+    assert all(address.startswith(server.url) for address in signer.calls)
+
+
+def test_each_signed_address_is_renewed_by_itself(
+    packed: Path, tmp_path: Path, renewing: Callable[[Callable[[str], str]], None]
+) -> None:
+    signers = {path.name: Signer(uses=3) for path in packed.glob("*.tar")}
+
+    def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        return signers[path.name](handler, path, start, stop)
+
+    renewing(lambda address: signers[urlsplit(address).path[1:]].renew(address))
+    with serving(packed, faults=[signed] * ALWAYS) as server:
+        check(
+            wt.Loader(
+                [f"{server.url}/{name}?sig={name}" for name in sorted(signers)],
+                batch_size=8,
+                tail="keep",
+            )
+        )
+    for signer in signers.values():
+        assert len(signer.calls) == len(signer.expired) > 0
+
+
+def test_a_command_renews_addresses(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "sign.py"
+    program.write_text(
+        "import sys\n"
+        f"open({str(tmp_path / 'calls')!r}, 'a').write('called ')\n"
+        "print(sys.stdin.readline().replace('sig=old', 'sig=new').strip())\n"
+    )
+    monkeypatch.setenv("WDSTRAIN_RENEW_COMMAND", f"{sys.executable} {program}")
+
+    def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        is_good = handler.path.endswith("sig=new")
+        return not is_good and status(403, EXPIRED)(handler, path, start, stop)
+
+    with serving(packed, faults=[signed] * ALWAYS, faulty=(".tar", ".json", ".arrow")) as server:
+        load(f"{server.url}?sig=old", tmp_path)
+    assert (tmp_path / "calls").read_text() == "called "
+
+
+def other_file(address: str) -> str:
+    return f"{address.partition('?')[0]}.other?sig=hush"
+
+
+def failing(address: str) -> str:
+    raise RuntimeError(f"no key for {address}")
+
+
+def expired_again(address: str) -> str:
+    return address
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (other_file, "its renewal failed: ValueError: it returned the address of another file"),
+        (failing, "its renewal failed: RuntimeError: no key for http"),
+        (expired_again, "The signed address or the token has expired"),
+    ],
+)
+def test_a_renewal_that_fails_is_an_error_without_secrets(
+    packed: Path,
+    tmp_path: Path,
+    function: Callable[[str], str],
+    words: str,
+    renewing: Callable[[Callable[[str], str]], None],
+) -> None:
+    renewing(function)
+    with (
+        serving(packed, faults=[status(403, EXPIRED)] * ALWAYS) as server,
+        pytest.raises(wt.StorageError, match=words) as stopped,
+    ):
+        load(f"{server.url}?sig=hush", tmp_path)
+    assert "hush" not in str(stopped.value)
 
 
 # --- versions ---

@@ -12,13 +12,15 @@ import ssl
 import struct
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+EXPIRED = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
 
 Fault = Callable[["Handler", Path, int, int], bool]
 
@@ -249,6 +251,34 @@ def requiring_no_version(handler: Handler, path: Path, start: int, stop: int) ->
         handler.answer(412, b"", {})
         return True
     return False
+
+
+@dataclass
+class Signer:
+    """Fault: refuse signatures that have expired, as S3 does. Each is good for some requests.
+
+    uses: number of them. expired: signatures that were refused. calls: addresses that were renewed.
+    """
+
+    uses: int
+    expired: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, address: str) -> str:
+        """Return an address with a new signature."""
+        with self.lock:
+            self.calls.append(address)
+            return f"{address.partition('?')[0]}?sig=hush-{len(self.calls)}"
+
+    def __call__(self, handler: Handler, path: Path, start: int, stop: int) -> bool:
+        signature = handler.path.partition("?sig=")[2]
+        with self.lock:
+            self.counts[signature] += 1
+            is_good = signature and self.counts[signature] <= self.uses
+            self.expired |= set() if is_good else {signature}
+        return not is_good and status(403, EXPIRED)(handler, path, start, stop)
 
 
 def pooled(*, strict: bool) -> Fault:

@@ -30,7 +30,8 @@ from wdstrain.shards.index_io import FORMER_TABLE, TABLE_NAME, load
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import put_whole, read_whole, user_cache, write_whole
 from wdstrain.storage.local import open_source
-from wdstrain.storage.objects import copy, list_folder_of, put, read_object, remove
+from wdstrain.storage.objects import copy, list_folder_of, put, remove
+from wdstrain.storage.remote import read_remote
 
 _BEGUN = ".begun.json"  # in the uploaded folder: names of objects that may be replaced or removed
 _DONE = ".uploaded"  # ending of a file beside the local folder: checksums of uploaded shards
@@ -125,7 +126,7 @@ def outgoing(address: str, kind: str = "set") -> str:
 
 def check_free(address: str, *, overwrite: bool) -> None:
     """Raise UsageError if a set is there and may not be replaced, or foreign files would be."""
-    listed = read_object(object_in(address, INDEX_NAME))
+    listed = read_remote(object_in(address, INDEX_NAME))
     _check_index(address, listed)
     if listed is not None and not overwrite:
         raise UsageError(
@@ -149,7 +150,7 @@ def _deliver(
         (name for name in os.listdir(folder) if name != INDEX_NAME and not name.startswith(".")),
         key=lambda name: (name == TABLE_NAME, name),
     )
-    listed = read_object(object_in(address, INDEX_NAME))
+    listed = read_remote(object_in(address, INDEX_NAME))
     _check_index(address, listed)
     # Names of an interrupted attempt, whose old index may be gone.
     former = {str(name) for name in json.loads(read_whole(os.path.join(folder, _BEGUN)) or b"[]")}
@@ -237,7 +238,7 @@ class BucketUpdate:
         files: names of new files. gone: names of shards to delete. Raises UsageError if another
         program changed the set meanwhile.
         """
-        new, listed = self._local(INDEX_NAME), read_object(self._object(INDEX_NAME))
+        new, listed = self._local(INDEX_NAME), read_remote(self._object(INDEX_NAME))
         if listed != new:
             if listed != self._local(_FORMER_INDEX):
                 raise self._changed()
@@ -258,7 +259,7 @@ class BucketUpdate:
 
     def fetch(self) -> None:
         """Make the local folder anew. Raises UsageError if the bucket holds no set."""
-        listed = read_object(self._object(INDEX_NAME))
+        listed = read_remote(self._object(INDEX_NAME))
         if os.path.exists(os.path.join(self.folder, UNFINISHED)):
             if listed not in (self._local(_FORMER_INDEX), self._local(INDEX_NAME)):
                 raise self._changed()
@@ -273,7 +274,7 @@ class BucketUpdate:
         names = list_folder_of(self._object(""))
         for name in (TABLE_NAME, SKIPPED_NAME, RENAMED_NAME):
             if name in names:
-                data = read_object(self._object(name)) or b""
+                data = read_remote(self._object(name)) or b""
                 write_whole(os.path.join(self.folder, name), data)
         write_whole(os.path.join(self.folder, INDEX_NAME), listed)
         sizes = {shard.name: shard.bytes for shard in self.load().shards}

@@ -39,9 +39,15 @@ from wdstrain.shards.tar_headers import (
     sparse_error,
 )
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, shown_path
+from wdstrain.storage.remote import (
+    ALL_BYTES,
+    RemoteFile,
+    RemoteStream,
+    is_remote,
+    name_of,
+    shown_path,
+)
 
 _READ = 1 << 20  # bytes of one read
 _COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)

@@ -1,24 +1,28 @@
 """Addresses of shards: expands a folder, glob, brace pattern or URL into tars and index files.
 
 An address is never run as a command.
+
+Addresses hf://datasets/OWNER/NAME[@REV][/PATTERN] mean files of a data set on the Hugging Face Hub.
+They are ordinary HTTPS addresses. The environment variable HF_TOKEN gives access to private data
+sets and HF_ENDPOINT names another server.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.storage.http import is_http
-from wdstrain.storage.hub import is_hub, list_hub_files
+from wdstrain.storage.http import hub_endpoint, is_http, read_page
 from wdstrain.storage.objects import is_object, list_folder_of
 from wdstrain.storage.remote import check_address, is_remote, name_of, redacted, shown_path
 
@@ -34,6 +38,11 @@ _SOURCES = {
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
     **dict.fromkeys((".npy", ".npz"), "arrays"),
 }  # kind of conversion that packs a file, by its extension
+_HUB = re.compile(
+    r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@/]+|refs/convert/\w+|refs/pr/\d+))?"
+    r"(/(?P<pattern>.*))?"
+)
+_MISSING = (401, 403, 404, 410)  # status codes of a data set that does not exist or is hidden
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # at least two letters: C:\ is a path
 
 
@@ -73,7 +82,10 @@ def check_finished(folder: str) -> None:
     has_index = os.path.exists(os.path.join(folder, INDEX_NAME))
     unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index
     if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
-        raise _unfinished(folder)
+        raise ShardError(
+            f"{folder}: a conversion into this folder was not finished. Run it again with "
+            f"resume=True (--resume)."
+        )
 
 
 def check_no_change(path: str) -> None:
@@ -96,7 +108,8 @@ def beside(path: str, name: str) -> str:
     if not is_http(path):  # all characters are literal
         return f"{path.rpartition('/')[0]}/{name}"
     parts = urlsplit(path)
-    return _with_path(path, f"{parts.path.rpartition('/')[0]}/{quote(name)}")
+    place = f"{parts.path.rpartition('/')[0]}/{quote(name)}"
+    return parts._replace(path=place, fragment="").geturl()
 
 
 def is_json(path: str) -> bool:
@@ -115,11 +128,9 @@ def _expand(address: str) -> list[str]:
     rest = address[len(prefix) :]
     if is_hub(prefix):
         return _expand_hub(address)
-    if prefix.lower() == "file://":
-        return _expand_local(rest)
     if is_remote(prefix.lower()):
         return _expand_remote(prefix.lower() + rest)
-    if prefix:
+    if prefix.lower() not in ("", "file://"):
         raise UsageError(
             f"{redacted(address)}: addresses {prefix} cannot be read. Copy the shards to a disk."
         )
@@ -127,7 +138,7 @@ def _expand(address: str) -> list[str]:
         raise UsageError(
             f"{address}: an address is never run as a command. Name a file or a server."
         )
-    return _expand_local(address)
+    return _expand_local(rest)
 
 
 def _expand_local(address: str) -> list[str]:
@@ -178,8 +189,7 @@ def _expand_folder(path: Path) -> list[str]:
     tars = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
     if tars:
         return tars
-    if (path / UNFINISHED).exists():
-        raise _unfinished(str(path))
+    check_finished(str(path))
     compressed = sorted(entry.name for entry in path.iterdir() if _COMPRESSED.search(entry.name))
     if compressed:
         raise UsageError(
@@ -189,12 +199,6 @@ def _expand_folder(path: Path) -> list[str]:
     raise UsageError(
         f"{path}: this folder holds no index.json and no .tar file. Name a folder of "
         f"shards, or make shards of its images: wdstrain convert folder {path} OUT"
-    )
-
-
-def _unfinished(folder: str) -> ShardError:
-    return ShardError(
-        f"{folder}: a conversion into this folder was not finished. Run it again with resume=True (--resume)."
     )
 
 
@@ -216,14 +220,16 @@ def _expand_remote(address: str) -> list[str]:
         return [address]
     # Also in a bucket: shards without an index may be a set that is still being uploaded.
     folder = f"{path.rstrip('/')}/"
-    return [beside(_with_path(address, folder) if is_http(address) else folder, INDEX_NAME)]
+    if is_http(address):
+        folder = urlsplit(address)._replace(path=folder).geturl()
+    return [beside(folder, INDEX_NAME)]
 
 
 def _expand_hub(address: str) -> list[str]:
     """Return the shards of a data set on the Hub: its index, or else its tars."""
-    files = list_hub_files(address)
-    tars = [path for path in files.paths if path.endswith(".tar")]
-    index = [path for path in files.paths if path.rpartition("/")[2] == INDEX_NAME]
+    _, files = list_hub_files(address)
+    tars = [path for path in files if path.endswith(".tar")]
+    index = [path for path in files if path.rpartition("/")[2] == INDEX_NAME]
     if not tars and not index:
         raise UsageError(
             f"{address}: these files of the data set hold no .tar. Tables are packed first: "
@@ -231,8 +237,8 @@ def _expand_hub(address: str) -> list[str]:
         )
     folders = {path.rpartition("/")[0] for path in tars}
     if len(index) == 1 and folders <= {index[0].rpartition("/")[0]}:
-        return [files.address(index[0])]
-    return list(map(files.address, tars or index))
+        return index
+    return tars or index
 
 
 def _matching_objects(address: str) -> list[str]:
@@ -245,6 +251,60 @@ def _matching_objects(address: str) -> list[str]:
     return [beside(address, name) for name in names]
 
 
-def _with_path(address: str, path: str) -> str:
-    parts = urlsplit(address)
-    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+def is_hub(address: str) -> bool:
+    return address.startswith("hf://")
+
+
+def list_hub_files(address: str) -> tuple[str, list[str]]:
+    """Return (address of the data set, addresses of the files that an address means, sorted).
+
+    It means a folder with all below it, a file, or a glob. The addresses that are returned are https.
+    Raises UsageError for an address that is not valid or that no file matches, StorageError for a
+    data set that does not exist or may not be read.
+    """
+    parsed = _HUB.fullmatch(address)
+    if parsed is None:
+        raise UsageError(
+            f"{address}: not a valid address of the Hub. Write hf://datasets/OWNER/NAME, "
+            f"hf://datasets/OWNER/NAME@REVISION or hf://datasets/OWNER/NAME/data/train-*.tar"
+        )
+    name, revision = parsed["name"], quote(parsed["revision"] or "main", safe="")
+    pattern = (parsed["pattern"] or "").rstrip("/")
+    everything = _listed(f"{hub_endpoint()}/api/datasets/{name}/tree/{revision}", address)
+    paths = sorted(path for path in everything if _matches(path, pattern))
+    if not paths:
+        raise UsageError(
+            f"{address}: none of the {len(everything)} files of this data set matches. Check the "
+            f"path behind OWNER/NAME."
+        )
+    base = f"{hub_endpoint()}/datasets/{name}/resolve/{revision}"
+    return base, [f"{base}/{quote(path)}" for path in paths]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Return whether a path is the pattern, below it, or matches it; * does not match a slash."""
+    is_below = not pattern or f"{path}/".startswith(f"{pattern}/")
+    parts, patterns = path.split("/"), pattern.split("/")
+    return is_below or (len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns)))
+
+
+def _listed(tree: str, address: str) -> list[str]:
+    """Return the paths of all files of a data set, page after page."""
+    page: str | None = f"{tree}?recursive=true"
+    paths = list[str]()
+    while page is not None:
+        body, following = read_page(page, _MISSING)
+        if body is None:
+            raise StorageError(
+                f"{address}: the Hub has no such data set or revision, or it may not be read. "
+                f"Check the name; HF_TOKEN gives access to private data sets."
+            )
+        try:
+            paths += [entry["path"] for entry in json.loads(body) if entry["type"] == "file"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{address}: {urlsplit(tree).netloc} did not send a list of files ({error!r}). "
+                f"Check HF_ENDPOINT."
+            ) from None
+        page = following and urljoin(page, following)
+    return paths

@@ -15,21 +15,23 @@ holds anything. Files beside it are never touched, and a subfolder with other co
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import re
 import shutil
-import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
+from io import FileIO
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.storage.files import sync_folder, write_whole
+from wdstrain.storage.files import regular, sync_folder, write_whole
 from wdstrain.storage.local import read_at
 from wdstrain.storage.remote import RemoteFile, name_of, range_size, shown_path
 from wdstrain.storage.retries import silence_limit
@@ -59,11 +61,12 @@ class CachedFile(RemoteFile):
     come from the server.
     """
 
-    def __init__(self, fd: int, path: str, size: int, tag: str, stopping: threading.Event) -> None:
-        """fd: of the open file, which this object closes."""
+    def __init__(
+        self, file: FileIO, path: str, size: int, tag: str, stopping: threading.Event | None
+    ) -> None:
+        """file: in the cache; this object closes it."""
         super().__init__(path, size, tag, stopping)
-        self.cached = 0
-        self._fd, self._present = fd, os.fstat(fd).st_size
+        self._file, self._present = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
         """Fill the target with the bytes from offset on. Raises the errors of a remote file."""
@@ -71,7 +74,7 @@ class CachedFile(RemoteFile):
         if not self._wait_for(stop):
             super().read_into(target, offset, last=last)
             return
-        if read_at(self._fd, target, offset) < len(target):
+        if read_at(self._file.fileno(), target, offset) < len(target):
             raise StorageError(f"{self._shown}: its file in the cache was cut while it was read.")
         if stop <= self._present:
             self.cached += len(target)
@@ -79,19 +82,18 @@ class CachedFile(RemoteFile):
     def close(self) -> None:
         """Close the file; the cache may remove it then."""
         super().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _wait_for(self, stop: int) -> bool:
         """Return whether the file has the bytes up to `stop`, or gets them soon."""
-        while (status := os.fstat(self._fd)).st_size < stop:
+        fd = self._file.fileno()
+        while (status := os.fstat(fd)).st_size < stop:
             is_silent = time.time() - status.st_mtime > silence_limit()
             if is_silent or stop > min(self.size, status.st_size + _NEAR):
                 return False
-            if _try_lock(self._fd, fcntl.LOCK_SH):  # nobody fetches it, or it was just completed
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-                return os.fstat(self._fd).st_size >= stop
+            if _try_lock(fd, fcntl.LOCK_SH):  # nobody fetches it, or it was just completed
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                return os.fstat(fd).st_size >= stop
             if self._stopping.wait(_PAUSE):
                 return False
         return True
@@ -109,24 +111,16 @@ class Cache:
 
         Raises UsageError if it cannot be made or the subfolder holds other files.
         """
-        if limit is not None and limit < 1:
-            raise UsageError(
-                f"cache_limit={limit}: must be >= 1. Omit it for a cache without a limit."
-            )
         self.path, self.writable = os.path.join(os.path.abspath(folder), FOLDER), True
+        self.limit, self._counts = limit, Counter[str]()
         self._lock, self._downloads = threading.Lock(), dict[threading.Thread, RemoteFile]()
-        self._counts = 0, 0
-        try:
-            os.makedirs(folder, exist_ok=True)
-            capacity = shutil.disk_usage(folder).total
-        except OSError as error:
-            raise UsageError(
-                f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder."
-            ) from None
-        self.limit, self._largest = limit, min(capacity, limit or capacity)
         try:
             self._create()
         except (OSError, StorageError) as error:
+            if not os.path.isdir(folder):
+                raise UsageError(
+                    f"cache_dir={folder} cannot be made: {error}. Name another folder."
+                ) from None
             self._stop_writing(error)
 
     def place(self, path: str, size: int, sha256: str = "", tag: str = "") -> str:
@@ -152,25 +146,24 @@ class Cache:
         So are a shard whose checksum and version are unknown, one for which the limit leaves no
         room, and a missing one if the disk is full or read-only. stopping: set to end reading.
         """
-        # The size comes from an index, which may be hostile.
-        if not (sha256 or tag) or size > self._largest:
+        if not (sha256 or tag) or size > (self.limit or size):
             return None
-        place = self.place(path, size, sha256, tag)
+        place, file = self.place(path, size, sha256, tag), None
         try:
-            fd = self._open_whole(place, size)
-            if fd is None and self.writable:
+            # The size comes from an index, which may be hostile.
+            if size > shutil.disk_usage(self.path).total:
+                return None
+            file = self._open_whole(place, size)
+            if file is None and self.writable:
                 self._begin_download(place, RemoteFile(path, size, tag), sha256)
                 with suppress(FileNotFoundError):
-                    fd = os.open(_part(place, size), os.O_RDONLY)
-            if fd is None:  # perhaps completed meanwhile
-                fd = self._open_whole(place, size)
+                    file = FileIO(_part(place, size), opener=regular)
+            if file is None:  # perhaps completed meanwhile
+                file = self._open_whole(place, size)
         except OSError as error:
             self._stop_writing(error)
-            fd = None
-        if fd is None:
-            return None
         # Without a version ("") the checksum decides.
-        return CachedFile(fd, path, size, tag, stopping or threading.Event())
+        return None if file is None else CachedFile(file, path, size, tag, stopping)
 
     def forget(self, path: str, size: int, sha256: str = "", tag: str = "") -> None:
         """Remove a shard whose bytes are wrong. Its readers keep the file that they have open."""
@@ -182,8 +175,8 @@ class Cache:
     def take_counts(self) -> tuple[int, int]:
         """Return the bytes that downloads fetched since the last call, and their failed attempts."""
         with self._lock:
-            counts, self._counts = self._counts, (0, 0)
-        return counts
+            counts, self._counts = self._counts, Counter[str]()
+        return counts["fetched"], counts["retries"]
 
     def stop(self, patience: float) -> None:
         """End the downloads, and complete those that have all bytes. patience: most seconds."""
@@ -198,26 +191,24 @@ class Cache:
         tag = os.path.join(self.path, _TAG)
         # List before looking for the tag: another process may mark and fill the folder meanwhile.
         others = [name for name in os.listdir(self.path) if not name.startswith(".")]
-        if os.path.exists(tag):
-            return
-        if others:
-            raise UsageError(
-                f"{self.path} holds {others[0]}, which no cache wrote. Move it, or name another "
-                f"cache_dir."
-            )
-        write_whole(tag, _TAG_CONTENT)
+        if not os.path.exists(tag):
+            if others:
+                raise UsageError(
+                    f"{self.path} holds {others[0]}, which no cache wrote. Move it, or name "
+                    f"another cache_dir."
+                )
+            write_whole(tag, _TAG_CONTENT)
 
-    def _open_whole(self, place: str, size: int) -> int | None:
-        """Return the descriptor of a whole shard; None if it is missing. Raises OSError."""
-        with suppress(FileNotFoundError), _opened(place, os.O_RDONLY) as fd:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise IsADirectoryError(0, f"{place} is no file")
-            if status.st_size == size:
-                with suppress(OSError):  # no locks here, or a file of another user
-                    _try_lock(fd, fcntl.LOCK_SH)
-                    os.utime(fd)  # for the limit: the time of the last use
-                return os.dup(fd)
+    def _open_whole(self, place: str, size: int) -> FileIO | None:
+        """Return a whole shard to read; None if it is missing. Raises OSError."""
+        with suppress(FileNotFoundError):
+            file = FileIO(place, opener=regular)
+            with suppress(OSError):  # no locks here, or a file of another user
+                _try_lock(file.fileno(), fcntl.LOCK_SH)
+                os.utime(file.fileno())  # for the limit: the time of the last use
+            if os.fstat(file.fileno()).st_size == size:
+                return file
+            file.close()
             os.unlink(place)
         return None
 
@@ -226,31 +217,32 @@ class Cache:
         part = _part(place, remote.size)
         if len(self._downloads) >= _DOWNLOADS:
             return
-        with _opened(part, os.O_RDWR | os.O_CREAT) as opened:
-            if not _try_lock(opened, fcntl.LOCK_EX):
+        with ExitStack() as stack:
+            file = stack.enter_context(FileIO(part, "r+b", opener=_made))
+            if not _try_lock(file.fileno(), fcntl.LOCK_EX):
                 return
             if os.path.exists(place) or not self._has_room():
                 with suppress(FileNotFoundError):  # another download was just completed
                     os.unlink(part)
                 return
-            if not sha256 or os.fstat(opened).st_size > remote.size:
-                os.ftruncate(opened, 0)  # nothing would show that its bytes are wrong
-            os.utime(opened)  # readers wait while this time is recent
-            fd = os.dup(opened)
+            if not sha256 or os.fstat(file.fileno()).st_size > remote.size:
+                file.truncate(0)  # nothing would show that its bytes are wrong
+            os.utime(file.fileno())  # readers wait while this time is recent
+            stack.pop_all()
         thread = threading.Thread(
             target=self._download,
-            args=(fd, place, remote, sha256),
+            args=(file, place, remote, sha256),
             name="wdstrain-cache",
             daemon=True,
         )
         self._downloads[thread] = remote
         thread.start()
 
-    def _download(self, fd: int, place: str, remote: RemoteFile, sha256: str) -> None:
+    def _download(self, file: FileIO, place: str, remote: RemoteFile, sha256: str) -> None:
         """Complete a locked part and give it its final name."""
         part, digest = _part(place, remote.size), hashlib.sha256()
         try:
-            for chunk in self._chunks(fd, remote):
+            for chunk in self._chunks(file, remote):
                 digest.update(chunk)
             if sha256 and digest.hexdigest() != sha256:
                 os.unlink(part)
@@ -260,9 +252,9 @@ class Cache:
                     shown_path(remote.path),
                 )
                 return
-            os.fsync(fd)
+            os.fsync(file.fileno())
             # After `forget` the name may belong to the file of another download.
-            if os.path.samestat(os.stat(part), os.fstat(fd)):
+            if os.path.samestat(os.stat(part), os.fstat(file.fileno())):
                 os.replace(part, place)
                 sync_folder(self.path)
         except (WdstrainError, FileNotFoundError):
@@ -273,33 +265,29 @@ class Cache:
             self._stop_writing(error)
         finally:
             # A child that was forked meanwhile has the file open, too.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()
             remote.close()
             self._downloads.pop(threading.current_thread(), None)
 
-    def _chunks(self, fd: int, remote: RemoteFile) -> Iterator[memoryview]:
+    def _chunks(self, file: FileIO, remote: RemoteFile) -> Iterator[memoryview]:
         """Yield the bytes of a shard. What its file lacks is fetched and written."""
         buffer, offset = memoryview(bytearray(2 * min(range_size(), 1 << 20))), 0
         while offset < remote.size:
             # The last chunk is not small: a loop that ends after the last sample has it all.
             rest = remote.size - offset
             chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
-            count = read_at(fd, chunk, offset)
+            count = read_at(file.fileno(), chunk, offset)
             if count < len(chunk):
-                self._fetch(remote, chunk[count:], offset + count)
-                _write_at(fd, chunk[count:], offset + count)
+                failed = remote.retries
+                remote.read_into(chunk[count:], offset + count, last=remote.size)
+                if os.pwrite(file.fileno(), chunk[count:], offset + count) < len(chunk) - count:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                with self._lock:
+                    retries = remote.retries - failed
+                    self._counts.update(fetched=len(chunk) - count, retries=retries)
             yield chunk
             offset += len(chunk)
-
-    def _fetch(self, remote: RemoteFile, chunk: memoryview, offset: int) -> None:
-        before = remote.retries
-        try:
-            remote.read_into(chunk, offset, last=remote.size)
-        finally:
-            with self._lock:
-                fetched, retries = self._counts
-                self._counts = fetched + len(chunk), retries + remote.retries - before
 
     def _has_room(self) -> bool:
         """Remove the least recently used shards above the limit. Returns whether it holds then."""
@@ -336,14 +324,9 @@ def _part(place: str, size: int) -> str:
     return f"{place}.{size}{PART}"
 
 
-@contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    """Yield the descriptor of a file. Raises OSError."""
-    fd = os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _made(path: str, flags: int) -> int:
+    """Return the descriptor of a file, which is made if it is missing; an `opener`."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def _try_lock(fd: int, kind: int) -> bool:
@@ -355,20 +338,10 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of the data at an offset. Raises OSError."""
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
-
-
 def _remove_unused(path: str) -> bool:
     """Remove a file, unless it is in use or belongs to another user."""
-    try:
-        with _opened(path, os.O_RDONLY) as fd:
-            if not _try_lock(fd, fcntl.LOCK_EX):
-                return False
+    with suppress(OSError), open(path, "rb") as file:
+        if _try_lock(file.fileno(), fcntl.LOCK_EX):
             os.unlink(path)
             return True
-    except OSError:
-        return False
+    return False

@@ -92,10 +92,6 @@ def check_folder_output(folder: str) -> None:
     existing = os.path.abspath(folder)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
-    if os.path.isfile(existing):
-        raise StorageError(
-            f"{folder} cannot be written: {existing} is a file. Choose another folder."
-        )
     _check_space(existing, folder, "Choose another folder.")
 
 

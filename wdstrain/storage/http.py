@@ -4,7 +4,8 @@ The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, a
 "Name: value". HF_TOKEN is sent to the Hugging Face Hub, or to the server that HF_ENDPOINT names.
 
 The target of a redirect is used again until it refuses a request. Servers that redirect to signed
-addresses count the requests for them.
+addresses count the requests for them. A signed address that expired is renewed (`secrets`). Where a
+server limits the requests, all processes of this machine wait (`retries`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import base64
 import os
 import re
 import threading
+import time
 import traceback
 from collections.abc import Collection, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from http.client import HTTPException, HTTPResponse
@@ -24,29 +26,36 @@ from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
-from urllib3.exceptions import InvalidHeader
 from urllib3.util.response import assert_header_parsing
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
-from wdstrain.storage.retries import Retries, TemporaryError, server_of, silence_limit
-from wdstrain.storage.secrets import redacted, scrubbed, without_user
+from wdstrain.storage.retries import (
+    Retries,
+    TemporaryError,
+    note_limit,
+    seconds_to_wait,
+    server_of,
+    silence_limit,
+)
+from wdstrain.storage.secrets import current_address, redacted, renew, scrubbed, without_user
 
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"
 _CONNECT_TIMEOUT = 10.0  # seconds
 _REDIRECTS = 5
+_RENEWALS = 2  # of an address for one request; other threads may use a short one up
 _MOST_TARGETS = 4096  # of redirects that are remembered
 _CHUNK = 256 << 10  # bytes of a small object that are read at a time
 _REASON_BYTES = 16 << 10  # of an error page, in which the server's reason is looked for
 _BODY = (200, 206)  # status codes of responses with bytes of the object
 _REDIRECT = (301, 302, 303, 307, 308)
+_BEYOND = 416  # status code of a request beyond the end of the object
 _MISSING = (403, 404, 410)  # status codes of an object that does not exist
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})  # status codes that a retry may fix
 _MODIFIED = "Last-Modified: "  # start of a version that is not an ETag
 # At most 18 digits, and ASCII only: int() accepts digits of other scripts and of any count.
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_RANGE = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
-_RATE_LIMIT = re.compile(r";\s*t=([0-9]{1,9})")
+_RANGE = re.compile(r"bytes (?:(N)-(N)|\*)/(N|\*)".replace("N", _NUMBER.pattern))
 _NEXT_PAGE = re.compile(r'<([^<>]*)>;\s*rel="?next"?')
 _XML_REASON = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<")
 _JSON_REASON = re.compile(r'"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"')
@@ -92,18 +101,16 @@ class HttpResponse:
 
         Raises `RETRIED` errors if a retry may help, otherwise StorageError.
         """
-        self._shown, self.process = redacted(address), os.getpid()
-        self._response = get(address, {"Range": f"bytes={start}-{stop - 1}"})
-        self._raw = _raw(self._response)
-        self._headers = self._response.headers
-        self.version = _version_of(self._headers)
+        self.process, self._shown = os.getpid(), redacted(address)
+        self._response = get(address, {"Range": f"bytes={start}-{stop - 1}"}, (_BEYOND,))
+        self._raw, self._headers = _raw(self._response), self._response.headers
+        self.version, self.ranged = _version_of(self._headers), self._response.status != 200
         try:
-            self.position, self.stop, self.total = self._locate(start, address)
+            self.position, self.stop, self.total = self._locate(start)
             self._check_body(is_tar=address.partition("?")[0].endswith(".tar"))
-        except BaseException:
+        except StorageError:
             self.close()
             raise
-        self.ranged = self._response.status == 206
 
     def readinto(self, view: memoryview) -> int:
         """Fill the view with the next bytes; return how many, 0 at the end of the body."""
@@ -124,47 +131,47 @@ class HttpResponse:
 
     def close(self) -> None:
         """Close the connection, unless the whole body was read: then it is kept for reuse."""
+        if self._raw.length == 1:  # of a request for the size
+            self._raw.read()
         if not self._raw.isclosed():
             self._response.close()
         self._response.release_conn()
 
-    def _locate(self, start: int, address: str) -> tuple[int, int, int | None]:
+    def _locate(self, start: int) -> tuple[int, int, int | None]:
         """Return position, end of the body and bytes of the object. start: as requested."""
-        header = self._headers.get("Content-Range", "")
-        if self._response.status == 416 and header == "bytes */0":
-            return 0, 0, 0
-        _has_body(self._response, address)
-        if self._response.status == 200:
+        if not self.ranged:
             length = self._headers.get("Content-Length", "")
             total = int(length) if _NUMBER.fullmatch(length) else None
             return 0, 1 << 62 if total is None else total, total
+        header = self._headers.get("Content-Range", "")
         match = _RANGE.fullmatch(header)
-        if match is None or int(match[1]) != start:
+        if match is None or int(match[1] or start) != start:
             raise StorageError(
                 f"{self._shown}: the server sent the range {header!r} for a request that begins at "
                 f"byte {start}. Check the server."
             )
-        return start, int(match[2]) + 1, None if match[3] == "*" else int(match[3])
+        stop = int(match[2]) + 1 if match[2] else start  # "*": the object has no such byte
+        return start, stop, None if match[3] == "*" else int(match[3])
 
     def _check_body(self, *, is_tar: bool) -> None:
         """Raise StorageError for a body that is not made of the object's own bytes."""
-        if is_tar and self._headers.get("Content-Type", "").startswith("text/html"):
-            raise StorageError(
-                f"{self._shown}: the server sent an HTML page instead of a shard. Check the address."
-            )
+        kind = self._headers.get("Content-Type", "")
         coding = self._headers.get("Content-Encoding", "identity")
+        transfer = self._headers.get("Transfer-Encoding", "chunked")
         # An object that is stored compressed has ranges of its compressed bytes.
-        if coding.lower() != "identity" and (is_tar or self._response.status == 200):
-            raise StorageError(
-                f"{self._shown}: the server compresses it ({coding[:80]!r}), although the request "
-                f"forbids it, so offsets do not hold. Switch compression off for this file."
-            )
-        coding = self._headers.get("Transfer-Encoding", "chunked")
-        if coding.lower() not in ("chunked", "identity"):
-            raise StorageError(
-                f"{self._shown}: the server sent the transfer coding {coding[:80]!r}; only chunked "
-                f"can be read. Check the server."
-            )
+        is_compressed = coding.lower() != "identity" and (is_tar or not self.ranged)
+        problems = {
+            "the server sent an HTML page instead of a shard. Check the address.": (
+                is_tar and kind.startswith("text/html")
+            ),
+            f"the server compresses it ({coding[:80]!r}), although the request forbids it, so "
+            f"offsets do not hold. Switch compression off for this file.": is_compressed,
+            f"the server sent the transfer coding {transfer[:80]!r}; only chunked can be read. "
+            f"Check the server.": transfer.lower() not in ("chunked", "identity"),
+        }
+        problem = next((text for text, holds in problems.items() if holds), None)
+        if problem is not None:
+            raise StorageError(f"{self._shown}: {problem}")
 
 
 def read_small(address: str) -> bytes | None:
@@ -185,30 +192,55 @@ def read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str
     return Retries(address).run(partial(_read_page, address, missing), "byte 0")
 
 
-def get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-    """Return the response to a GET request at the first byte of its body. Redirects are followed.
-
-    Raises `RETRIED` errors for what a retry may fix, StorageError for an address that is not valid.
-    """
-    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
-    if address in _targets or kind in _direct:
-        return _follow(address, headers, kind)
-    with _locks(os.getpid())[hash(address) % 64]:  # one request learns the target for all threads
-        return _follow(address, headers, kind)
-
-
-def _follow(
-    address: str, headers: Mapping[str, str], kind: tuple[str, str]
+def get(
+    address: str, headers: Mapping[str, str], others: Collection[int] = ()
 ) -> urllib3.BaseHTTPResponse:
+    """Return the response to a GET request, at the first byte of the object.
+
+    Redirects are followed, and an address that expired is renewed. others: status codes of
+    responses without bytes that are returned, too. Raises `RETRIED` errors for what a retry may
+    fix, otherwise StorageError.
+    """
+    for left in reversed(range(_RENEWALS + 1)):
+        sent = time.monotonic()
+        try:
+            response = _follow(current_address(address), headers)
+        except ValueError as error:  # of urllib and urllib3
+            raise StorageError(
+                f"{redacted(address)} leads to an address that is not valid "
+                f"({scrubbed(str(error))})."
+            ) from None
+        if response.status in _BODY:
+            return response
+        with closing(response):
+            reason = _reason(response, address)
+        has_expired = _EXPIRED.search(reason)
+        if not (has_expired and left and renew(address, sent)):
+            break
+    if response.status in others and not has_expired:
+        return response
+    advice = "Check the address."
+    if has_expired:
+        advice = (
+            "The signed address or the token has expired. Get a new one, and continue with it at "
+            "the same position (--resume)."
+        )
+    raise StorageError(
+        f"{redacted(address)}: the server answered {response.status} {response.reason or ''}"
+        f"{reason}. {advice}"
+    )
+
+
+def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
-    target = _targets.get(address, address)
-    try:
+    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
+    is_known = address in _targets or kind in _direct
+    # One request learns the target for all threads.
+    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
+        target = _targets.get(address, address)
         response = _send(address, target, headers)
-        status = response.status
-        if target != address and 400 <= status < 500 and status not in _TEMPORARY:
-            response.close()
-            target = address
-            response = _send(address, target, headers)
+        if target != address and 400 <= response.status < 500:
+            target, response = address, _send(address, address, headers)
         for _ in range(_REDIRECTS):
             location = response.headers.get("Location")
             if response.status not in _REDIRECT or not location:
@@ -216,14 +248,6 @@ def _follow(
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-    except BaseException as error:
-        _targets.pop(address, None)
-        if isinstance(error, ValueError):  # of urllib and urllib3
-            raise StorageError(
-                f"{redacted(address)} leads to an address that is not valid "
-                f"({scrubbed(str(error))})."
-            ) from None
-        raise
     if target == address:
         _direct.add(kind)
         _targets.pop(address, None)
@@ -236,10 +260,17 @@ def _follow(
 
 
 def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-    """Send one GET request. address: named by the user; its secrets are sent to its server only."""
-    secret = _secret_headers(address) if server_of(address) == server_of(target) else {}
-    silence = silence_limit()
+    """Send one GET request. address: named by the user; its secrets are sent to its server only.
+
+    Raises TemporaryError for a status that a retry may fix.
+    """
     try:
+        server = server_of(target)
+        secret = _secret_headers(address) if server_of(address) == server else {}
+        client = f"{server} {sorted(secret.items())}"
+        if wait := seconds_to_wait(client):
+            raise TemporaryError("the limit of requests is reached", wait)
+        silence = silence_limit()
         response = _pool_manager(target).request(
             "GET",
             without_user(target),
@@ -251,6 +282,7 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
         )
     except Exception as error:
         _clear_frames(error)
+        _targets.pop(address, None)
         raise
     raw = _raw(response)
     try:
@@ -260,6 +292,9 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
         is_empty = raw.isclosed() or raw.length == 0
         if response.status in _BODY and not is_empty and not raw.fp.peek(1):
             raise HTTPException("the connection ended within the head of the response")
+        wait = note_limit(client, response.status, response.headers)
+        if response.status in _TEMPORARY:
+            raise TemporaryError(f"status {response.status}", wait)
     except BaseException:
         response.close()
         raise
@@ -267,8 +302,8 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
 
 
 def _read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str | None]:
-    with closing(get(address, {})) as response:
-        if not _has_body(response, address, missing):
+    with closing(get(address, {}, missing)) as response:
+        if response.status in missing:
             return None, None
         data, most = bytearray(), memory() // 4
         for chunk in response.stream(_CHUNK):  # memory grows with the bytes, not with their claim
@@ -286,32 +321,6 @@ def _read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, st
     return bytes(data), following[1] if following else None
 
 
-def _has_body(
-    response: urllib3.BaseHTTPResponse, address: str, missing: Collection[int] = ()
-) -> bool:
-    """Return whether a response has bytes of the object. missing: statuses that say it has none.
-
-    Raises TemporaryError for a status that a retry may fix, StorageError for another error.
-    """
-    if response.status in _BODY:
-        return True
-    if response.status in _TEMPORARY:
-        raise TemporaryError(f"status {response.status}", _wait_of(response))
-    reason = _reason(response, address)
-    advice = "Check the address."
-    if _EXPIRED.search(reason):
-        advice = (
-            "The signed address or the token has expired. Get a new one, and continue with it at "
-            "the same position (--resume)."
-        )
-    elif response.status in missing:
-        return False
-    raise StorageError(
-        f"{redacted(address)}: the server answered {response.status} {response.reason or ''}"
-        f"{reason}. {advice}"
-    )
-
-
 def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
     """Return ": " and the reason that an error page gives, without secrets; "" if it gives none."""
     text = ""
@@ -324,15 +333,6 @@ def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def _wait_of(response: urllib3.BaseHTTPResponse) -> float:
-    """Return the seconds that a server asks to wait, by `Retry-After` or `RateLimit`."""
-    wait = 0.0
-    with suppress(InvalidHeader, ValueError, OverflowError):
-        wait = urllib3.Retry().get_retry_after(response) or 0.0
-    limit = _RATE_LIMIT.search(response.headers.get("RateLimit", ""))
-    return max(wait, float(limit[1]) if limit else 0.0)
-
-
 def _version_of(headers: Mapping[str, str]) -> str | None:
     """Return the version of an object: its ETag, else its modification time, else None.
 
@@ -342,11 +342,10 @@ def _version_of(headers: Mapping[str, str]) -> str | None:
     tag, modified = headers.get("ETag"), headers.get("Last-Modified")
     if tag or not modified:
         return tag or None
-    try:
+    with suppress(TypeError, ValueError, IndexError, OverflowError):  # they are not dates
         age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(modified)
-    except (TypeError, ValueError, IndexError, OverflowError):  # not dates
-        return None
-    return _MODIFIED + modified if age.total_seconds() > 1 else None
+        return _MODIFIED + modified if age.total_seconds() > 1 else None
+    return None
 
 
 def _secret_headers(address: str) -> dict[str, str]:
@@ -354,11 +353,8 @@ def _secret_headers(address: str) -> dict[str, str]:
 
     Raises UsageError for a header that cannot be sent.
     """
-    headers = {}
-    for line in os.environ.get(_HEADERS, "").splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip()] = value.strip()
+    lines = [line.partition(":") for line in os.environ.get(_HEADERS, "").splitlines()]
+    headers = {name.strip(): value.strip() for name, colon, value in lines if colon}
     token = os.environ.get("HF_TOKEN", "").strip()
     for name, text in ((_HEADERS, "".join(map("".join, headers.items()))), ("HF_TOKEN", token)):
         if not (text.isascii() and (text or " ").isprintable()):
@@ -382,36 +378,9 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _keep_raw(connection: Any, *args: Any, **options: Any) -> HTTPResponse:
-    connection.raw = HTTPResponse(*args, **options)
-    return cast(HTTPResponse, connection.raw)
-
-
-class _KeepsRaw:
-    """Connection that keeps http.client's response, which is read without a copy."""
-
-    raw: HTTPResponse
-    response_class: Any = _keep_raw  # http.client calls it as a method
-
-
-class HTTPConnection(_KeepsRaw, urllib3.connection.HTTPConnection):
-    """urllib3's connection."""
-
-
-class HTTPSConnection(_KeepsRaw, urllib3.connection.HTTPSConnection):
-    """urllib3's connection over TLS."""
-
-
-class HTTPConnectionPool(urllib3.HTTPConnectionPool):
-    ConnectionCls = HTTPConnection
-
-
-class HTTPSConnectionPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = HTTPSConnection
-
-
 def _raw(response: urllib3.BaseHTTPResponse) -> HTTPResponse:
-    return cast(HTTPConnection, response.connection).raw
+    """Return http.client's response, which is read without a copy. urllib3 has no name for it."""
+    return cast(HTTPResponse, cast(Any, response)._fp)
 
 
 def _pool_manager(address: str) -> urllib3.PoolManager:
@@ -428,9 +397,7 @@ def _new_pool_manager(
 ) -> urllib3.PoolManager:
     """process: a forked child must not use its parent's connections."""
     options: Any = {"num_pools": 16, "maxsize": 128}
-    manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
-    manager.pool_classes_by_scheme = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
-    return manager
+    return urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
 
 
 @lru_cache(maxsize=1)

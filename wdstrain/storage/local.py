@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from contextlib import suppress
+from io import FileIO
 
 from wdstrain.errors import ShardError, StorageError
+from wdstrain.storage.files import regular
 from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote
 
 
@@ -32,37 +33,26 @@ class LocalFile:
     """
 
     def __init__(self, path: str, state: str = "") -> None:
-        """state: the state that the file must have, also after each read; "" for any.
+        """state: the state that the file must have after each read; "" for any.
 
-        Raises ShardError for another state, StorageError if the file cannot be opened.
+        Raises StorageError if the file cannot be opened.
         """
         self.path, self._state = path, state
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            self._fd = os.open(path, flags)
+            self._file = FileIO(path, opener=regular)
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):  # opening or reading a pipe could wait forever
-            self.close()
-            raise StorageError(f"{path} is a folder, a pipe or a device. Name a tar file.")
+        status = os.fstat(self._file.fileno())
         self.size = status.st_size
         self.version = self.tag = state_of(status)
-        try:
-            self._check_state()
-        except ShardError:
-            self.close()
-            raise
         with suppress(OSError):  # a hint, which some file systems do not know
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes [offset, offset + length), fewer only at the end of the file.
-
-        Raises StorageError if the file cannot be read.
-        """
+        """Return bytes [offset, offset + length), fewer only at the end of the file."""
         data = bytearray(max(0, min(length, self.size - offset)))
-        return bytes(data[: self._read_at(memoryview(data), offset)])
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill the target with the bytes from offset on.
@@ -70,41 +60,33 @@ class LocalFile:
         Raises ShardError if the file ends before or has another state, StorageError if it cannot be
         read.
         """
-        count = self._read_at(target, offset)
+        try:
+            count = read_at(self._file.fileno(), target, offset)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be read at offset {offset}: {error.strerror}."
+            ) from error
+        if self._state and not is_state(self._state, os.fstat(self._file.fileno())):
+            raise ShardError(
+                f"{self.path} was written to or replaced since it was opened first, so its samples "
+                f"may differ. Start again to use the new shard."
+            )
         if count < len(target):
             raise ShardError(
                 f"{self.path} ends at offset {offset + count}, {len(target) - count} bytes before "
-                f"the index says; it changed since it was indexed. Copy it again, or accept it as it is: "
-                f"wdstrain index {os.path.dirname(self.path) or '.'}"
+                f"the end that it had when it was indexed or opened. Copy it again, or accept it as "
+                f"it is: wdstrain index {os.path.dirname(self.path) or '.'}"
             )
-        self._check_state()
 
     def close(self) -> None:
         """Close the file. Raises OSError, as a network file system may."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1  # closed even if close() fails
-            os.close(fd)
+        self._file.close()
 
     def __enter__(self) -> LocalFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_state(self) -> None:
-        if self._state and not is_state(self._state, os.fstat(self._fd)):
-            raise ShardError(
-                f"{self.path} was written to or replaced since it was opened first, so its samples "
-                f"may differ. Start again to use the new shard."
-            )
-
-    def _read_at(self, view: memoryview, offset: int) -> int:
-        try:
-            return read_at(self._fd, view, offset)
-        except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be read at offset {offset}: {error.strerror}."
-            ) from error
 
 
 Source = LocalFile | RemoteFile

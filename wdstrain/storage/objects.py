@@ -15,11 +15,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from wdstrain.errors import StorageError, UsageError
-from wdstrain.runtime.machine import memory
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.storage.retries import Retries, TemporaryError, network_timeout
 
 PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
@@ -34,6 +33,10 @@ _REFUSED = re.compile(r"status code: 40[13]\b|ExpiredToken|Unauthenticated|Permi
 Result = TypeVar("Result")
 
 
+class MissingError(StorageError):
+    """There is no object at an address."""
+
+
 def is_object(path: str) -> bool:
     return path.startswith(PREFIXES)
 
@@ -45,14 +48,13 @@ class ObjectResponse:
 
     def __init__(self, path: str, start: int, stop: int) -> None:
         """Request bytes [start, stop) of an object, or the first of them."""
-        stop = min(stop, start + _MOST_BYTES)
         self._path, self.process = path, os.getpid()
-        with _errors(path, f"byte {start} was not sent"):
-            response = _call(path, _obstore().get, options={"range": (start, stop)})
-            self.position, self.stop = response.range
-            self.total: int | None = response.meta["size"]
-            self.version: str | None = response.meta["e_tag"]
-            self._chunks = iter(response.stream())
+        options = {"range": (start, min(stop, start + _MOST_BYTES))}
+        response = _ask(path, f"byte {start} was not sent", _obstore().get, options=options)
+        self.position, self.stop = response.range
+        self.total: int | None = response.meta["size"]
+        self.version: str | None = response.meta["e_tag"]
+        self._chunks = iter(response.stream())
         self._chunk = memoryview(b"")  # the bytes from `position` on that have arrived
 
     def readinto(self, view: memoryview) -> int:
@@ -77,34 +79,15 @@ class ObjectResponse:
         self._chunks, self._chunk = iter(()), memoryview(b"")
 
 
-def read_object(path: str) -> bytes | None:
-    """Return a small object; None if it does not exist."""
-
-    def read() -> bytes | None:
-        with _errors(path, "it was not sent"):
-            try:
-                response = _call(path, _obstore().get)
-            except FileNotFoundError:
-                return None
-            if response.meta["size"] <= memory() // 4:
-                return bytes(response.bytes())
-        raise StorageError(
-            f"{path} has {response.meta['size']} bytes, too many to hold at once. Check the address."
-        )
-
-    return Retries(path).run(read, "byte 0")
-
-
 def list_folder_of(path: str) -> list[str]:
     """Return the sorted names of the objects in the folder of an address, without subfolders."""
     folder = _locate(path)[1].rpartition("/")[0]
 
-    def read() -> list[str]:
-        with _errors(path, "its folder was not listed"):
-            listed = _call(path, lambda store, _: _obstore().list(store, folder or None).collect())
-            return [entry["path"][len(folder) :].lstrip("/") for entry in listed]
+    def read(store: Any, _: str) -> list[str]:
+        return [entry["path"] for entry in _obstore().list(store, folder or None).collect()]
 
-    names = Retries(path).run(read, "a list")
+    request = partial(_ask, path, "its folder was not listed", read)
+    names = [name[len(folder) :].lstrip("/") for name in Retries(path).run(request, "a list")]
     return sorted(name for name in names if name and "/" not in name)
 
 
@@ -113,11 +96,13 @@ def put(path: str, file: str, sha256: str) -> None:
 
     Raises StorageError.
     """
-    store, key = _locate(path, for_writing=True)
-    if _is_stored(path, sha256, os.path.getsize(file)):
-        return
-    with _errors(path, "it cannot be written", is_retried=False), open(file, "rb") as opened:
-        _obstore().put(store, key, opened, attributes={_SHA256: sha256})
+
+    def upload(store: Any, key: str) -> None:
+        with open(file, "rb") as opened:
+            _obstore().put(store, key, opened, attributes={_SHA256: sha256})
+
+    if not _is_stored(path, sha256, os.path.getsize(file)):
+        _ask(path, "it cannot be written", upload, writes=True)
 
 
 def copy(source: str, path: str, sha256: str, size: int) -> None:
@@ -126,44 +111,44 @@ def copy(source: str, path: str, sha256: str, size: int) -> None:
     Raises StorageError, also if the server makes another object than the source, as one does that
     does not know the request.
     """
-    store, key = _locate(path, for_writing=True)
+
+    def copied(store: Any, key: str) -> int:
+        _obstore().copy(store, _locate(source)[1], key)
+        return int(_obstore().head(store, key)["size"])
+
     if _is_stored(path, sha256, size):
         return
-    with _errors(path, "it cannot be written", is_retried=False):
-        try:
-            _obstore().copy(store, _locate(source)[1], key)
-            copied = _obstore().head(store, key)["size"]
-        except FileNotFoundError:
-            raise StorageError(
-                f"{source} is gone. It is part of an unfinished upload. Run it again with "
-                f"overwrite=True instead of resume=True."
-            ) from None
-    if copied != size:
+    try:
+        is_equal = _ask(path, "it cannot be written", copied, writes=True) == size
+    except MissingError:
+        raise StorageError(
+            f"{source} is gone. It is part of an unfinished upload. Run it again with "
+            f"overwrite=True instead of resume=True."
+        ) from None
+    if not is_equal:
         remove(path)
         raise StorageError(f"{path}: the server cannot copy {source}.")
 
 
 def remove(path: str) -> None:
     """Remove an object if it exists. Raises StorageError."""
-    with _errors(path, "it cannot be removed", is_retried=False), suppress(FileNotFoundError):
-        _obstore().delete(*_locate(path, for_writing=True))
+    with suppress(MissingError):
+        _ask(path, "it cannot be removed", _obstore().delete, writes=True)
 
 
 def _is_stored(path: str, sha256: str, size: int) -> bool:
     """Return whether an object has this size, and this checksum in its metadata."""
-    store, key = _locate(path, for_writing=True)
-    with _errors(path, "its metadata was not sent", is_retried=False):
-        try:
-            present = _obstore().get(store, key, options={"head": True})
-        except FileNotFoundError:
-            return False
-    is_same: bool = present.meta["size"] == size and present.attributes.get(_SHA256) == sha256
-    return is_same
+    request, options = _obstore().get, {"head": True}
+    try:
+        present = _ask(path, "its metadata was not sent", request, writes=True, options=options)
+    except MissingError:
+        return False
+    return bool(present.meta["size"] == size and present.attributes.get(_SHA256) == sha256)
 
 
 def _obstore() -> Any:
     try:
-        import obstore
+        import obstore.store
     except ImportError:
         raise UsageError(
             "s3://, gs:// and az:// need obstore. Install it: pip install 'wdstrain[s3]'"
@@ -171,70 +156,78 @@ def _obstore() -> Any:
     return obstore
 
 
-def _call(path: str, request: Callable[..., Result], **options: Any) -> Result:
-    """Return the result of a request to a store and key, repeated once with new credentials."""
-    try:
-        return request(*_locate(path), **options)
-    except Exception as error:
-        if not _REFUSED.search(f"{type(error).__name__} {error}"):
-            raise
-    _store.cache_clear()
-    return request(*_locate(path), **options)
+def _ask(
+    path: str,
+    failed: str,
+    request: Callable[..., Result],
+    *,
+    writes: bool = False,
+    **options: Any,
+) -> Result:
+    """Return the result of a request to a store and key, repeated once with new credentials.
+
+    failed, writes: see `_errors`.
+    """
+    with _errors(path, failed, writes=writes):
+        try:
+            return request(*_locate(path, writes=writes), **options)
+        except Exception as error:
+            if not _REFUSED.search(f"{type(error).__name__} {error}"):
+                raise
+        _store.cache_clear()
+        return request(*_locate(path, writes=writes), **options)
 
 
 @contextmanager
-def _errors(path: str, failed: str, *, is_retried: bool = True) -> Iterator[None]:
+def _errors(path: str, failed: str, *, writes: bool = False) -> Iterator[None]:
     """Raise StorageError, or TemporaryError if a retry may help, for an error of obstore.
 
-    failed: what did not happen. is_retried: whether the caller repeats the request.
+    failed: what did not happen. writes: whether obstore repeats requests, and not the caller.
     """
     try:
         yield
-    except (StorageError, UsageError):
+    except WdstrainError:
         raise
     except FileNotFoundError:
-        raise StorageError(f"{path} is not there. Check the address.") from None
+        raise MissingError(f"{path} is not there. Check the address.") from None
     except Exception as error:
         reason = " ".join(str(error).split("Debug source")[0].split())[:300]
-        if is_retried and _TEMPORARY.search(str(error)):
+        if not writes and _TEMPORARY.search(str(error)):
             raise TemporaryError(reason) from None
-        advice = "" if is_retried else " A conversion goes on with resume=True (--resume)."
+        advice = " A conversion goes on with resume=True (--resume)." if writes else ""
         raise StorageError(
             f"{path}: {failed}: {reason}. Check the credentials in the environment and the network."
             f"{advice}"
         ) from None
 
 
-def _locate(path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+def _locate(path: str, *, writes: bool = False) -> tuple[Any, str]:
     """Return (store of the bucket, key in the bucket)."""
     scheme, _, rest = path.partition("://")
     bucket, _, key = rest.partition("/")
-    store = _store(f"{scheme}://{bucket}", os.getpid(), network_timeout(), for_writing)
+    store = _store(f"{scheme}://{bucket}", os.getpid(), network_timeout(), writes)
     return store, key.lstrip("/")
 
 
 @lru_cache(maxsize=8)
-def _store(bucket: str, process: int, timeout: float, for_writing: bool) -> Any:
+def _store(bucket: str, process: int, timeout: float, writes: bool) -> Any:
     """Return a bucket with its connections.
 
     process: a forked child must not use its parent's connections. timeout: seconds that its server
-    may be silent. for_writing: obstore retries requests, because it knows the parts of an upload.
+    may be silent. writes: obstore retries requests, because it knows the parts of an upload.
     """
-    _obstore()
-    from obstore.store import from_url
-
     longest = min(_LONGEST_REQUEST, max(0.1, timeout / 2))
     options: Any = {
         "timeout": timedelta(seconds=longest),
         "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, longest)),
     }
     retries: Any = {
-        "max_retries": _UPLOAD_RETRIES if for_writing else 0,
+        "max_retries": _UPLOAD_RETRIES if writes else 0,
         "retry_timeout": timedelta(seconds=timeout),
     }
     # A plain endpoint must be allowed. For Google it may be set in a file; the default is https.
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     if bucket.startswith("gs://") or endpoint.startswith("http://"):
         options["allow_http"] = True
-    with _errors(bucket, "it cannot be opened", is_retried=False):
-        return from_url(bucket, client_options=options, retry_config=retries)
+    with _errors(bucket, "it cannot be opened", writes=True):
+        return _obstore().store.from_url(bucket, client_options=options, retry_config=retries)

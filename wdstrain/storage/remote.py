@@ -3,11 +3,13 @@
 If a connection drops, stalls, ends early or the server fails for a time, reading continues at the
 first missing byte (`retries`). An object that changes between two requests is an error.
 
-The environment variable WDSTRAIN_RANGE_SIZE sets the most bytes of a range request.
+The environment variable WDSTRAIN_RANGE_SIZE sets the most bytes of a range request. By default
+they grow where a server limits the number of requests.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -17,28 +19,35 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from wdstrain.errors import ShardError, StorageError
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
 from wdstrain.storage.http import HttpResponse, check_address, is_http, read_small
-from wdstrain.storage.objects import PREFIXES, ObjectResponse, read_object
-from wdstrain.storage.retries import Retries, TemporaryError, server_of
-from wdstrain.storage.secrets import redacted
+from wdstrain.storage.objects import PREFIXES, MissingError, ObjectResponse
+from wdstrain.storage.retries import Retries, TemporaryError, request_bytes, server_of
+from wdstrain.storage.secrets import redacted, renew_addresses
 
 __all__ = [
     "ALL_BYTES",
+    "SCHEMES",
     "RemoteFile",
+    "RemoteStream",
+    "Scheme",
     "check_address",
+    "gopen",
     "is_remote",
     "name_of",
     "range_size",
     "read_remote",
     "redacted",
+    "renew_addresses",
     "shown_path",
 ]
 
 ALL_BYTES = 1 << 62  # for `first_bytes`: a range ends with the file
-_RANGE_SIZE = "WDSTRAIN_RANGE_SIZE", 4 << 20
+_RANGE_BYTES = 4 << 20  # default of WDSTRAIN_RANGE_SIZE
 _CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
+_BUFFER = 1 << 20  # bytes that a file object reads; tar readers ask for 512 at a time
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
 
 _log = logging.getLogger("wdstrain")
@@ -55,12 +64,6 @@ class Scheme(NamedTuple):
 
     request: Callable[[str, int, int], Any]
     read_small: Callable[[str], bytes | None]
-
-
-SCHEMES = {
-    **dict.fromkeys(("http://", "https://"), Scheme(HttpResponse, read_small)),
-    **dict.fromkeys(PREFIXES, Scheme(ObjectResponse, read_object)),
-}
 
 
 def is_remote(path: str) -> bool:
@@ -85,7 +88,7 @@ def name_of(path: str) -> str:
 
 def range_size() -> int:
     """Return the most bytes of a range request."""
-    return size_setting(*_RANGE_SIZE)
+    return size_setting("WDSTRAIN_RANGE_SIZE", request_bytes(_RANGE_BYTES))
 
 
 def read_remote(path: str) -> bytes | None:
@@ -126,7 +129,11 @@ class RemoteFile:
         self._retries = Retries(path, self._stopping)
         self._response: Any = None
         if size is None:
-            self._retries.run(partial(self._request_size, first_bytes), "byte 0")
+            self._retries.run(
+                partial(self._read_some, memoryview(bytearray()), 0, first_bytes), "byte 0"
+            )
+            if first_bytes == 1 and self.ranged:
+                self._end_response()
 
     @property
     def retries(self) -> int:
@@ -159,10 +166,8 @@ class RemoteFile:
     def stop(self) -> None:
         """End a read that another thread is in."""
         self._stopping.set()
-        response = self._response
-        if response is not None:
-            with suppress(Exception):  # its reader may close it at the same time
-                response.interrupt()
+        with suppress(Exception):  # there is no response, or its reader closes it meanwhile
+            self._response.interrupt()
 
     def close(self) -> None:
         """Close the connection, or keep it for reuse if the response was read to its end."""
@@ -180,17 +185,6 @@ class RemoteFile:
             self._response.close()
             self._response = None
 
-    def _request_size(self, first_bytes: int) -> None:
-        """Request the first bytes. A server without range requests sends all. Later reads use them."""
-        try:
-            response = self._request(0, first_bytes)
-            if response.ranged and first_bytes == 1:
-                response.readinto(memoryview(bytearray(1)))  # then the connection can be reused
-                self._end_response()
-        except BaseException:
-            self._end_response()
-            raise
-
     def _read_some(self, view: memoryview, offset: int, stop: int) -> int:
         """Fill the beginning of a view. Returns the number of bytes. stop: end of a new request."""
         try:
@@ -199,7 +193,7 @@ class RemoteFile:
             self._check_stopping()  # the memory of the view may be gone
             count: int = response.readinto(view[:_CHUNK])
             self._check_stopping()  # `stop` may have cut the connection
-            if not count:
+            if view and not count:
                 raise TemporaryError(
                     f"the response ended at byte {response.position} instead of {response.stop}"
                 )
@@ -252,23 +246,92 @@ class RemoteFile:
                 f"{self._shown} changed while it was read. Start again; if it has an index, make "
                 f"the index again: wdstrain index"
             )
-        if self.version is not None and not response.is_version(self.version):
-            self._log_pool()
+        server = server_of(self.path)
+        is_other = self.version is not None and not response.is_version(self.version)
+        if is_other and server not in _pools:
+            _pools.add(server)
+            text = (
+                "%s gives %s several versions (ETag, Last-Modified). Its size and the checksums of "
+                "the index decide whether it changed."
+            )
+            _log.warning(text, server, self._shown)
         self.version = self.version or response.version
         self.tag = self.version if self.tag is None else self.tag
         return response
 
-    def _log_pool(self) -> None:
-        """Log once for a server that its versions differ where checksums decide."""
-        if (server := server_of(self.path)) not in _pools:
-            _pools.add(server)
-            _log.warning(
-                "%s gives %s several versions (ETag, Last-Modified). Its size and the checksums "
-                "of the index decide whether it changed.",
-                server,
-                self._shown,
-            )
-
     def _check_stopping(self) -> None:
         if self._stopping.is_set():
             raise StorageError(f"{self._shown}: reading was stopped.")
+
+
+class RemoteStream(io.RawIOBase):
+    """A remote file, or its copy in the cache, as a raw binary stream."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = max(0, offset + (0, self._position, self._file.size)[whence])
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._file.size
+        count = max(0, min(len(buffer), size - self._position))
+        if count:  # object stores refuse an empty range
+            self._file.read_into(memoryview(buffer)[:count], self._position, last=size)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.BufferedReader:
+    """Return a file object for an address http(s)://, s3://, gs:// or az://.
+
+    After this line all webdataset pipelines of the process read through this package:
+
+        wds.gopen_schemes.update(dict.fromkeys(("http", "https", "s3"), wt.gopen))
+
+    A dropped connection continues at the byte where it broke, and a shard that ends early is an
+    error. webdataset itself reads from a pipe to curl, which takes a partial response for the whole
+    shard. The signature is webdataset's.
+
+    Raises UsageError for other addresses and modes. Reading raises
+    ShardError or StorageError.
+    """
+    if mode != "rb":
+        raise UsageError(f'{redacted(url)}: mode={mode!r} is not supported. Use mode="rb".')
+    if not is_remote(url):
+        raise UsageError(f"{url}: not an address of a server. Use open() for a local file.")
+    return io.BufferedReader(RemoteStream(RemoteFile(url)), max(bufsize, _BUFFER))
+
+
+def _read_object(path: str) -> bytes | None:
+    """Return a small object, read in ranges; None if it does not exist."""
+    try:
+        with RemoteFile(path, first_bytes=ALL_BYTES) as file:
+            if file.size <= memory() // 4:
+                return file.read(0, file.size)
+    except MissingError:
+        return None
+    raise StorageError(
+        f"{path} has {file.size} bytes, too many to hold at once. Check the address."
+    )
+
+
+SCHEMES = {
+    **dict.fromkeys(("http://", "https://"), Scheme(HttpResponse, read_small)),
+    **dict.fromkeys(PREFIXES, Scheme(ObjectResponse, _read_object)),
+}

@@ -1,22 +1,35 @@
-"""Retry policy for all servers: pauses, time limit and log messages.
+"""Waiting for servers: pauses before retries, the time limit, and limits on requests.
 
 The environment variable WDSTRAIN_NETWORK_TIMEOUT sets the time limit of all servers: seconds
-without a byte. WDSTRAIN_RETRY_PAUSE sets the seconds before the first retry. A wait that a server
-asks for is no silence.
+without a byte. WDSTRAIN_RETRY_PAUSE sets the seconds before the first retry.
+
+A wait that a server asks for is neither a failure nor silence. All processes of this machine obey
+it: the modification time of a small file, in a folder of this user, says when the next request may
+be sent. Without such a folder each process knows its own waits only.
+
+The header `RateLimit: "name";r=50;t=30` says that 50 requests are left for 30 s, and
+`RateLimit-Policy: "name";q=3000;w=300` that 3000 are allowed in 300 s. Ranges grow until that
+suffices.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import random
+import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
 from http.client import HTTPException
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from urllib3.exceptions import HTTPError
+from urllib3 import Retry
+from urllib3.exceptions import HTTPError, InvalidHeader
 
 from wdstrain.errors import StorageError
 from wdstrain.runtime.options import seconds_setting
@@ -30,8 +43,13 @@ _FIRST_PAUSE = 0.1  # seconds before the first retry
 _GROWTH = 100  # the longest pause divided by the first
 _DEFAULT_TIMEOUT = 120.0  # seconds
 _LONGEST_SILENCE = 20.0  # seconds
-_LONGEST_WAIT = 86_400.0  # seconds after which a server is asked again, whatever it asks for
 _UNLOGGED = 1.0  # seconds of waiting that are not logged: most faults are over by then
+
+_LONGEST_WAIT = 86_400.0  # seconds after which a server is asked again, whatever it asks for
+_RESERVE = 32  # requests of a quota that are not sent: so many may be in flight, or a tenth of it
+_RATE = 360_000_000  # bytes per second: 300 MB/s last for a quota, with smaller requests at first
+_MOST_BYTES = 64 << 20  # of a range, for any quota
+_NUMBERS = re.compile(r";\s*([rtqw])=([0-9]{1,9})(?![0-9])")
 
 Result = TypeVar("Result")
 
@@ -39,6 +57,8 @@ _jitter = random.SystemRandom()  # unseeded, so that readers with one seed do no
 _log = logging.getLogger("wdstrain")
 _lock = threading.Lock()
 _silent: dict[str, float] = {}  # server -> begin of its silence, once the log names it
+_next_request: dict[str, float] = {}  # server -> time of the next request, as this process knows
+_range_bytes: dict[str, int] = {}  # server -> bytes of a range for which its quota suffices
 
 
 class TemporaryError(HTTPError):
@@ -86,40 +106,40 @@ class Retries:
         missing: what the server should send, as "byte 0". Raises StorageError if no byte arrives
         within the time limit, or if reading is to stop.
         """
-        begun, attempts = time.monotonic(), 0
+        begun, attempts, problem = time.monotonic(), 0, ""
         while True:
             try:
                 result = attempt()
                 break
             except RETRIED as error:
                 problem, asked = describe_error(error), getattr(error, "wait", 0.0)
-            attempts += 1
-            self.failed += 1
-            if "CERTIFICATE_VERIFY_FAILED" in problem:
-                raise StorageError(
-                    f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names "
-                    f"certificates to trust."
-                )
+            self.failed += not asked
+            attempts += not asked
             self._wait(problem, missing, attempts, begun, asked)
             if asked:
                 begun = time.monotonic()
-        if attempts and (since := _end_of_silence(self._server)) is not None:
+        since = _silent.pop(self._server, None) if problem else None
+        if since is not None:
             _log.warning("%s answers again after %.1f s", self._server, time.monotonic() - since)
         return result
 
     def _wait(self, problem: str, missing: str, attempts: int, begun: float, asked: float) -> None:
         """Wait before the next attempt. asked: seconds that the server asks for, or 0."""
         limit, silent = network_timeout(), time.monotonic() - begun
+        if "CERTIFICATE_VERIFY_FAILED" in problem:
+            raise StorageError(
+                f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names certificates to "
+                f"trust."
+            )
         if silent >= limit and not asked:
-            _end_of_silence(self._server)
+            _silent.pop(self._server, None)
             raise StorageError(
                 f"{self._shown}: {missing} did not arrive in {attempts} attempts over "
                 f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
                 f"credentials; {TIMEOUT} sets after how many seconds without a byte reading fails."
             )
         pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(_GROWTH, 2.0 ** min(attempts - 1, 20))
-        pause = min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
-        pause += min(asked, _LONGEST_WAIT)
+        pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
         if silent + pause >= _UNLOGGED:
             self._log_silence(problem, begun, asked, limit)
         if self._stopping.wait(pause):
@@ -130,13 +150,55 @@ class Retries:
             if self._server in _silent:
                 return
             _silent[self._server] = begun
+        state = f"does not answer ({problem}); retrying for up to {limit:g} s ({TIMEOUT})"
         if asked:
-            _log.warning("%s asks to wait %g s (%s)", self._server, asked, problem)
-        else:
-            text = "%s does not answer (%s); retrying for up to %g s (%s)"
-            _log.warning(text, self._server, problem, limit, TIMEOUT)
+            state = f"asks to wait {asked:g} s ({problem})"
+        _log.warning("%s %s", self._server, state)
 
 
-def _end_of_silence(server: str) -> float | None:
-    with _lock:
-        return _silent.pop(server, None)
+def seconds_to_wait(client: str) -> float:
+    """Return how long no request may be sent; 0 if one may. client: see `note_limit`."""
+    begin = _next_request.get(client, 0.0)
+    with suppress(OSError):
+        begin = max(begin, os.stat(_file_of(client)).st_mtime)
+    wait = begin - time.time()
+    return wait if 0 < wait <= _LONGEST_WAIT else 0.0  # the clock may have been set
+
+
+def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
+    """Note the limit that a response states; return the seconds that it asks to wait, or 0.
+
+    client: text that identifies the server and the credentials.
+    """
+    items = (headers.get(name, "").partition(",")[0] for name in ("RateLimit", "RateLimit-Policy"))
+    stated = {name: int(number) for name, number in _NUMBERS.findall(";".join(items))}
+    quota, wait = stated.get("q", 0), float(stated.get("t", 0))
+    if quota and status == 206:  # of the server that sends the bytes
+        _range_bytes[client] = min(_MOST_BYTES, _RATE * stated.get("w", 0) // quota)
+    with suppress(InvalidHeader, ValueError, OverflowError):
+        wait = Retry().parse_retry_after(headers.get("Retry-After", "")) or wait
+    is_refused = status in (429, 503)
+    is_used_up = "r" in stated and stated["r"] <= min(_RESERVE, quota // 10)
+    if not (wait and (is_refused or is_used_up)):
+        return 0.0
+    wait = min(wait, _LONGEST_WAIT)
+    begin = _next_request[client] = time.time() + wait
+    with suppress(OSError):
+        os.close(os.open(_file_of(client), os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        os.utime(_file_of(client), (begin, begin))
+    return wait if is_refused else 0.0
+
+
+def request_bytes(least: int) -> int:
+    """Return the bytes of a range for which the quotas of all servers suffice."""
+    return max([least, *_range_bytes.values()])
+
+
+def _file_of(client: str) -> str:
+    """Return the path of the file that all processes share. Raises OSError if it cannot be used."""
+    folder = os.path.join(tempfile.gettempdir(), f"wdstrain-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if os.lstat(folder).st_uid != os.getuid():
+        raise PermissionError(folder)
+    return os.path.join(folder, blake2b(client.encode(), digest_size=16).hexdigest())

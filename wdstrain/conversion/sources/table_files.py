@@ -29,8 +29,7 @@ from wdstrain.conversion.sources.table_cells import (
 )
 from wdstrain.conversion.sources.table_text import CsvTable, JsonTable
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.storage.file_object import gopen
-from wdstrain.storage.remote import is_remote, shown_path
+from wdstrain.storage.remote import gopen, is_remote, shown_path
 
 _IMAGE_BATCH = 128  # rows of a batch with images
 

@@ -11,8 +11,7 @@ from urllib.parse import unquote
 from wdstrain.conversion.listing import check_there, is_litter, split_of
 from wdstrain.conversion.sources.table_files import format_of
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.storage.addresses import matching_paths
-from wdstrain.storage.hub import is_hub, list_hub_files
+from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
 from wdstrain.storage.remote import is_remote
 
 _EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq")  # of tables in folders
@@ -91,8 +90,8 @@ def _find(address: str) -> tuple[list[str], str]:
 
 
 def _find_on_hub(address: str) -> tuple[list[str], str]:
-    files = list_hub_files(address)
-    tables = [path for path in files.paths if path.lower().endswith(_EXTENSIONS)]
+    base, files = list_hub_files(address)
+    tables = [path for path in files if path.lower().endswith(_EXTENSIONS)]
     tables = [path for path in tables if format_of(path) == "parquet"] or tables
     if not tables:
         raise SourceError(
@@ -100,7 +99,7 @@ def _find_on_hub(address: str) -> tuple[list[str], str]:
             f"{', '.join(_EXTENSIONS)}. Shards of webdataset need no conversion: wdstrain info "
             f"{address}"
         )
-    return list(map(files.address, tables)), files.base
+    return tables, base
 
 
 def _files_below(folder: str) -> list[str]:

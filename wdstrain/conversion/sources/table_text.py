@@ -30,8 +30,7 @@ from wdstrain.conversion.sources.table_cells import (
     plain_list,
 )
 from wdstrain.errors import SourceError
-from wdstrain.storage.file_object import gopen
-from wdstrain.storage.remote import is_remote
+from wdstrain.storage.remote import gopen, is_remote
 
 _TRUTH = {"true": True, "false": False}
 _NAMED_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
