@@ -47,9 +47,9 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4918,
     "training": 4498,
-    "inspection": 3422,
-    "loader": 1303,
-    "shards": 2525,
+    "inspection": 3286,
+    "loader": 1293,
+    "shards": 2523,
     "decode": 1580,
     "storage": 1203,
     "reader": 621,
@@ -59,7 +59,7 @@ BUDGETS = {
     "order": 434,
     "report": 353,
     "augment": 277,
-    "webdataset": 335,
+    "webdataset": 333,
     "native": 56,
     "": 415,  # modules at the top, memory.py among them
 }

@@ -318,12 +318,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("identity-of-table", "if identity != wanted.encode():", "if identity is None:"),
     ],
     "shards/tar.py": [
-        ("adjacent-fields", "if key in seen_keys:", "if key == seen_keys:"),
-        (
-            "second-end-block",
-            "or bytes(read(offset, 2 * BLOCK)) != END",
-            "and bytes(read(offset, 2 * BLOCK)) != END",
-        ),
+        ("adjacent-fields", "(), key in keys", "(), key == keys"),
+        ("second-end-block", "if zeros < len(END):", "if zeros < BLOCK:"),
+        ("data-after-end", "if zeros < len(end):", "if zeros < len(END):"),
     ],
     # --- storage ---
     "storage/http.py": [

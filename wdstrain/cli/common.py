@@ -15,7 +15,7 @@ from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter, print_result, print_table
 from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_shards_of
+from wdstrain.shards.resolve import open_shards
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -110,7 +110,7 @@ def selected(arguments: argparse.Namespace) -> list[str] | Index:
     addresses: list[str] = arguments.urls
     if arguments.where is None:
         return addresses
-    return open_shards_of(addresses).one_split().where(arguments.where)
+    return open_shards(addresses).where(arguments.where)
 
 
 def result(

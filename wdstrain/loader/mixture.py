@@ -13,9 +13,10 @@ from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.planning import MixedSources, open_shards
+from wdstrain.loader.planning import MixedSources
 from wdstrain.runtime.options import is_number
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
 
 _SHARE_UNITS = 65536  # shares are multiples of 1/65536, so that arithmetic with them is exact
@@ -46,7 +47,10 @@ def mix(
         raise UsageError("balance was given for a mixture, whose sets have weights. Leave it out.")
     where, split = options.pop("where", None), options.pop("split", None)
     on_error = options.get("on_error", "raise")
-    indexes = {name: open_shards(urls, split, on_error=on_error) for name, urls in sources.items()}
+    may_be_short = on_error != "raise"
+    indexes = {
+        name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
+    }
     if where is not None:
         indexes = {name: index.where(where) for name, index in indexes.items()}
     if weights is None:

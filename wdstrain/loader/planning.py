@@ -27,7 +27,7 @@ from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import open_shards_of
+from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
 from wdstrain.shards.where import column_values
 from wdstrain.storage.addresses import Urls
@@ -55,27 +55,6 @@ class MixedSources:
         return dict(zip(self.indexes, starts, strict=False))
 
 
-def open_shards(urls: Urls | Index, split: str | None = None, *, on_error: str = "raise") -> Index:
-    """Return the index of shards of one split.
-
-    split: name of the split; None for shards that have no others. on_error: unless it is "raise",
-    local shards may have fewer bytes than their index says. Logs a warning if shards without an
-    index are scanned. Raises UsageError or ShardError.
-    """
-    if isinstance(urls, Index):
-        index = urls
-    else:
-        opened = open_shards_of(urls, note=_log.warning, may_be_short=on_error != "raise")
-        index = opened.index if split is not None else opened.one_split()
-    if split is not None:
-        numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
-        if not numbers:
-            names = ", ".join(filter(None, index.splits)) or "none"
-            raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
-        return index.pick(numbers)
-    return index
-
-
 class EpochPlans:
     """Plans of the epochs of a loader.
 
@@ -90,7 +69,7 @@ class EpochPlans:
         if isinstance(source, MixedSources):
             index = join(list(source.indexes.values()))
         else:
-            index = open_shards(source, options.split, on_error=options.on_error)
+            index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
         _check_field_names(self.index, options.fields or {})

@@ -2,6 +2,7 @@
 
 A scan is stored in a hidden folder beside the shards, or in the user's cache folder if that cannot
 be written. It is used as long as the state of a shard (times and inode, or ETag) does not change.
+One process of a machine scans a set; the others, such as ranks, wait for its result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
@@ -21,10 +22,12 @@ from itertools import islice
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
+from wdstrain.shards.index_document import FORMAT_ERRORS
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.tar import SkippedMembers, other_kind, samples
+from wdstrain.shards.tar import SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import user_cache
 from wdstrain.storage.local import LocalFile, Source, is_state
@@ -33,6 +36,8 @@ from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, s
 _THREADS = 16  # remote shards that are examined at the same time
 _HIDDEN = ".wdstrain"  # folder beside shards without an index, for the result of a scan
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress, which is stored then
+_POLL = 0.1  # seconds between two tries to get the lock of a scan
+_ADVICE = "An index beside them saves this: wdstrain index"
 
 _log = logging.getLogger("wdstrain")
 
@@ -40,41 +45,48 @@ Note = Callable[[str], None]  # receives a line for the log
 
 
 def recall_or_scan(
-    paths: Sequence[str], note: Note | None, failed: list[WdstrainError] | None = None
+    paths: Sequence[str], note: Note | None = None, failed: list[WdstrainError] | None = None
 ) -> Index:
     """Return the index of shards of one folder that no index lists: recalled or scanned.
 
     note: receives lines about the scan. failed: a list that receives the errors of bad shards,
     which are then left out; None: the first error is raised.
     """
-    folder, known, begun = beside(paths[0], ""), recall(paths), time.perf_counter()
-    fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
-    if not fresh:
+    folder, known, log = beside(paths[0], ""), recall(paths), note or _log.info
+    if len(known.shards) == len(paths):
         return known
-    parts, told = list[Index](), begun
-    for part in _scanned(fresh, failed):
-        parts.append(part)
-        now = time.perf_counter()
-        if now - told > _PAUSE:
-            _remember(_joined([known, *parts]), folder)
-            told, left = now, (now - begun) * (len(fresh) / len(parts) - 1)
-            (note or _log.info)(
-                f"{shown_path(fresh[0])}: {len(parts)} of {len(fresh)} shards without an index are "
-                f"scanned, about {left:.0f} s to go. An index beside them saves this: wdstrain index"
-            )
-    index = _joined([known, *parts])
+    with _only_scan_of(folder, log):
+        known = recall(paths)  # another process may have scanned them meanwhile
+        fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
+        parts, begun = list[Index](), time.perf_counter()
+        told = begun
+        try:
+            for part in _scanned(fresh, failed):
+                parts.append(part)
+                now = time.perf_counter()
+                if now - told > _PAUSE:
+                    told, left = now, (now - begun) * (len(fresh) / len(parts) - 1)
+                    _remember(_joined([known, *parts]), folder)
+                    log(
+                        f"{shown_path(fresh[0])}: {len(parts)} of {len(fresh)} shards without an "
+                        f"index are scanned, about {left:.0f} s to go. {_ADVICE}"
+                    )
+        finally:  # a scan that is interrupted continues where it ended
+            index = _joined([known, *parts])
+            place = _remember(index, folder) if parts else None
     if parts:
-        place, scanned = _remember(index, folder), _joined(parts)
+        scanned, seconds = _joined(parts), max(time.perf_counter() - begun, 1e-9)
         remembered = f"remembered in {place}"
         if place is None:
             remembered = "not remembered: neither the folder nor the cache can be written"
-        seconds = max(time.perf_counter() - begun, 1e-9)
-        (note or _log.info)(
+        if skipped := skipped_text(scanned.info.get("ignored", {})):
+            remembered += f". Passed over, no part of any sample: {skipped}"
+        log(
             f"no index beside {scanned.shards[0].shown}: scanned the headers of {len(scanned)} "
             f"samples in {seconds:.2f} s ({len(scanned) / seconds:.0f}/s); "
-            f"{remembered}{_passed_over(scanned)}"
+            f"{remembered}. {_ADVICE}"
         )
-    return _picked(index, paths)
+    return picked(index, paths)
 
 
 def recall(paths: Sequence[str]) -> Index:
@@ -85,12 +97,12 @@ def recall(paths: Sequence[str]) -> Index:
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    folder, missing, parts = beside(paths[0], ""), set(map(name_of, paths)), [scan([])]
+    folder, missing, parts = beside(paths[0], ""), set(map(name_of, paths)), list[Index]()
     for place in _places(folder):
-        with suppress(ShardError, OSError):
+        with suppress(ShardError, OSError, *FORMAT_ERRORS):
             index = load(os.path.join(place, INDEX_NAME), base=folder)
+            states = index.info["states"]
             index = index.pick(i for i, s in enumerate(index.shards) if s.name in missing)
-            states = dict(index.info.get("states") or {})
             shards = [replace(s, tag=str(states.get(s.name) or "")) for s in index.shards]
             with ThreadPoolExecutor(_THREADS) as threads:
                 unchanged = list(threads.map(is_unchanged, shards))
@@ -98,15 +110,12 @@ def recall(paths: Sequence[str]) -> Index:
             missing -= set(parts[-1].shard_numbers)
         if not missing:
             break
-    return _picked(_joined(parts), paths)
+    return picked(_joined(parts), paths)
 
 
-def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Index:
-    """Return an index made from the headers of tar shards, without checksums and labels.
-
-    failed: see `recall_or_scan`.
-    """
-    return _joined(list(_scanned(list(paths), failed)))
+def scan(paths: Iterable[str]) -> Index:
+    """Return an index made from the headers of tar shards, without checksums and labels."""
+    return _joined(list(_scanned(list(paths), None)))
 
 
 def scan_shard(
@@ -125,7 +134,13 @@ def scan_shard(
     with file as source:
         rows = list(islice(samples(source.read, source.size, shown_path(path), skipped), most))
         shard = Shard(path, len(rows), source.size, tag=source.version or "")
-    return Index((shard,), Offsets.of(rows), info={"ignored": skipped.reasons})
+    return Index((shard,), Offsets.of(rows), info={"ignored": dict(skipped)})
+
+
+def picked(index: Index, paths: Iterable[str]) -> Index:
+    """Return the index of the shards at these paths, as far as it has them, in their order."""
+    numbers = index.shard_numbers
+    return index.pick(numbers[name] for name in map(name_of, paths) if name in numbers)
 
 
 def is_unchanged(shard: Shard) -> bool:
@@ -150,24 +165,19 @@ def is_unchanged(shard: Shard) -> bool:
 def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[Index]:
     """Yield the index of each shard in order, several remote shards at a time."""
     stopping = threading.Event()
-
-    def scanned(path: str) -> Index | WdstrainError:
-        try:
-            return scan_shard(path, stopping)
-        except WdstrainError as error:
-            return error
-
     with ThreadPoolExecutor(_THREADS if any(map(is_remote, paths)) else 1) as threads:
+        futures = [threads.submit(scan_shard, path, stopping) for path in paths]
         try:
-            for part in threads.map(scanned, paths):
-                if isinstance(part, Index):
-                    yield part
-                elif failed is None:
-                    raise part
-                else:
-                    failed.append(part)
+            for future in futures:
+                try:
+                    yield future.result()
+                except WdstrainError as error:
+                    if failed is None:
+                        raise
+                    failed.append(error)
         finally:
             stopping.set()
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _joined(parts: Sequence[Index]) -> Index:
@@ -182,26 +192,38 @@ def _joined(parts: Sequence[Index]) -> Index:
     return replace(index, info=info)
 
 
-def _picked(index: Index, paths: Iterable[str]) -> Index:
-    """Return the index of the shards at these paths, as far as it has them, in their order."""
-    numbers = index.shard_numbers
-    return index.pick(numbers[name] for name in map(name_of, paths) if name in numbers)
+def _in_cache(folder: str) -> str:
+    """Return the path in the user's cache folder for a scan of `folder`."""
+    place = folder if is_remote(folder) else os.path.abspath(folder)
+    name = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    return user_cache("indexes", name)
 
 
-def _passed_over(index: Index) -> str:
-    """Return a sentence about members that a scan skipped, without directories; "" if none."""
-    ignored, is_directory = index.info.get("ignored", {}), other_kind(b"5", "")
-    counts = [f"{n} times {reason}" for reason, n in ignored.items() if reason != is_directory]
-    return f". Passed over, no part of any sample: {', '.join(counts)}" if counts else ""
+def _places(folder: str) -> list[str]:
+    """Return the folders where a scan of `folder` may be stored, the best first."""
+    cached = _in_cache(folder)
+    return [cached] if is_remote(folder) else [os.path.join(folder, _HIDDEN), cached]
 
 
-def _places(folder: str) -> Iterator[str]:
-    """Yield the folders where a scan of `folder` may be stored, the best first."""
-    if not is_remote(folder):
-        yield os.path.join(folder, _HIDDEN)
-        folder = os.path.abspath(folder)
-    name = blake2b(folder.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    yield user_cache("indexes", name)
+@contextmanager
+def _only_scan_of(folder: str, log: Note) -> Iterator[None]:
+    """Wait until no other process scans `folder`, and keep others out meanwhile.
+
+    The system releases the lock of a process that dies.
+    """
+    lock, path = None, f"{_in_cache(folder)}.lock"
+    with suppress(OSError):  # without a cache folder, each process scans
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        lock = lock_file(path)
+        if lock is None:
+            log(f"waiting for the scan of {shown_path(folder)} by another process. {_ADVICE}")
+        while lock is None:
+            time.sleep(_POLL)
+            lock = lock_file(path)
+    try:
+        yield
+    finally:
+        unlock_file(lock)
 
 
 def _remember(index: Index, folder: str) -> str | None:

@@ -20,11 +20,12 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
-from wdstrain.shards.header_scans import is_unchanged, scan
+from wdstrain.shards.header_scans import is_unchanged, picked, scan
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import find_document, info_of, labels_of, splits_of
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.label_values import classes_in, label_bytes, read_columns
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.options import IndexOptions
 from wdstrain.shards.resolve import is_newer, tars_of
 from wdstrain.storage.addresses import (
@@ -89,26 +90,23 @@ def _with_former(index: Index, document: dict[str, Any], index_path: str) -> Ind
     """
     splits, labels = splits_of(document), labels_of(document)
     info = {**info_of(document), **index.info}
-    former: Index | None = None
+    former = Index((), Offsets.of([]))
     with suppress(ShardError):
         former = load(index_path)
-    known = former.columns if former is not None else ()
-    places = {column.place for column in known} | {label.place for label in labels}
+    places = {column.place for column in former.columns} | {label.place for label in labels}
     parts, new = [], []
-    for number, shard in enumerate(index.shards):
-        part, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
-        old = None
-        if former is not None and shard.name in former.shard_numbers:
-            old = former.pick([former.shard_numbers[shard.name]])
-        if old is not None and _is_same(old, part, {field for field, _ in places}):
-            part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
+    for part in map(index.pick, ([number] for number in range(len(index.shards)))):
+        (shard,), old = part.shards, picked(former, [part.shards[0].path])
+        if old.shards and _is_same(old, part, {field for field, _ in places}):
+            part = replace(old, shards=(replace(shard, sha256=old.shards[0].sha256),))
         else:
             new.append(shard.name)
-            if old is not None:
-                _warn_of_losses(old, part)
-            part = replace(with_labels(read_columns(part, places), labels), labels=())
-        parts.append(replace(part, shards=(shard,)))
+            _warn_of_losses(old, part)
+            part = with_labels(read_columns(part, places), labels)
+        parts.append(replace(part, labels=()))
     merged = replace(join(parts), labels=labels, info=info)
+    shards = tuple(replace(s, split=splits.get(s.name, "")) for s in merged.shards)
+    merged = replace(merged, shards=shards)
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
@@ -140,28 +138,25 @@ def _is_same(old: Index, new: Index, fields: set[str]) -> bool:
 
 def _warn_of_losses(old: Index, new: Index) -> None:
     """Log what the former index of one shard lists and the shard no longer holds."""
-    held = _fields_by_key(new)
-    lost = []
-    for key, fields in _fields_by_key(old).items():
-        if gone := fields - held.get(key, set()):
-            lost.append(printable(f"'{key[:80]}' ({', '.join(sorted(gone))})"))
+    lost = dict[str, list[str]]()
+    for key, field in sorted(_members_of(old) - _members_of(new)):
+        lost.setdefault(key, []).append(field)
     if lost:
+        shown = [printable(f"'{key[:80]}' ({', '.join(fields)})") for key, fields in lost.items()]
         _log.warning(
             "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
             "out. If that was not intended, restore the shard.",
             new.shards[0].shown,
             len(lost),
-            _listed(lost),
+            _listed(shown),
         )
 
 
-def _fields_by_key(index: Index) -> dict[str, set[str]]:
-    """Return the fields of all samples with a key."""
-    members, fields = index.offsets.members, dict[str, set[str]]()
-    keys = index.keys(members.row)
-    for key, field in zip(keys, members.field.tolist(), strict=True):
-        fields.setdefault(key, set()).add(index.fields[field])
-    return fields
+def _members_of(index: Index) -> set[tuple[str, str]]:
+    """Return (key, field) of all members."""
+    members = index.offsets.members
+    names = [index.fields[field] for field in members.field.tolist()]
+    return set(zip(index.keys(members.row), names, strict=True))
 
 
 def _listed(words: list[str]) -> str:

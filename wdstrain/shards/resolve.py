@@ -7,15 +7,15 @@ index are scanned header by header once (`header_scans`).
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 
 from wdstrain.errors import ShardError, UsageError, WdstrainError
-from wdstrain.shards.header_scans import Note, recall_or_scan
+from wdstrain.shards.header_scans import Note, picked, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_document import read_document
 from wdstrain.shards.index_io import check_sizes, find_index
@@ -32,80 +32,63 @@ from wdstrain.storage.addresses import (
 )
 from wdstrain.storage.remote import is_remote, name_of, shown_path
 
+_log = logging.getLogger("wdstrain")
 
-def open_index(urls: Urls, *, note: Note | None = None, may_be_short: bool = False) -> Index:
-    """Return the index of the shards at `urls`.
+
+def open_index(
+    urls: Urls | Index, *, note: Note | None = None, may_be_short: bool = False
+) -> Index:
+    """Return the index of the shards at `urls`; an index as it is.
 
     note: receives a line about each scan of headers. may_be_short: shards may have fewer bytes than
     their index says. Raises UsageError for addresses without shards, ShardError for shards that are cut,
     damaged, unfinished or different from their index.
     """
-    return open_shards_of(urls, note=note, may_be_short=may_be_short).index
+    return _opened(urls, note, may_be_short=may_be_short)[0]
 
 
-def open_shards_of(
-    urls: Urls, *, note: Note | None = None, may_be_short: bool = False
-) -> OpenedSet:
-    """Return the index of the shards at `urls` and what each address means; see `open_index`."""
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    addresses = [part for url in given for part in alternatives(os.fspath(url))]
-    meant = {address: expand(address) for address in addresses}
-    parts = []
-    for group in groups_of(
-        [path for address in addresses for path in meant[address]] or expand([])
-    ):
-        if group.index is None:
-            parts.append(recall_or_scan(group.paths, note))
-        else:
-            parts.append(_checked(group.index, note, may_be_short=may_be_short))
-    return OpenedSet(join_once(parts), meant)
+def open_shards(
+    urls: Urls | Index,
+    split: str | None = None,
+    *,
+    unless: Collection[str] = (),
+    may_be_short: bool = False,
+) -> Index:
+    """Return the index of shards of one split; an index as it is.
 
-
-@dataclass(frozen=True)
-class OpenedSet:
-    """An index, and the paths of tars and index files that each address means."""
-
-    index: Index
-    meant: dict[str, list[str]]
-
-    def one_split(self) -> Index:
-        """Return the index after checking that no single address has several splits.
-
-        This keeps validation data out of training. A brace pattern such as {train,extra}-*.tar names
-        its splits, and counts as several addresses. Raises UsageError with the address of each split.
-        """
-        for address, paths in self.meant.items():
-            listed, folders = set(paths), {beside(path, "") for path in paths if is_json(path)}
-            if len(listed) == 1 and not folders:
-                continue  # one shard has one split; this is quick for lists of thousands of shards
-            shards = [
-                shard
-                for shard in self.index.shards
-                if shard.path in listed or (folders and beside(shard.path, "") in folders)
-            ]
-            if len({shard.split for shard in shards}) > 1:
-                raise _several_splits(address, shards)
-        return self.index
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive shards of one folder. index: theirs, of the file that lists them; None: none does.
-
-    Their sizes are not compared with the index.
+    split: name of the split. None: no single address may have several, which keeps validation data
+    out of training. A brace pattern such as {train,extra}-*.tar counts as several addresses.
+    unless: a set with all of these splits is returned as it is. Logs a warning if shards without an
+    index are scanned. Raises UsageError, with the address of each split, and as `open_index` does.
     """
+    index, meant = _opened(urls, _log.warning, may_be_short=may_be_short)
+    if split is not None:
+        return index.pick(_numbers_of(index, split))
+    if unless and set(unless) <= set(index.splits):
+        return index
+    for address, paths in meant.items():
+        listed, folders = set(paths), {beside(path, "") for path in paths if is_json(path)}
+        if len(listed) == 1 and not folders:
+            continue  # one shard has one split; this is quick for lists of thousands of shards
+        shards = [
+            shard
+            for shard in index.shards
+            if shard.path in listed or (folders and beside(shard.path, "") in folders)
+        ]
+        if len({shard.split for shard in shards}) > 1:
+            raise _several_splits(address, shards)
+    return index
 
-    paths: list[str]
-    index: Index | None
 
+def groups_of(paths: Iterable[str]) -> Iterator[tuple[list[str], Index | None]]:
+    """Yield (paths, index) of consecutive shards of one folder at the paths of tars and index files.
 
-def groups_of(paths: Iterable[str]) -> Iterator[Group]:
-    """Yield the shards at the paths of tars and index files, each index file read once.
-
-    Raises ShardError for an index that is damaged, and for an unfinished folder.
+    index: of these shards, from the file that lists them; None: none does. Their sizes are not
+    compared with the index. Raises ShardError for an index that is damaged, and for an unfinished
+    folder.
     """
     files = IndexFiles()
-    located = (place for path in paths for place in _located(path, files))
+    located = (place for path in paths for place in files.shards(path))
     for (folder, _), run in groupby(
         located, key=lambda place: (beside(place[0], ""), id(place[1]))
     ):
@@ -113,8 +96,7 @@ def groups_of(paths: Iterable[str]) -> Iterator[Group]:
         index: Index | None = indexes[0]
         if index is None and files.at(beside(folder, INDEX_NAME)) is not None:
             check_no_change(shards[0])
-        numbers = [] if index is None else [index.shard_numbers[name_of(path)] for path in shards]
-        yield Group(list(shards), None if index is None else index.pick(numbers))
+        yield list(shards), None if index is None else picked(index, shards)
 
 
 class IndexFiles:
@@ -131,25 +113,26 @@ class IndexFiles:
             self._known[path] = find_index(path)
         return self._known[path]
 
-    def of_file(self, path: str) -> Index | None:
-        """Return the index in a file; None for another tool's list of shards on this machine.
+    def shards(self, path: str) -> list[tuple[str, Index | None]]:
+        """Return (path of a shard, the index that lists it or None) for a tar or an index file.
 
-        Raises ShardError for a file that is missing or damaged.
+        Raises ShardError for a remote index that is missing, and for one that is damaged.
         """
-        index = self.at(path)
-        if index is None and is_remote(path):
+        index = self.at(path if is_json(path) else beside(path, INDEX_NAME))
+        if not is_json(path):
+            is_listed = index is not None and name_of(path) in index.shard_numbers
+            return [(path, index if is_listed else None)]
+        if index is not None:
+            return [(shard.path, index) for shard in index.shards]
+        if is_remote(path):
             read_document(path)  # raises the error
-        return index
+        # Another tool's list without offsets: use the shards beside it.
+        return [place for tar in tars_of(os.path.dirname(path)) for place in self.shards(tar)]
 
-    def listing(self, path: str) -> Index | None:
-        """Return the index beside a shard; None if that does not list it."""
-        index = self.at(beside(path, INDEX_NAME))
-        return index if index is not None and name_of(path) in index.shard_numbers else None
-
-    def of_shard(self, path: str) -> Index | None:
-        """Return the index of one shard from the index beside it; None if that does not list it."""
-        index = self.listing(path)
-        return None if index is None else index.pick([index.shard_numbers[name_of(path)]])
+    def each(self, path: str) -> Iterator[tuple[str, Index | None]]:
+        """Yield the same with an index of this shard alone."""
+        for shard, index in self.shards(path):
+            yield shard, None if index is None else picked(index, [shard])
 
 
 def join_once(parts: Sequence[Index]) -> Index:
@@ -195,16 +178,32 @@ def is_newer(shard: Shard, *, may_be_short: bool = False) -> bool:
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def _located(path: str, files: IndexFiles) -> Iterator[tuple[str, Index | None]]:
-    """Yield (path of a shard, the index that lists it or None) for a tar or an index file."""
-    if not is_json(path):
-        yield path, files.listing(path)
-        return
-    index = files.of_file(path)
-    if index is not None:
-        yield from ((shard.path, index) for shard in index.shards)
-    else:  # another tool's list without offsets: use the shards beside it
-        yield from ((tar, files.listing(tar)) for tar in tars_of(os.path.dirname(path)))
+def _opened(
+    urls: Urls | Index, note: Note | None, *, may_be_short: bool
+) -> tuple[Index, dict[str, list[str]]]:
+    """Return the index of shards, and the paths of tars and index files that each address means."""
+    if isinstance(urls, Index):
+        return urls, {}
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    addresses = [part for url in given for part in alternatives(os.fspath(url))]
+    meant = {address: expand(address) for address in addresses}
+    every = [path for address in addresses for path in meant[address]] or expand([])
+    parts = [
+        recall_or_scan(paths, note)
+        if index is None
+        else _checked(index, note, may_be_short=may_be_short)
+        for paths, index in groups_of(every)
+    ]
+    return join_once(parts), meant
+
+
+def _numbers_of(index: Index, split: str) -> list[int]:
+    """Return the numbers of the shards of a split."""
+    numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
+    if not numbers:
+        names = ", ".join(filter(None, index.splits)) or "none"
+        raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
+    return numbers
 
 
 def _several_splits(address: str, shards: list[Shard]) -> UsageError:
@@ -245,17 +244,18 @@ def _checked(index: Index, note: Note | None, *, may_be_short: bool) -> Index:
     Raises ShardError for a shard that differs from its index.
     """
     index = check_sizes(index, may_be_short=may_be_short)
-    newer = {
-        shard.name: number
-        for number, shard in enumerate(index.shards)
+    newer = [
+        shard
+        for shard in index.shards
         if index.expected_state(shard) and is_newer(shard, may_be_short=may_be_short)
-    }
-    paths = [index.shards[number].path for number in newer.values()]
+    ]
+    if not newer:
+        return index
     failed: list[WdstrainError] | None = [] if may_be_short else None
-    scanned = recall_or_scan(paths, note, failed) if paths else index.pick([])
-    for found, shard in enumerate(scanned.shards):
-        listed = index.pick([newer[shard.name]])
-        if listed.offsets.differences(scanned.pick([found]).offsets):
+    scanned = recall_or_scan([shard.path for shard in newer], note, failed)
+    for shard in scanned.shards:
+        listed, found = picked(index, [shard.path]), picked(scanned, [shard.path])
+        if listed.offsets.differences(found.offsets):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it "

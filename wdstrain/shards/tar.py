@@ -1,8 +1,9 @@
-"""Samples of tar shards: headers are walked strictly, and grouped by their names.
+"""Members and samples of tar shards: the only walk over tar headers.
 
-Regular files are members. Directories, links and devices are skipped and counted. `tarfile` is not
-used: in stream mode it accepts a tar that was cut at a record boundary, which would lose samples
-without an error. `tar_headers` reads each header.
+`walk` yields regular files and raises Fault at the first broken rule. Directories, links and devices
+are skipped and counted. `tarfile` is not used: in stream mode it accepts a tar that was cut at a
+record boundary, which would lose samples without an error. Three readers use the walk: `samples` by
+position, `tar_stream` forward, and `inspection.verify.damaged_tar`, which continues after faults.
 
 Names follow webdataset's rule. The key is the path up to the first dot of its base name; the field
 is the rest, in lower case. Consecutive members with the same key are one sample.
@@ -11,30 +12,33 @@ is the rest, in lower case. Consecutive members with the same key are one sample
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 from wdstrain.errors import ShardError
+from wdstrain.report.printing import printable
 from wdstrain.shards.tar_headers import (
-    ADVICE,
     BLOCK,
     END,
     EXTENSIONS,
+    REPACK,
     Extra,
-    check_extension,
-    check_inside,
+    Fault,
     name_in,
     padding,
     size_in,
-    sparse_error,
 )
 
 _WINDOW = 128 * 1024  # bytes of one read while walking headers
+_EXTENSION_LIMIT = 1 << 20  # bytes; a larger PAX or long-name header is refused as an attack
 # Zero bytes that may end any tar: the end marker may begin in the last block of a record of 20
 # blocks, and the record is filled up.
 RECORD = 21 * BLOCK
 _LARGEST_RECORD = 1 << 20  # bytes of the largest record that `tar -b` writes
+_LONGEST_END = 2 * _LARGEST_RECORD + 2 * BLOCK  # bytes; more zeros than tar ever adds
 _NAME_PATTERN = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _NOTE_PATTERN = re.compile(r"__[^/]*__(\Z|/)")
 _COMPRESSED = {
@@ -48,10 +52,38 @@ _COMPRESSED = {
 
 # (offset, length) -> `length` bytes; fewer only at the end of the shard
 Read = Callable[[int, int], bytes | memoryview]
+# Numbers of members that were not read as part of a sample, by reason.
+SkippedMembers = Counter[str]
 
 
 class CompressedError(ShardError):
     """A shard is no plain tar, but a compressed file."""
+
+
+class Source(Protocol):
+    """Bytes of a tar. size: of all of them; a larger number while a stream has not ended.
+
+    `walk` reads at ascending offsets, and after a zero block the end and the block before it.
+    """
+
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes: ...
+
+
+class Member(NamedTuple):
+    """A regular file of a tar. data: its bytes, if the tar is read forward."""
+
+    name: str
+    start: int  # first byte of its first header
+    offset: int  # of its data
+    size: int
+    data: bytes = b""
+
+    @property
+    def stop(self) -> int:
+        """Byte after its padding."""
+        return self.offset + self.size + padding(self.size)
 
 
 class Sample(NamedTuple):
@@ -63,14 +95,27 @@ class Sample(NamedTuple):
     fields: list[tuple[str, int, int]]
 
 
-@dataclass
-class SkippedMembers:
-    """Numbers of members that were not read as part of a sample, by reason."""
+class Window:
+    """Source over a function that reads at any offset. One read brings many headers."""
 
-    reasons: dict[str, int] = field(default_factory=dict)
+    def __init__(self, read: Read, size: int) -> None:
+        self.size = size
+        self._read, self._base = read, 0
+        self._held: bytes | memoryview = b""  # the bytes from `_base` on
 
-    def add(self, reason: str) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes [offset, offset + length), fewer only at the end."""
+        length = min(length, self.size - offset)
+        if length <= 0:
+            return b""
+        if not self._base <= offset <= self._base + len(self._held) - length:
+            wanted = min(max(length, _WINDOW), self.size - offset)
+            self._base, self._held = offset, self._read(offset, wanted)
+        at = offset - self._base
+        return bytes(self._held[at : at + length])
+
+
+# --- samples --------------------------------------------------------------------------------------
 
 
 def split_name(path: str) -> tuple[str, str] | None:
@@ -92,11 +137,18 @@ def is_not_sample(name: str) -> bool:
 
 
 NO_KEY, NOT_A_SAMPLE = "no key in the name", "not a sample"  # reasons to skip a member
+_DIRECTORY = "a directory"
 
 
 def other_kind(kind: bytes, name: str) -> str:
     """Return the reason to skip a member that is not a regular file."""
-    return "a directory" if kind == b"5" or name.endswith("/") else "a link or device"
+    return _DIRECTORY if kind == b"5" or name.endswith("/") else "a link or device"
+
+
+def skipped_text(skipped: Mapping[str, int]) -> str:
+    """Return how many members were skipped for which reason, without directories; "" if none."""
+    counts = skipped.items()
+    return ", ".join(f"{n} times {reason}" for reason, n in counts if reason != _DIRECTORY)
 
 
 def samples(
@@ -108,38 +160,11 @@ def samples(
     offset for a shard that ends inside a member or a header, lacks the end marker, has a wrong
     header checksum, has the same key in two places, or has two members of the same name.
     """
-    skipped = skipped or SkippedMembers()
-    seen_keys: set[str] = set()
-    field_names: set[str] = set()  # of the current sample
-    current: Sample | None = None
-    for name, start, data, length in _members(read, size, shard, skipped):
-        parts = split_name(name)
-        if parts is None or is_not_sample(name):
-            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
-            continue
-        key, field_name = parts
-        stop = data + length + padding(length)
-        if current is not None and current.key == key:
-            if field_name in field_names:
-                raise ShardError(
-                    f"{shard} holds two members named '{name}', the second at offset {start}. Repack it."
-                )
-            field_names.add(field_name)
-            current.fields.append((field_name, data, length))
-            current = current._replace(stop=stop)
-            continue
-        if current is not None:
-            yield current
-        if key in seen_keys:
-            raise ShardError(
-                f"{shard} holds members of '{key}' in two places, the second ('{name}') at offset "
-                f"{start}; the fields of a sample must be adjacent. Repack it from a sorted list."
-            )
-        seen_keys.add(key)
-        field_names = {field_name}
-        current = Sample(key, start, stop, [(field_name, data, length)])
-    if current is not None:
-        yield current
+    source, skipped = Window(read, size), SkippedMembers() if skipped is None else skipped
+    check_plain(source.read(0, BLOCK), shard)
+    for key, fields in grouped(walk(source, skipped), shard, skipped):
+        members = list(fields.values())
+        yield Sample(key, members[0].start, members[-1].stop, _places(fields))
 
 
 def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]) -> bool:
@@ -151,122 +176,215 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
     def read(offset: int, length: int) -> bytes | memoryview:
         return data[offset : offset + length] if offset < len(data) else END[:length]
 
+    source, skipped = Window(read, len(data) + len(END)), SkippedMembers()
     try:
-        members = list(_members(read, len(data) + len(END), "", SkippedMembers(), is_first=False))
+        held = dict(grouped(walk(source, skipped), "", skipped))
     except ShardError:
         return False
-    named = [
-        (split_name(name), offset, size)
-        for name, _, offset, size in members
-        if not is_not_sample(name)
-    ]
-    return [(parts, offset, size) for parts, offset, size in named if parts is not None] == [
-        ((key, name), offset, size) for name, offset, size in fields
-    ]
+    return {name: _places(group) for name, group in held.items()} == {key: list(fields)}
 
 
-def _members(
-    read: Read, size: int, shard: str, skipped: SkippedMembers, *, is_first: bool = True
-) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, offset of its first header block, offset of its data, size) of each member.
+def reraise(error: Exception) -> None:
+    """Raise an error: the default of functions that get errors."""
+    raise error
 
-    Members are regular files. is_first: offset 0 is the start of a file, which must not be
-    compressed.
+
+def grouped(
+    members: Iterable[Member],
+    shard: str,
+    skipped: SkippedMembers,
+    reserved: Collection[str] = (),
+    on_error: Callable[[ShardError], Any] = reraise,
+) -> Iterator[tuple[str, dict[str, Member]]]:
+    """Yield (key, member by field) of each sample. Raises ShardError for a fault of the tar.
+
+    shard: its name in errors. skipped: counts the members without a sample. reserved: names that no
+    field may have. on_error: gets the error for a key in two places, and for two members of one
+    name, the second of which is left out.
     """
-    window, base = read(0, min(size, _WINDOW)), 0
-    if is_first:
-        check_plain(window, shard)
-    offset, start, extra = 0, None, Extra()
-    while True:
-        if offset + BLOCK > size:
-            raise ShardError(
-                f"{shard} ends at byte {size} without the two zero blocks that end a tar: it was cut. {ADVICE}"
-            )
-        if not base <= offset <= base + len(window) - BLOCK:
-            window, base = read(offset, min(size - offset, _WINDOW)), offset
-            if len(window) < BLOCK:
-                raise ShardError(
-                    f"{shard} gave {len(window)} bytes at offset {offset} instead of {BLOCK}. {ADVICE}"
+    keys, also = set[str](), ", or a reserved name" if reserved else ""
+    try:
+        for key, group in by_key(members, skipped):
+            fields, is_torn = dict[str, Member](), key in keys
+            for _, name, member in group:
+                if is_torn:
+                    is_torn = False
+                    on_error(
+                        ShardError(
+                            f"{shard} holds members of '{printable(key)}' in two places, the second "
+                            f"('{printable(member.name)}') at offset {member.start}; the fields of "
+                            f"a sample must be adjacent. Repack it from a sorted list."
+                        )
+                    )
+                if name not in fields and name not in reserved:
+                    fields[name] = member
+                    continue
+                on_error(
+                    ShardError(
+                        f"{shard} holds two members named '{printable(member.name)}'{also}, the "
+                        f"second at offset {member.start}. Repack it."
+                    )
                 )
-        block = bytes(window[offset - base : offset - base + BLOCK])
-        if not block[0] and block == bytes(BLOCK):
-            if size - offset < 2 * BLOCK or bytes(read(offset, 2 * BLOCK)) != END:
-                raise ShardError(
-                    f"{shard} has a zero block at offset {offset} that is not the end: it is damaged. {ADVICE}"
-                )
-            _check_zeros(read, offset, size, shard)
-            if start is not None:
-                raise ShardError(
-                    f"{shard} ends at offset {offset} after an extension header without its member. Repack it."
-                )
-            return
-        length = size_in(block, shard, offset)
-        kind = block[156:157]
-        start = offset if start is None else start
-        data = offset + BLOCK
-        if kind in EXTENSIONS:
-            check_extension(shard, offset, length, size)
-            padded = min(length + padding(length), size - data)
-            # Use the window where it has the payload: another read would be another request.
-            inside = data - base + padded <= len(window)
-            payload = window[data - base : data - base + padded] if inside else read(data, padded)
-            extra.read(kind, bytes(payload), length, shard, offset)
-            offset = data + length + padding(length)
-            continue
-        length = extra.size if extra.size is not None else length
-        name = extra.path or name_in(block)
-        check_inside(shard, f"'{name}'", data, length, size)
-        if kind == b"S" or extra.sparse:
-            raise sparse_error(shard, name, offset)
-        if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
-            yield name, start, data, length
+            keys.add(key)
+            yield key, fields
+    except Fault as fault:
+        raise ShardError(f"{shard} {fault.reason}. {fault.advice}.") from None
+
+
+def by_key(
+    members: Iterable[Member], skipped: SkippedMembers
+) -> Iterator[tuple[str, Iterator[tuple[str, str, Member]]]]:
+    """Yield (key, (key, field, member) of each consecutive member with this key).
+
+    skipped: counts the members without a sample.
+    """
+    return groupby(_named(members, skipped), key=itemgetter(0))
+
+
+def _named(members: Iterable[Member], skipped: SkippedMembers) -> Iterator[tuple[str, str, Member]]:
+    """Yield (key, field, member) of the members that belong to a sample."""
+    for member in members:
+        parts = split_name(member.name)
+        if parts is None or is_not_sample(member.name):
+            skipped[NO_KEY if parts is None else NOT_A_SAMPLE] += 1
         else:
-            skipped.add(other_kind(kind, name))
-            length = 0 if kind in b"123456" else length
-        offset, start, extra = data + length + padding(length), None, Extra()
+            yield *parts, member
 
 
-def _check_zeros(read: Read, offset: int, size: int, shard: str) -> None:
-    """Raise ShardError unless zeros of a plausible number fill the shard from its end marker on.
+def _places(fields: dict[str, Member]) -> list[tuple[str, int, int]]:
+    """Return (field, offset of the data, size) of the members of a sample."""
+    return [(name, member.offset, member.size) for name, member in fields.items()]
 
-    Concatenated tars and shards that lost a part to zeros are refused.
+
+# --- members --------------------------------------------------------------------------------------
+
+
+def walk(source: Source, skipped: SkippedMembers, offset: int = 0) -> Iterator[Member]:
+    """Yield the regular files of a tar whose next header is at `offset`. Counts other members.
+
+    Raises Fault where the tar breaks a rule, with the offset. A member of a stream may end early.
     """
-    if not is_padding(read, offset, size):
-        raise ShardError(
-            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does, which "
-            f"is more than tar adds. It is damaged, or several tars in one. Pack it again, or copy "
-            f"its intact samples: wdstrain repair"
+    start, extra = offset, Extra()
+    try:
+        while True:
+            block = source.read(offset, BLOCK)
+            if len(block) < BLOCK:
+                end = min(source.size, offset + len(block))
+                raise Fault(
+                    f"ends at byte {end} without the two zero blocks that end a tar: it was cut"
+                )
+            if not block[0] and block == bytes(BLOCK):
+                _check_end(source, offset, is_extended=start < offset)
+                return
+            length, kind, data = size_in(block, offset), block[156:157], offset + BLOCK
+            if kind in EXTENSIONS:
+                extra.read(kind, _payload(source, length, offset), length, offset)
+                offset = data + length + padding(length)
+                continue
+            length = length if extra.size is None else extra.size
+            member = Member(extra.path or name_in(block), start, data, length)
+            if data + length > source.size:
+                raise _cut_inside(source, f"'{printable(member.name)}'", data, length)
+            if kind == b"S" or extra.sparse:  # its data is shorter than its size
+                raise Fault(
+                    f"holds the sparse file '{printable(member.name)}' at offset {offset}",
+                    "Repack it without --sparse",
+                )
+            if kind in b"0\x007" and not member.name.endswith("/"):
+                yield member
+            else:
+                skipped[other_kind(kind, member.name)] += 1
+                length = 0 if kind in b"123456" else length
+            start = offset = data + length + padding(length)
+            extra = Extra()
+    except Fault as fault:
+        fault.start, fault.offset = min(start, source.size), offset
+        raise
+
+
+def _payload(source: Source, length: int, offset: int) -> bytes:
+    """Return the data of the extension header at `offset`, with its padding."""
+    if length > _EXTENSION_LIMIT:
+        raise Fault(
+            f"claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit",
+            REPACK,
         )
-    if any(bytes(read(offset, size - offset))):
-        raise ShardError(
-            f"{shard} has data after its end at offset {offset}: several tars in one? Pack it "
-            f"again, or copy its intact samples: wdstrain repair"
+    payload = source.read(offset + BLOCK, length + padding(length))
+    if len(payload) < length:
+        raise _cut_inside(source, "an extension header", offset + BLOCK, length)
+    return payload
+
+
+def _cut_inside(source: Source, described: str, data: int, length: int) -> Fault:
+    """Return the fault of a member that runs beyond the end.
+
+    described: its name in the error. data, length: offset and size of its data.
+    """
+    return Fault(
+        f"ends inside {described}: {length} bytes promised at offset {data}, "
+        f"{max(0, source.size - data)} found"
+    )
+
+
+def _check_end(source: Source, offset: int, *, is_extended: bool) -> None:
+    """Raise Fault unless the zero block at `offset` begins a valid end of the tar.
+
+    Concatenated tars and shards that lost a part to zeros are refused. is_extended: the block
+    follows an extension header.
+    """
+    end = source.read(offset, _LONGEST_END)
+    zeros = len(end) - len(end.lstrip(b"\0"))
+    if zeros < len(END):
+        reason = f"has a zero block at offset {offset} that is not the end: it is damaged"
+        if len(end) < len(END):
+            reason = (
+                f"ends at byte {source.size} within the two zero blocks that end a tar: it was cut"
+            )
+        raise Fault(reason)
+    if zeros < len(end):
+        raise Fault(
+            f"has data after its end at offset {offset}: several tars in one, or zeroed in part",
+            "Pack it again, or copy its intact samples: wdstrain repair",
+        )
+    if is_extended:
+        raise Fault(f"ends at offset {offset} after an extension header without its member", REPACK)
+    if not _is_padding(source, offset, zeros):
+        raise Fault(
+            f"ends at offset {offset}, at least {zeros} bytes before the file does, which is more "
+            f"than tar adds: it is damaged, or several tars in one",
+            "Pack it again, or copy its intact samples: wdstrain repair",
         )
 
 
-def is_padding(read: Read, offset: int, size: int) -> bool:
+def _is_padding(source: Source, offset: int, zeros: int) -> bool:
     """Return whether tar may have written the zeros from `offset` to the end of a shard.
 
     Tar fills up its last record. A record has 20 blocks, or the number given to `tar -b`; `tar -A`
     adds the record of the previous archive. A shard that lost its end to zeros rarely has whole
     records, and its zeros rarely begin at the end of a member.
     """
-    zeros = size - offset
     if zeros <= RECORD:
         return True
+    size = offset + zeros
     record = max(
         RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD)
     )
     if record < RECORD - BLOCK or zeros > 2 * record + BLOCK or offset <= 0:
         return False
-    return any(bytes(read(offset - BLOCK, BLOCK)))
+    return any(source.read(offset - BLOCK, BLOCK))
 
 
-def check_plain(window: bytes | memoryview, shard: str) -> None:
-    """Raise ShardError if `window`, the first bytes of a file, are those of a compressed file."""
-    for magic, kind in _COMPRESSED.items():
-        if bytes(window[: len(magic)]) == magic and bytes(window[257:262]) != b"ustar":
-            raise CompressedError(
-                f"{shard} is a {kind} file, not a plain tar; shards must be plain, because members "
-                f"are read at their offsets. Unpack it first."
-            )
+def compression_of(head: bytes) -> str:
+    """Return the kind of compression that the first bytes of a file show; "" for a plain tar."""
+    if head[257:262] == b"ustar":  # a tar whose first name looks like a magic number
+        return ""
+    return next((kind for magic, kind in _COMPRESSED.items() if head.startswith(magic)), "")
+
+
+def check_plain(head: bytes, shard: str) -> None:
+    """Raise CompressedError if `head`, the first bytes of a file, are those of a compressed one."""
+    if kind := compression_of(head):
+        raise CompressedError(
+            f"{shard} is a {kind} file, not a plain tar; shards must be plain, because members "
+            f"are read at their offsets. Unpack it first."
+        )

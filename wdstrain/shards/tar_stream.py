@@ -19,25 +19,15 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.tar import (
-    NO_KEY,
-    NOT_A_SAMPLE,
+    Member,
     SkippedMembers,
     check_plain,
-    is_not_sample,
-    is_padding,
-    other_kind,
-    split_name,
+    compression_of,
+    grouped,
+    reraise,
+    walk,
 )
-from wdstrain.shards.tar_headers import (
-    BLOCK,
-    EXTENSION_LIMIT,
-    EXTENSIONS,
-    Extra,
-    name_in,
-    padding,
-    size_in,
-    sparse_error,
-)
+from wdstrain.shards.tar_headers import BLOCK, Fault
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import regular
 from wdstrain.storage.remote import (
@@ -73,14 +63,14 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
     """
     with _open(path, cache) as raw:
         head = raw.peek(BLOCK)[:BLOCK]
-        kind = _kind(head)
-        if kind is None:
-            check_plain(head, shown(path))  # other kinds of compression
-            yield raw
-        else:
+        kind = compression_of(head)
+        if kind in _DECOMPRESSORS:
             # No buffer of our own: after damage it would drop the intact bytes that it holds.
             with _decompressor(kind, shown(path))(raw) as stream:
                 yield stream
+        else:
+            check_plain(head, shown(path))  # zip
+            yield raw
 
 
 def _open(path: str, cache: Cache | None) -> io.BufferedReader:
@@ -96,13 +86,6 @@ def _open(path: str, cache: Cache | None) -> io.BufferedReader:
         ) from error
 
 
-def _kind(head: bytes) -> str | None:
-    """Return the kind of compression that the first bytes of a file show."""
-    if head[257:262] == b"ustar":  # a tar whose first name looks like a magic number
-        return None
-    return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
-
-
 def _decompressor(kind: str, shard: str) -> Callable[[BinaryIO], Any]:
     """Return a function that opens a stream of this kind. Raises UsageError if none is installed."""
     for module, name, options in _DECOMPRESSORS[kind]:
@@ -116,13 +99,6 @@ def _decompressor(kind: str, shard: str) -> Callable[[BinaryIO], Any]:
     )
 
 
-_KINDS = {
-    b"\x1f\x8b\x08": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-}
 # Module, class and options of the decompressors of each kind; the first that is installed is used.
 _DECOMPRESSORS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "gzip": [("isal.igzip", "open", {"mode": "rb"})],
@@ -133,172 +109,87 @@ _DECOMPRESSORS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
 }
 
 
-def reraise(error: Exception) -> None:
-    """Raise an error: the default of functions that get errors."""
-    raise error
-
-
 def samples(
-    named: Iterable[tuple[str, bytes]],
+    files: Iterable[Member],
     shard: str,
     skipped: SkippedMembers,
     entries: Mapping[str, Any] | None = None,
     on_error: Callable[[ShardError], Any] = reraise,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples of (name, data) of members: {"__key__": key, **entries, field: data}.
+    """Yield the samples of members: {"__key__": key, **entries, field: data}.
 
-    shard: its name in errors. skipped: counts the members without a sample. on_error: gets the
-    error for a key in two places, and for two members of one name, the second of which is left out.
+    For the other arguments and errors see `tar.grouped`.
     """
-    keys, sample = set[str](), dict[str, Any]()
-    for name, data in named:
-        parts = split_name(name)
-        if parts is None or is_not_sample(name):
-            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
-            continue
-        key, field = parts
-        error = ""
-        if sample.get("__key__") != key:
-            if sample:
-                yield sample
-            if key in keys:
-                error = (
-                    f"{shard} holds members of '{printable(key)}' in two places; the fields of a "
-                    f"sample must be adjacent. Repack it from a sorted list."
-                )
-            keys.add(key)
-            sample = {"__key__": key, **(entries or {})}
-        if field in sample:
-            error = (
-                f"{shard} holds two members named '{printable(name)}', or a reserved name. "
-                f"Repack it."
+    reserved = {"__key__", *(entries or ())}
+    for key, fields in grouped(files, shard, skipped, reserved, on_error):
+        data = {name: member.data for name, member in fields.items()}
+        yield {"__key__": key, **(entries or {}), **data}
+
+
+def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[Member]:
+    """Yield the regular files of a tar with their data.
+
+    shard: its name in errors. skipped: counts the members that are skipped. `samples` raises
+    ShardError for a shard that is cut or damaged.
+    """
+    source, most = _Forward(stream, shard), memory()
+    for member in walk(source, skipped):
+        if member.size > most:
+            raise Fault(
+                f"claims {member.size} bytes for '{printable(member.name)}' at offset "
+                f"{member.offset}, more than this machine has memory",
+                "Copy or pack it again",
             )
-        if error:
-            on_error(ShardError(error))
-        sample.setdefault(field, data)
-    if sample:
-        yield sample
+        data = source.read(member.offset, member.size)
+        if len(data) < member.size:
+            name = printable(member.name)
+            raise Fault(f"ends at byte {source.size} inside '{name}': it was cut")
+        yield Member(*member[:4], data)
 
 
-def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, data) of the regular files of a tar.
+class _Forward:
+    """Source over a stream, whose size is known at its end.
 
-    shard: its name in errors. skipped: counts the members that are skipped. Raises ShardError for a
-    shard that is cut or damaged.
+    Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before it.
     """
-    reader = _Reader(stream, shard)
-    extra, is_extended = Extra(), False
-    while True:
-        offset = reader.offset
-        block = reader.read(BLOCK, "a header")
-        if block == bytes(BLOCK):
-            if is_extended:
-                raise ShardError(
-                    f"{shard} ends at offset {offset} after an extension header without its member. "
-                    f"Repack it."
-                )
-            reader.check_end(offset)
-            return
-        length, kind = size_in(block, shard, offset), block[156:157]
-        if kind in EXTENSIONS:
-            if length > EXTENSION_LIMIT:
-                raise ShardError(
-                    f"{shard} claims an extension header of {length} bytes at offset {offset}; "
-                    f"1 MiB is the limit. Repack it."
-                )
-            payload = reader.read(length + padding(length), "an extension header")
-            extra.read(kind, payload, length, shard, offset)
-            is_extended = True
-            continue
-        name = extra.path or name_in(block)
-        length = extra.size if extra.size is not None else length
-        if kind == b"S" or extra.sparse:
-            raise sparse_error(shard, name, offset)
-        extra, is_extended = Extra(), False
-        if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
-            yield name, reader.read(length, f"'{printable(name)}'")
-            reader.read(padding(length), f"'{printable(name)}'")
-        else:
-            skipped.add(other_kind(kind, name))
-            length = 0 if kind in b"123456" else length
-            reader.skip(length + padding(length), f"'{printable(name)}'")
-
-
-class _Reader:
-    """Exact reads from a stream. Raises ShardError where it ends too early or is damaged."""
 
     def __init__(self, stream: BinaryIO, shard: str) -> None:
-        self._stream, self._shard, self._memory = stream, shard, memory()
-        self.offset = 0
-        self._last = self._before = b""  # last block that was read, and the block before that read
+        self.size = ALL_BYTES
+        self._stream, self._shard = stream, shard
+        self._position, self._last = 0, b""  # the last two blocks before the position
 
-    def read(self, length: int, described: str) -> bytes:
-        """Return the next `length` bytes. described: what they are, in errors."""
-        if length > self._memory:
-            raise ShardError(
-                f"{self._shard} claims {length} bytes for {described} at offset {self.offset}, "
-                f"more than this machine has memory. Copy or pack it again."
-            )
-        data = self._some(min(length, _PART))
-        if len(data) < length:
-            data = self._in_parts(data, length)
-        if len(data) < length:
-            raise ShardError(
-                f"{self._shard} ends at byte {self.offset + len(data)} inside {described}, without "
-                f"the two zero blocks that end a tar: it was cut. Copy or pack it again."
-            )
-        if length:
-            self.offset += length
-            last = data[-BLOCK:] if length >= BLOCK else (self._last + data)[-BLOCK:]
-            self._before, self._last = self._last, last
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes [offset, offset + length), fewer only at the end."""
+        back = self._position - offset
+        if back > 0:  # the end of the tar and the block before it
+            kept = self._last[-back:][:length]
+            return kept + self._next(length - len(kept))
+        while self._position < offset and self._pass(min(offset - self._position, _PART)):
+            pass
+        return self._pass(length)
+
+    def _pass(self, length: int) -> bytes:
+        """Return the next `length` bytes and go on behind them."""
+        data = self._next(length)
+        self._position += len(data)
+        self._last = data if len(data) >= 2 * BLOCK else (self._last + data)[-2 * BLOCK :]
         return data
 
-    def _in_parts(self, data: bytes, length: int) -> bytes:
-        """Return `data` and the bytes after it, `length` in total; fewer at the end of the stream."""
-        parts, count = [data], len(data)
-        while count < length and data:
-            data = self._some(min(length - count, _PART))
-            parts.append(data)
-            count += len(data)
-        return b"".join(parts)
-
-    def skip(self, length: int, described: str) -> None:
-        while length:
-            part = min(length, _PART)
-            self.read(part, described)
-            length -= part
-
-    def check_end(self, offset: int) -> None:
-        """Read to the end of the stream, after the zero block at `offset`.
-
-        Raises ShardError unless a second zero block follows, and then only the zeros that tar adds.
-        """
-        size = self.offset
-        while data := self._some(_READ):
-            size += len(data)
-            if data.strip(b"\0"):
+    def _next(self, length: int) -> bytes:
+        parts = list[bytes]()
+        while length > 0:
+            try:
+                data = self._stream.read(min(length, _PART))
+            except (WdstrainError, MemoryError):
+                raise
+            except Exception as error:  # each decompressor has its own classes
                 raise ShardError(
-                    f"{self._shard} has data after its end at offset {offset}: several tars in one, "
-                    f"or damage. Copy or pack it again."
-                )
-        if size - offset < 2 * BLOCK:
-            raise ShardError(
-                f"{self._shard} ends at byte {size} without the two zero blocks that end a tar: it "
-                f"was cut. Copy or pack it again."
-            )
-        if not is_padding(lambda start, length: self._before, offset, size):
-            raise ShardError(
-                f"{self._shard} ends at offset {offset}, {size - offset} bytes before the file does, "
-                f"which is more than tar adds. It is damaged. Copy or pack it again."
-            )
-
-    def _some(self, length: int) -> bytes:
-        try:
-            return self._stream.read(length) if length else b""
-        except (WdstrainError, MemoryError):
-            raise
-        except Exception as error:  # each decompressor has its own classes
-            raise ShardError(
-                f"{self._shard} is cut or damaged after byte {self.offset} of its contents: {error}. "
-                f"Copy it again."
-            ) from error
+                    f"{self._shard} is cut or damaged after byte {self._position} of its contents: "
+                    f"{error}. Copy it again."
+                ) from error
+            if not data:
+                self.size = self._position + sum(len(part) for part in parts)
+                break
+            parts.append(data)
+            length -= len(data)
+        return b"".join(parts)

@@ -15,6 +15,7 @@ from torch import nn
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
+from wdstrain.shards.resolve import open_shards
 from wdstrain.training.arguments import (
     EvaluateArguments,
     TrainArguments,
@@ -26,7 +27,6 @@ from wdstrain.training.config import Config
 from wdstrain.training.data import (
     addresses,
     class_weights,
-    open_set,
     val_loader,
     with_task_labels,
 )
@@ -125,7 +125,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
     undeclared = loaded.config.label is not None
-    index = with_task_labels(open_set(arguments.urls), loaded.task, undeclared=undeclared)
+    index = with_task_labels(open_shards(arguments.urls), loaded.task, undeclared=undeclared)
     check_cache(given_options(arguments), index)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task

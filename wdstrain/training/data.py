@@ -31,7 +31,7 @@ from wdstrain.shards.label_values import (
     label_bytes,
     recorded_counts,
 )
-from wdstrain.shards.resolve import OpenedSet, open_shards_of
+from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote, redacted
@@ -78,7 +78,7 @@ class TrainData:
                     f"fold={config.fold} takes the validation data from the training shards. "
                     f"Give either fold or val."
                 )
-            train_index, val_index = open_set(urls), None
+            train_index, val_index = open_shards(urls), None
         else:
             train_index, val_index = _open_sets(urls, val)
         label = config.label
@@ -112,15 +112,12 @@ class TrainData:
 
 def _open_sets(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
     """Return train and validation set. A set with the splits train and val is both."""
-    opened = OpenedSet(urls, {}) if isinstance(urls, Index) else open_shards_of(urls)
-    index = opened.index
-    if val is None and {"train", "val"} <= set(index.splits):
-        train, validation = (
-            index.pick([i for i, shard in enumerate(index.shards) if shard.split == split])
-            for split in ("train", "val")
-        )
-        return train, validation
-    return opened.one_split(), open_set(val) if val is not None else None
+    if val is not None:
+        return open_shards(urls), open_shards(val)
+    index = open_shards(urls, unless=("train", "val"))
+    if not {"train", "val"} <= set(index.splits):
+        return index, None
+    return open_shards(index, "train"), open_shards(index, "val")
 
 
 def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index]:
@@ -131,11 +128,6 @@ def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index
     column = complete_column(index, target) if target.is_class else None
     stratify = None if column is None else column.name
     return list(index.folds(count, stratify=stratify, seed=config.seed))[part - 1]
-
-
-def open_set(urls: Urls | Index) -> Index:
-    """Return the index of one split."""
-    return urls if isinstance(urls, Index) else open_shards_of(urls).one_split()
 
 
 def _mask_field(index: Index, name: str) -> str | None:

@@ -29,6 +29,7 @@ from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.files import check_file_output, write_whole
@@ -38,7 +39,7 @@ from wdstrain.training.arguments import (
     given_options,
     refuse_without_effect,
 )
-from wdstrain.training.data import open_set, with_task_labels
+from wdstrain.training.data import with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.field_source import check_fields
 from wdstrain.training.heads import Head, NumberHead, number_text
@@ -93,7 +94,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
     device = device_of(loaded.config.device, distributed)
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(urls, _extensions(arguments, loaded), reporter)
-        index = None if images else open_set(urls)
+        index = None if images else open_shards(urls)
         source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=False)
         predictor = _Predictor(loaded, device, arguments.embeddings)
         if index is None:

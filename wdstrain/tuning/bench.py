@@ -20,10 +20,10 @@ from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_shards
 from wdstrain.tuning import stages
 from wdstrain.tuning.options import BenchOptions, LoaderChoices
 from wdstrain.tuning.result import Bench, Trial
@@ -43,7 +43,7 @@ def bench(options: BenchOptions) -> Bench:
     Four or more measurements are made. Raises what `wt.Loader` raises, and UsageError for shards
     without samples.
     """
-    index = options.urls if isinstance(options.urls, Index) else open_shards(options.urls)
+    index = open_shards(options.urls)
     if not len(index):
         raise UsageError("there are no samples in these shards. Check the address.")
     fields = options.fields

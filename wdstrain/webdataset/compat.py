@@ -24,11 +24,16 @@ from webdataset.pipeline import DataPipeline
 
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
-from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import IndexFiles
-from wdstrain.shards.tar import CompressedError, SkippedMembers, is_not_sample, other_kind
+from wdstrain.shards.resolve import IndexFiles, open_shards
+from wdstrain.shards.tar import (
+    CompressedError,
+    Member,
+    SkippedMembers,
+    is_not_sample,
+    skipped_text,
+)
 from wdstrain.shards.tar_stream import has_compressed_name, members, open_tar, samples, shown
 from wdstrain.storage.addresses import expand, is_json
 from wdstrain.storage.cache import Cache
@@ -259,25 +264,24 @@ class WholeShards:
     def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
         skipped = SkippedMembers()
         with open_tar(path, cache) as stream:
-            named = self._named(members(stream, shown(path), skipped))
-            for sample in samples(named, shown(path), skipped, _origin_of(path), self._handler):
+            files = self._selected(members(stream, shown(path), skipped))
+            for sample in samples(files, shown(path), skipped, _origin_of(path), self._handler):
                 if sample.get("__bad__"):
-                    skipped.add('samples with the field "__bad__"')
+                    skipped['samples with the field "__bad__"'] += 1
                 else:
                     yield sample
-        counts = {why: n for why, n in skipped.reasons.items() if why != other_kind(b"5", "")}
-        if counts:
-            reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.items())
+        if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown(path), reasons)
 
-    def _named(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-        """Yield (name, data) of the selected members under their new names."""
-        for name, data in files:
-            if not is_not_sample(name):  # such members are counted under their own names
-                name = self._handler.result(self._rename, name)
+    def _selected(self, files: Iterable[Member]) -> Iterator[Member]:
+        """Yield the selected members under their new names."""
+        for member in files:
+            if not is_not_sample(member.name):  # such members are counted under their own names
+                name = self._handler.result(self._rename, member.name)
                 if name is None or not self._handler.result(self._select, name):
                     continue
-            yield name, data
+                member = member._replace(name=name)
+            yield member
 
 
 def _addresses(urls: Any) -> list[str]:
@@ -349,6 +353,6 @@ def _reason(paths: list[str]) -> str:
         return f"{shown(path)} is compressed"
     files = IndexFiles()
     for path in filter(is_remote, paths):
-        if not is_json(path) and files.listing(path) is None:
+        if not is_json(path) and files.shards(path)[0][1] is None:
             return f"{shown(path)} has no index beside it (wdstrain index makes one)"
     return ""

@@ -28,11 +28,11 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import rank_of
-from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.tar_stream import reraise
+from wdstrain.shards.resolve import open_shards
+from wdstrain.shards.tar import reraise
 from wdstrain.storage.addresses import Urls
 
 _BATCH = 64  # samples taken from the pipeline at a time

@@ -29,6 +29,7 @@ from wdstrain.conversion.listing import (
 )
 from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
 from wdstrain.shards.tar import (
+    Member,
     SkippedMembers,
     other_kind,
     split_name,
@@ -116,7 +117,7 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
                     bad.put(BadSample(shown(path), 0, key, str(error)))
                     continue
                 yield StreamSample(key, packed, split)
-            for reason, count in skipped.reasons.items():
+            for reason, count in skipped.items():
                 count_ignored(ignored, reason, count)
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
@@ -135,7 +136,7 @@ def _is_zip(path: str) -> bool:
     return name_of(path).lower().endswith(".zip")
 
 
-def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
+def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
     with open_tar(path) as stream:
         limited = cast(BinaryIO, _Limited(stream.read, _limit(path), shown(path)))
         yield from members(limited, shown(path), skipped)
@@ -172,8 +173,8 @@ def _too_large(archive: str) -> ShardError:
     )
 
 
-def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, data) of the files of a zip: forward, but the members of a key together."""
+def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
+    """Yield the files of a zip with their data: forward, but the members of a key together."""
     if is_remote(path):
         raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
     try:
@@ -188,9 +189,12 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, byte
             for info in infos:
                 mode = info.external_attr >> 16
                 if info.is_dir() or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
-                    skipped.add(other_kind(b"5" if info.is_dir() else b"2", info.filename))
+                    skipped[other_kind(b"5" if info.is_dir() else b"2", info.filename)] += 1
                     continue
-                yield info.filename, archive.read(info)
+                # A zip gives no offset of the data, and none is needed.
+                yield Member(
+                    info.filename, info.header_offset, 0, info.file_size, archive.read(info)
+                )
     except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, ValueError, OSError) as error:
         raise ShardError(f"{shown(path)} is cut or damaged: {error}. Copy it again.") from error
     except (RuntimeError, NotImplementedError) as error:  # a password, or a rare compression

@@ -23,13 +23,13 @@ from wdstrain.inspection.epoch_preview.measure import (
 from wdstrain.inspection.epoch_preview.preview import EpochPreview
 from wdstrain.inspection.options import PlanOptions
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.planning import open_shards
 from wdstrain.order.plan import Plan
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import MOST_FAR, classes_in, label_bytes
 from wdstrain.shards.offsets import Ints
+from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.remote import is_remote
 
 _MAX_SAMPLES = 1 << 21  # of an epoch for which memory is computed
@@ -47,7 +47,7 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     a server). Raises what `Loader` raises, and UsageError for a label that does not exist or has no
     classes.
     """
-    index = options.urls if isinstance(options.urls, Index) else open_shards(options.urls)
+    index = open_shards(options.urls)
     index = index if options.where is None else index.where(options.where)
 
     def loader(buffer: int | None, *, shuffled: bool) -> Loader:

@@ -39,7 +39,7 @@ from wdstrain.shards.index_io import check_size
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.resolve import Group, groups_of, join_once, open_index
+from wdstrain.shards.resolve import groups_of, join_once, open_index
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import name_of
 
@@ -64,13 +64,12 @@ def info(options: InfoOptions) -> Info:
     urls, exact, note = options.urls, options.exact, options.note
     parts = _Parts(exact, note)
     if options.where is not None:
-        index = urls if isinstance(urls, Index) else open_index(urls, note=note)
-        urls = index.where(options.where)
-    index = (
-        urls if isinstance(urls, Index) else join_once(list(map(parts.of, groups_of(expand(urls)))))
-    )
+        urls = open_index(urls, note=note).where(options.where)
     if isinstance(urls, Index):
+        index = urls
         parts.has_columns |= {shard.path for shard in urls.shards if urls.columns}
+    else:
+        index = join_once([parts.of(*group) for group in groups_of(expand(urls))])
     known = index.pick(i for i, shard in enumerate(index.shards) if shard.path not in parts.fresh)
     estimated = estimate(list(parts.fresh)) if parts.fresh else None
     errors = parts.errors + (estimated.errors if estimated else [])
@@ -134,11 +133,9 @@ class _Parts:
         self.fresh: dict[str, None] = {}
         self.has_columns: set[str] = set()
 
-    def of(self, group: Group) -> Index:
-        """Return the index of some shards of the set."""
-        if group.index is None:
-            return self._unindexed(group.paths)
-        return self._indexed(group.index)
+    def of(self, paths: list[str], index: Index | None) -> Index:
+        """Return the index of some shards of the set. index: of the file that lists them, if any."""
+        return self._unindexed(paths) if index is None else self._indexed(index)
 
     def _indexed(self, part: Index) -> Index:
         """Return the shards of an index that have the sizes that it says."""

@@ -107,7 +107,7 @@ def estimate(paths: Sequence[str]) -> Estimate:
         counts.append(max(len(beginning.found), rest))
     ignored = Counter[str]()
     for beginning in used:
-        ignored.update(beginning.skipped.reasons)
+        ignored.update(beginning.skipped)
     return Estimate(
         index=Index(tuple(shards), Offsets.join(tables)),
         exact=len(used) == len(shards) and all(beginning.complete for beginning in used),

@@ -22,9 +22,9 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.repair.recover import IntactSample, recover
 from wdstrain.inspection.verify.api import HasFindings, finding_of, total_bytes
+from wdstrain.inspection.verify.damaged_tar import holds_header
 from wdstrain.inspection.verify.decode_check import FieldReaders, decode_error
 from wdstrain.inspection.verify.forward_reader import ForwardReader
-from wdstrain.inspection.verify.header_search import holds_header
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
@@ -206,12 +206,7 @@ def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
         if not is_remote(path):
             check_finished(folder)
         try:
-            if not is_json(path):
-                todo[path] = files.of_shard(path)
-            elif (index := files.of_file(path)) is not None:
-                todo.update({shard.path: index.pick([i]) for i, shard in enumerate(index.shards)})
-            else:
-                todo.update({tar: None for tar in tars_of(folder)})
+            todo.update(files.each(path))
         except ShardError as error:
             if is_remote(path) and is_json(path):
                 raise

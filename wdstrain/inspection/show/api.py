@@ -18,11 +18,10 @@ from wdstrain.inspection.show.render import html_figures, html_page, png_sheet, 
 from wdstrain.inspection.show.sample_view import SampleView, Variants, read_views
 from wdstrain.inspection.show.select import place_of, select
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.planning import open_shards
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.resolve import open_index, open_shards
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.files import write_whole
 
@@ -105,7 +104,7 @@ def peek(options: PeekOptions) -> Peek:
     if options.is_augmented:
         return _peek_augmented(options)
     if options.where is not None:
-        source = (source if isinstance(source, Index) else open_index(source)).where(options.where)
+        source = open_index(source).where(options.where)
     return _peek_shards(source, options, None)
 
 
@@ -124,7 +123,7 @@ def _check_first(options: PeekOptions) -> None:
 def _peek_augmented(options: PeekOptions) -> Peek:
     """Return samples with their image as a Loader delivers it, once per epoch."""
     source = options.source
-    index = source if isinstance(source, Index) else open_shards(source)
+    index = open_shards(source)
     index = index if options.where is None else index.where(options.where)
     image = image_field(size=options.image_size or 224, augment=options.augment)
     if not any(name in index.fields for name in image.names):

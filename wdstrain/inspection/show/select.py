@@ -96,12 +96,12 @@ def _open(urls: Urls, wanted: PeekOptions) -> tuple[Index, str]:
 def _first_samples(paths: Sequence[str], n: int) -> Index | None:
     """Return the index of the first n samples, from their headers; None if there is an index."""
     parts, missing = list[Index](), n
-    for group in groups_of(paths):
+    for shards, index in groups_of(paths):
         if missing <= 0:
             break
-        if group.index is not None:
+        if index is not None:
             return None
-        for path in group.paths:
+        for path in shards:
             if missing > 0:
                 parts.append(scan_shard(path, most=missing))
                 missing -= len(parts[-1])

@@ -113,7 +113,7 @@ def verify(options: VerifyOptions) -> Verification:
                 result.unindexed += not check.compared
                 totals["decoded"].update(check.scan.decoded)
                 totals["not_decoded"].update(check.scan.not_decoded)
-                totals["ignored"].update(check.scan.skipped_members.reasons)
+                totals["ignored"].update(check.scan.skipped_members)
     result.findings += cross_shard.findings()
     _check_groups(result, [index for _, index in shards if index is not None], options.group_by)
     for name, counts in totals.items():
@@ -219,17 +219,14 @@ def _listed(urls: Urls, result: Verification) -> Shards:
     for path in expand(urls):
         shown = shown_path(path)
         try:
-            if not is_json(path):
-                shards.append((path, files.of_shard(path)))
-            elif (index := files.of_file(path)) is None:
-                shards += [(tar, None) for tar in tars_of(os.path.dirname(path))]
-            else:
-                shards += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
-                listed = {shard.path for shard in index.shards}
-                here = [] if is_remote(path) else tars_of(os.path.dirname(path))
+            listed = dict(files.each(path))
+            shards += listed.items()
+            if is_json(path) and not is_remote(path):
                 reason = "lies beside the index, which does not list it"
                 result.findings += [
-                    Finding(tar, "", "", 0, reason) for tar in here if tar not in listed
+                    Finding(tar, "", "", 0, reason)
+                    for tar in tars_of(os.path.dirname(path))
+                    if tar not in listed
                 ]
         except WdstrainError as error:
             finding = finding_of(shown, error)

@@ -1,45 +1,25 @@
 """Walk over a damaged shard: its samples, and the byte ranges that hold none.
 
-`tar.samples` raises at the first fault, since a reader must not guess. This walk reports the
-damage, finds the next header and continues. It reads forward, searches each byte once, and needs a
-few MB of memory for any header.
+A reader must not guess, so `tar.walk` raises at the first fault. Here the damage is reported, and the
+walk continues at the next header. It reads forward, searches each byte once, and needs a few MB of
+memory for any header.
+
+A header may begin at any byte, because a shard may have lost bytes in its middle. It is recognized
+by the ustar magic and its checksum. A tar inside a member is taken for the shard's own headers. Old
+tars without the magic (V7) cannot be searched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from wdstrain.errors import ShardError
-from wdstrain.inspection.verify.header_search import Search
-from wdstrain.shards.tar import (
-    NO_KEY,
-    NOT_A_SAMPLE,
-    Read,
-    SkippedMembers,
-    check_plain,
-    is_not_sample,
-    is_padding,
-    other_kind,
-    split_name,
-)
-from wdstrain.shards.tar_headers import (
-    BLOCK,
-    END,
-    EXTENSIONS,
-    Extra,
-    check_extension,
-    check_inside,
-    name_in,
-    padding,
-    size_in,
-    sparse_error,
-)
+from wdstrain.shards.tar import Member, Read, SkippedMembers, Window, by_key, check_plain, walk
+from wdstrain.shards.tar_headers import BLOCK, EXTENSIONS, Fault, size_in
 
-_ZEROS = 1 << 20  # bytes that are read at once to skip zeros
+_SEARCHED = 1 << 20  # bytes that are searched at a time
+_KINDS = b"0\x007" + EXTENSIONS  # of headers at which a search stops: files, and extensions of them
 
 # (key, field, offset, size) of a member -> its crc32, and a 64-bit hash of its bytes
 Look = Callable[[str, str, int, int], tuple[int, int]]
@@ -48,32 +28,29 @@ Look = Callable[[str, str, int, int], tuple[int, int]]
 class Damage(NamedTuple):
     """Bytes [start, stop) of a shard that hold no sample; empty if only the end marker is missing.
 
-    reason: continues a sentence that starts with the shard's name. is_join: the bytes are an end
-    marker that is followed by more samples.
+    reason: continues a sentence that starts with the shard's name.
     """
 
     start: int
     stop: int
     reason: str
-    is_join: bool = False
 
 
-@dataclass
-class FoundSample:
-    """A sample; start, stop and fields as in `tar.Sample`.
+class FoundSample(NamedTuple):
+    """A sample; key, start, stop and fields as in `tar.Sample`.
 
-    crcs, hashes: of its members. is_suspect: it is next to damage and may have lost members.
-    twice: (field, offset) of members whose name the sample already has.
+    crcs, hashes: of its members. twice: (field, offset) of members whose name the sample already
+    has. is_suspect: it is next to damage and may have lost members.
     """
 
     key: str
     start: int
-    stop: int = 0
-    fields: list[tuple[str, int, int]] = field(default_factory=list)
-    crcs: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    is_suspect: bool = False
-    twice: list[tuple[str, int]] = field(default_factory=list)
+    stop: int
+    fields: list[tuple[str, int, int]]
+    crcs: list[int]
+    hashes: list[int]
+    twice: list[tuple[str, int]]
+    is_suspect: bool
 
 
 def walk_damaged(
@@ -84,181 +61,101 @@ def walk_damaged(
     read: called with offsets that ascend, except for steps back of less than 2 MiB. look: called
     for each member, returns its crc32 and a hash. skipped: counts ignored members.
     """
-    current: FoundSample | None = None
-    after = False
-    named: set[str] = set()
-    for item in _members(read, size, skipped):
-        if isinstance(item, Damage):
-            yield item
-            after = True
-            if current is not None:
-                current.is_suspect = True
-            continue
-        name, start, data, length = item
-        parts = split_name(name)
-        if parts is None or is_not_sample(name):
-            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
-            continue
-        key, field_name = parts
-        if current is None or current.key != key:
-            if current is not None:
-                yield current
-            current, named = FoundSample(key, start, is_suspect=after), set()
-        after = False
-        current.stop = min(
-            size, data + length + padding(length)
-        )  # a cut may have taken padding alone
-        crc, hashed = look(key, field_name, data, length)
-        if field_name in named:
-            current.twice.append((field_name, data))
-            continue
-        named.add(field_name)
-        current.fields.append((field_name, data, length))
-        current.crcs.append(crc)
-        current.hashes.append(hashed)
-    if current is not None:
-        yield current
-
-
-# --- headers --------------------------------------------------------------------------------------
+    damages: list[Damage] = []
+    before = reported = 0  # damages before the sample, and those that were yielded
+    for key, group in by_key(_members(read, size, skipped, damages), skipped):
+        found, twice = dict[str, tuple[Member, tuple[int, int]]](), list[tuple[str, int]]()
+        for _, name, member in group:
+            looked = look(key, name, member.offset, member.size)
+            stop, known = min(size, member.stop), len(damages)  # a cut may take padding alone
+            if name in found:
+                twice.append((name, member.offset))
+            else:
+                found[name] = member, looked
+        # The next member has been passed, so that damage behind this sample is known, too.
+        yield from damages[reported:]
+        yield FoundSample(
+            key,
+            next(iter(found.values()))[0].start,
+            stop,
+            [(name, member.offset, member.size) for name, (member, _) in found.items()],
+            [crc for _, (crc, _) in found.values()],
+            [hashed for _, (_, hashed) in found.values()],
+            twice,
+            is_suspect=len(damages) > before,
+        )
+        before, reported = known, len(damages)
+    yield from damages[reported:]
 
 
 def _members(
-    read: Read, size: int, skipped: SkippedMembers
-) -> Iterator[tuple[str, int, int, int] | Damage]:
-    """Yield (name, offset of the header, offset of the data, size) of each file, and damage."""
+    read: Read, size: int, skipped: SkippedMembers, damages: list[Damage]
+) -> Iterator[Member]:
+    """Yield the members of a shard. damages: receives the damage before each member, and the last."""
+    source, search = Window(read, size), _Search(read, size)
+    damage: Damage | None = None  # it ends where the next member begins
+    offset: int | None = 0
     try:
-        check_plain(read(0, min(size, BLOCK)), "")
+        check_plain(source.read(0, BLOCK), "")
     except ShardError as error:
-        yield Damage(0, size, _reason(error))
-        return
-    search = Search(read, size)
-    offset, start, extra = 0, None, Extra()
-    fault: Damage | None = None  # it ends where the next valid member begins
-    while True:
-        begun = offset if start is None else start
+        damage, offset = (
+            Damage(0, size, str(error).strip().removesuffix(". Unpack it first.")),
+            None,
+        )
+    while offset is not None:
         try:
-            if offset + BLOCK > size:
-                yield _beyond(fault, offset, begun, size)
-                return
-            block = bytes(read(offset, BLOCK))
-            if not block[0] and block == bytes(BLOCK):
-                ended = _end(read, offset, begun, size)
-                if ended is None and fault is None:
-                    return
-                if ended is None or ended.stop == size:
-                    yield _until(fault or ended or Damage(offset, size, ""), size)
-                    return
-                fault = fault or ended
-                offset, start, extra = ended.stop, None, Extra()
-                continue
-            length = size_in(block, "", offset)
-            kind, data = block[156:157], offset + BLOCK
-            if kind in EXTENSIONS:
-                check_extension("", offset, length, size)
-                extra.read(
-                    kind,
-                    bytes(read(data, min(length + padding(length), size - data))),
-                    length,
-                    "",
-                    offset,
-                )
-                start, offset = begun, data + length + padding(length)
-                continue
-            length = extra.size if extra.size is not None else length
-            name = extra.path or name_in(block)
-            check_inside("", f"'{name}'", data, length, size)
-            if kind == b"S" or extra.sparse:
-                raise sparse_error("", name, offset)
-        except ShardError as error:
-            fault = fault or Damage(begun, size, _reason(error))
-            following = search.after(offset + 1)
-            if following is None:
-                yield _until(fault, size)
-                return
-            offset, start, extra = following, None, Extra()
-            continue
-        if fault is not None:
-            yield _until(fault, begun)
-            fault = None
-        if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
-            yield name, begun, data, length
-        else:
-            skipped.add(other_kind(kind, name))
-            length = 0 if kind in b"123456" else length
-        offset, start, extra = data + length + padding(length), None, Extra()
+            for member in walk(source, skipped, offset):
+                if damage is not None:
+                    damages.append(damage._replace(stop=member.start))
+                    damage = None
+                yield member
+            break
+        except Fault as fault:
+            damage = damage or Damage(fault.start, size, fault.reason)
+            offset = search.after(fault.offset + 1)
+    if damage is not None:
+        damages.append(damage)
 
 
-def _until(fault: Damage, stop: int) -> Damage:
-    return fault._replace(stop=stop)
+class _Search:
+    """Finds headers. The bytes that were read last are kept."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read, self._size = read, size
+        self._base, self._held = 0, b""
+
+    def after(self, offset: int) -> int | None:
+        """Return the first offset >= `offset` where a header begins; None if there is none."""
+        while offset + BLOCK <= self._size:
+            if not self._base <= offset <= self._base + len(self._held) - BLOCK:
+                length = min(self._size - offset, _SEARCHED + BLOCK)
+                self._base, self._held = offset, bytes(self._read(offset, length))
+            at = _header_in(self._held, offset - self._base)
+            if at is not None:
+                return self._base + at
+            offset = self._base + len(self._held) - BLOCK + 1
+        return None
 
 
-def _beyond(fault: Damage | None, offset: int, begun: int, size: int) -> Damage:
-    """Return the damage of a shard that ends where a header should be."""
-    if fault is not None:
-        return _until(fault, size)
-    if begun < offset:
-        return Damage(
-            begun,
-            size,
-            f"ends at byte {size} after an extension header without its member: it was cut",
-        )
-    if offset < size:
-        return Damage(offset, size, f"ends at byte {size} inside a header: it was cut")
-    return Damage(
-        size, size, f"ends at byte {size} without the two zero blocks that end a tar: it was cut"
-    )
+def holds_header(data: bytes) -> bool:
+    """Return whether a field contains a tar header: then bytes before it are missing."""
+    return _header_in(data, 0) is not None
 
 
-def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
-    """Return the damage at a zero block; None if it begins a valid end marker.
-
-    Damage that stops before the end of the shard stops where other bytes follow.
-    """
-    padding_fits = is_padding(read, offset, size)  # before what lies ahead is read
-    stop = _zeros_until(read, offset, size)
-    if stop < size:
-        stop -= (stop - offset) % BLOCK
-        if stop - offset < len(END):
-            return Damage(
-                begun,
-                stop,
-                f"has a zero block at offset {offset} that is not the end: it is damaged",
-            )
-        reason = (
-            f"ends at offset {offset}, and more follows at offset {stop}: several tars in one, "
-            "or zeroed in part"
-        )
-        return Damage(begun, stop, reason, is_join=True)
-    if begun < offset:
-        return Damage(
-            begun, size, f"ends at offset {offset} after an extension header without its member"
-        )
-    if size - offset < len(END):
-        return Damage(
-            offset,
-            size,
-            f"ends at byte {size} within the two zero blocks that end a tar: it was cut",
-        )
-    if not padding_fits:
-        reason = (
-            f"ends at offset {offset}, {size - offset} bytes before the file does, more than tar "
-            "adds: it was zeroed in part"
-        )
-        return Damage(offset, size, reason)
+def _header_in(data: bytes, start: int) -> int | None:
+    """Return the first place from `start` on where a header lies in some bytes; None if none does."""
+    place = data.find(b"ustar", start + 257)
+    while 0 <= place <= len(data) - BLOCK + 257:
+        block = data[place - 257 : place - 257 + BLOCK]
+        if block[156] in _KINDS and _is_valid(block):
+            return place - 257
+        place = data.find(b"ustar", place + 1)
     return None
 
 
-def _zeros_until(read: Read, offset: int, size: int) -> int:
-    """Return the offset of the first byte that is not zero, or the size."""
-    while offset < size:
-        data = read(offset, min(size - offset, _ZEROS))
-        if bytes(data).count(0) < len(data):
-            return offset + int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
-        offset += max(1, len(data))
-    return size
-
-
-def _reason(error: ShardError) -> str:
-    """Return the text of an error without its last sentence, which is advice."""
-    return str(error).strip().rpartition(". ")[0]
+def _is_valid(block: bytes) -> bool:
+    try:
+        size_in(block, 0)
+    except Fault:
+        return False
+    return True

@@ -57,33 +57,26 @@ class ForwardReader:
 
     def read(self, offset: int, length: int) -> memoryview:
         """Return bytes, fewer only at the end. offset: at most 2 MiB before the last call's."""
-        if self._base <= offset and (at := offset - self._base) + length <= len(
-            self._held
-        ):  # the usual case
-            return self._held[at : at + length]
-        stop = min(offset + length, self.size)
-        while self._base + len(self._held) < stop:
-            self._more(max(self._base, offset - _BEHIND), stop)
-        assert offset >= self._base
-        return self._held[offset - self._base : max(offset, stop) - self._base]
+        end = self._base + len(self._held)
+        while end < min(offset + length, self.size):
+            data = self._read(end, min(_BLOCK, self.size - end))
+            self._hash.update(data)
+            self._tick(len(data))
+            kept = self._held[max(0, offset - _BEHIND - self._base) :]
+            self._base, self._held = end - len(kept), memoryview(bytes(kept) + data)
+            end += len(data)
+        at = offset - self._base
+        assert at >= 0
+        return self._held[at : at + length]
 
     def parts(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the bytes of a member in blocks. After that only later bytes can be read."""
+        """Yield the bytes of a member in blocks."""
         stop = offset + length
-        while offset < stop:
-            end = self._base + len(self._held)
-            if offset >= end:
-                self._more(end, stop)
-                continue
-            part = self._held[offset - self._base : stop - self._base]
-            yield part
-            offset += len(part)
+        for start in range(offset, stop, _BLOCK):
+            yield self.read(start, min(_BLOCK, stop - start))
 
     def checksums(self, offset: int, length: int) -> tuple[int, int]:
         """Return crc32 and hash of a member; see `checksums`."""
-        at = offset - self._base
-        if at + length <= len(self._held):  # the usual case
-            return checksums([self._held[at : at + length]], length)
         return checksums(self.parts(offset, length), length)
 
     def reread_crc32(self, offset: int, length: int) -> int:
@@ -96,24 +89,13 @@ class ForwardReader:
 
     def finish(self) -> str:
         """Read to the end and return the sha256 of the shard."""
-        while self._base + len(self._held) < self.size:
-            self._more(self._base + len(self._held), self.size)
+        self.read(self.size, 0)
         return self._hash.hexdigest()
 
     def interrupt(self) -> None:
         """End a read in another thread."""
         if not isinstance(self._source, LocalFile):
             self._source.stop()
-
-    def _more(self, keep: int, stop: int) -> None:
-        """Read the next block, up to `stop` if that is near, and drop the bytes before `keep`."""
-        end = self._base + len(self._held)
-        keep = min(keep, end)
-        data = self._read(end, min(max(_BLOCK, min(stop - end, 2 * _BLOCK)), self.size - end))
-        self._hash.update(data)
-        self._tick(len(data))
-        kept = self._held[keep - self._base :]
-        self._held, self._base = memoryview(bytes(kept) + data if kept else data), keep
 
     def _read(self, offset: int, length: int) -> bytes:
         if self._stopping.is_set():
