@@ -47,10 +47,10 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4918,
     "training": 4498,
-    "inspection": 3286,
-    "loader": 1293,
+    "inspection": 3285,
+    "loader": 1289,
     "shards": 2523,
-    "decode": 1580,
+    "decode": 1419,
     "storage": 1203,
     "reader": 621,
     "cli": 739,

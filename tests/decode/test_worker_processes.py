@@ -17,7 +17,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import write_shards
 from wdstrain.decode import workers
-from wdstrain.decode.worker_queues import MessageMemory, interruptible_context
+from wdstrain.decode.worker_processes import MessageMemory, interruptible_context
 from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -88,11 +88,11 @@ def as_lists(value: Any) -> Any:
 
 
 def test_messages_are_copies_of_what_was_written_and_can_be_changed() -> None:
-    memory = MessageMemory()
-    parts = [memory.write(place, message) for place, message in enumerate(MESSAGES.values())]
+    memory = MessageMemory(len(MESSAGES))
+    items = [memory.write(number, message) for number, message in enumerate(MESSAGES.values())]
     for _ in range(2):
-        for place, message in reversed(list(enumerate(MESSAGES.values()))):
-            received = memory.read(place, parts[place])
+        for item, message in reversed(list(zip(items, MESSAGES.values(), strict=True))):
+            received = memory.read(item)
             assert as_lists(received) == as_lists(message)
             for array in received if isinstance(received, list) else []:
                 if isinstance(array, (np.ndarray, torch.Tensor)):
@@ -100,17 +100,17 @@ def test_messages_are_copies_of_what_was_written_and_can_be_changed() -> None:
 
 
 def test_a_place_is_used_again_for_messages_of_any_size() -> None:
-    memory = MessageMemory()
-    for name in ("large", "small", "many", "empty", "large"):
-        parts = memory.write(1, MESSAGES[name])
-        assert as_lists(memory.read(1, parts)) == as_lists(MESSAGES[name])
+    memory = MessageMemory(1)
+    for number, name in enumerate(("large", "small", "many", "empty", "large")):
+        item = memory.write(number, MESSAGES[name])
+        assert as_lists(memory.read(item)) == as_lists(MESSAGES[name])
 
 
 def test_what_cannot_be_pickled_is_an_error_and_the_place_can_be_used_again() -> None:
-    memory = MessageMemory()
+    memory = MessageMemory(1)
     with pytest.raises(Exception, match="lambda"):
         memory.write(0, lambda: 1)
-    assert memory.read(0, memory.write(0, "next")) == "next"
+    assert memory.read(memory.write(0, "next")) == "next"
 
 
 @pytest.fixture
@@ -121,30 +121,28 @@ def context() -> Any:
 def answer(questions: Any, answers: Any, memory: Any) -> None:
     """Return each message with its number, until None."""
     while (item := questions.get(timeout=60)) is not None:
-        place, parts = item
-        message = memory.read(place, parts)
-        answers.put((place, memory.write(place, [place, message])))
+        answers.put(memory.write(item[0], [item[0], memory.read(item)]))
 
 
 def test_workers_answer_messages_of_any_size_without_waiting_for_a_reader(context: Any) -> None:
     questions, answers = [context.Queue() for _ in range(2)], context.Queue()
-    memory, messages = MessageMemory(), list(MESSAGES.values())
+    memory, messages = MessageMemory(len(MESSAGES)), list(MESSAGES.values())
     workers = [
         context.Process(target=answer, args=(queue, answers, memory), daemon=True)
         for queue in questions
     ]
     for worker in workers:
         worker.start()
-    for place, message in enumerate(messages):
-        questions[place % 2].put((place, memory.write(place, message)))
+    for number, message in enumerate(messages):
+        questions[number % 2].put(memory.write(number, message))
     for queue in questions:
         queue.put(None)
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    received = dict(answers.get(timeout=20) for _ in messages)
-    for place, message in enumerate(messages):
-        assert as_lists(memory.read(place, received[place])) == [place, as_lists(message)]
+    received = sorted(answers.get(timeout=20) for _ in messages)
+    for number, message in enumerate(messages):
+        assert as_lists(memory.read(received[number])) == [number, as_lists(message)]
 
 
 def test_a_queue_without_items_is_empty(context: Any) -> None:
@@ -172,8 +170,8 @@ def open_files() -> set[str]:
 
 def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
     files = open_files()
-    queue, memory = context.Queue(), MessageMemory()
-    queue.put((0, memory.write(0, "message")))
+    queue, memory = context.Queue(), MessageMemory(1)
+    queue.put(memory.write(0, "message"))
     opened = open_files() - files
     assert len(opened) >= 2
     del queue, memory
@@ -188,11 +186,11 @@ def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
 def test_batches_in_flight_of_threads_are_bounded_by_cores_and_memory(
     count: int, fits: int
 ) -> None:
-    limits = workers.of_threads(count, fits)
+    limits = workers.limits_of(0, count, fits, 1)
     assert 2 <= limits.batches <= max(2, min(2 * count, fits))
     assert 1 <= limits.decoders <= min(count, limits.batches)
     if fits >= 2 * count:
-        assert limits == (2 * count, count, 0, 1)
+        assert limits == (2 * count, count, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
@@ -202,7 +200,7 @@ def test_batches_in_flight_of_threads_are_bounded_by_cores_and_memory(
 def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_memory(
     count: int, processors: int, fits: int, batches_per_message: int
 ) -> None:
-    limits = workers.of_processes(count, processors, fits, batches_per_message)
+    limits = workers.limits_of(count, processors, fits, batches_per_message)
     assert limits.decoders == count
     assert limits.messages > count  # each worker needs a message
     assert limits.messages <= max(count + 1, count + processors + max(2, processors // 2))

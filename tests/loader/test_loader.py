@@ -1413,7 +1413,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
 
 KILLED_LOOKING = """
     import multiprocessing
-    from wdstrain.decode.worker_queues import interruptible_context
+    from wdstrain.decode.worker_processes import interruptible_context
 
     context = interruptible_context(multiprocessing.get_context("fork"), [])
     event = context.Event()

@@ -157,8 +157,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "decode/transforms.py": ("tests/decode/test_images.py",),
     "decode/masks.py": ("tests/decode/test_masks.py",),
     "decode/labels.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
+    "decode/workers.py": ("tests/decode/test_worker_processes.py",),
     "decode/worker_processes.py": ("tests/decode/test_worker_processes.py",),
-    "decode/worker_queues.py": ("tests/decode/test_worker_processes.py",),
     "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
@@ -448,12 +448,12 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             '"sample", self.seed, 0)\n        draws',
         ),
     ],
-    "decode/worker_processes.py": [
+    "decode/workers.py": [
         ("messages-in-flight", "while sent - taken < most and", "while sent - taken <= most and"),
         ("order-of-messages", "if taken in answers:", "if answers:"),
     ],
-    "decode/worker_queues.py": [
-        ("place-of-message", "offset = place * _PLACE_BYTES", "offset = place * 1"),
+    "decode/worker_processes.py": [
+        ("place-of-message", "% self._places * _PLACE_BYTES", "% self._places * 1"),
     ],
     "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),

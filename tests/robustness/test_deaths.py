@@ -25,7 +25,7 @@ from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion import shard_pool as jobs
 from wdstrain.conversion.output_dir import OutputTransaction
-from wdstrain.decode.worker_processes import worker_death_error
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards.header_scans import scan
@@ -607,10 +607,11 @@ def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> Non
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, former)
-    death = worker_death_error(raised.value)
-    assert death is not None
-    assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death)
-    assert worker_death_error(RuntimeError("of something else")) is None
+    with pytest.raises(WdstrainError) as death, WorkerDeathsAsErrors():
+        raise raised.value
+    assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death.value)
+    with pytest.raises(RuntimeError, match="of something else"), WorkerDeathsAsErrors():
+        raise RuntimeError("of something else")
 
 
 def test_a_leftover_file_is_removed_with_the_staging_directory(tmp_path: Path) -> None:

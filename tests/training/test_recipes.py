@@ -21,7 +21,6 @@ from torchvision.transforms.autoaugment import _apply_op
 import wdstrain as wt
 from tests.support.known_faults import known_fault
 from tests.support.small_runs import SMALL, two_classes
-from wdstrain.decode import transforms
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -269,17 +268,45 @@ def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
     assert float(average.model.weight) == pytest.approx(10 + 0.1 * 1)
 
 
-@pytest.mark.parametrize("name", sorted({*transforms.TRIVIAL_AUGMENT_RANGES} - {"Identity"}))
-@pytest.mark.parametrize("part", [0.3, 1.0])
-def test_each_operation_of_a_policy_equals_that_of_torchvision(name: str, part: float) -> None:
+# Operations in the order of their random number, with the largest magnitude of TrivialAugment's wide
+# ranges. Those of SIGNED take the opposite direction half of the time.
+WIDE = {
+    "Identity": 0.0,
+    "ShearX": 0.99,
+    "ShearY": 0.99,
+    "TranslateX": 32.0,
+    "TranslateY": 32.0,
+    "Rotate": 135.0,
+    "Brightness": 0.99,
+    "Color": 0.99,
+    "Contrast": 0.99,
+    "Sharpness": 0.99,
+    "Posterize": 6.0,
+    "Solarize": 255.0,
+    "AutoContrast": 0.0,
+    "Equalize": 0.0,
+}
+SIGNED = list(WIDE)[1:10]
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("strength", [9, 30])
+def test_each_operation_of_a_policy_equals_that_of_torchvision(name: str, strength: int) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3)).astype(np.uint8)
-    magnitude = transforms.TRIVIAL_AUGMENT_RANGES[name](part)
-    for sign in (1, -1) if name in transforms.SIGNED else (1,):
-        result = transforms.apply(Image.fromarray(pixels), name, sign * magnitude)
+    magnitude = strength / 30 * WIDE[name]
+    if name == "Posterize":
+        magnitude = 8 - round(magnitude)
+    elif name == "Solarize":
+        magnitude = 255 - magnitude
+    for sign in (1, -1) if name in SIGNED else (1,):
+        draws, result = np.zeros(DRAWS), pixels.copy()
+        pick = (list(WIDE).index(name) + 0.5) / len(WIDE)
+        draws[-4:-1] = pick, (strength + 0.5) / 31, 0.9 if sign > 0 else 0.1
+        Augment.parse("trivialaugment").apply_policy(result, draws)
         expected = _apply_op(
             Image.fromarray(pixels), name, sign * magnitude, InterpolationMode.NEAREST, None
         )
-        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+        np.testing.assert_array_equal(result, np.asarray(expected))
 
 
 @pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])

@@ -15,11 +15,9 @@ import ctypes
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -39,23 +37,21 @@ _ALIGN = 4096  # bytes of a page: whole columns are page-locked and copied
 class Layout:
     """Columns of a batch slot.
 
-    rows: of a batch. columns: by name, the example of a row and the column's offset in bytes.
-    size: bytes of a slot.
+    columns: by name, the example of a row and the column's offset in bytes. size: bytes of a slot.
     """
 
-    rows: int
     columns: dict[str, tuple[Example, int]]
     size: int
 
     @classmethod
     def of(cls, examples: Mapping[str, Example], rows: int) -> Layout:
-        """Return the layout for these columns. examples: of one row, by column."""
+        """Return the layout for batches. examples: of one row, by column. rows: of a batch."""
         columns, offset = {}, 0
         for name, example in examples.items():
             columns[name] = (example, offset)
             row = int(np.prod(example.shape, dtype=np.int64)) * np.dtype(example.dtype).itemsize
             offset += -(-row * rows // _ALIGN) * _ALIGN
-        return cls(rows, columns, offset)
+        return cls(columns, offset)
 
     def arrays(self, buffer: Any, start: int, rows: int) -> dict[str, npt.NDArray[Any]]:
         """Return the columns of the slot at byte `start`. Array[rows, *shape] each, by name."""
@@ -68,21 +64,19 @@ class Layout:
 class Slots:
     """Slots for batches that are read or decoded, and for batches that the user keeps.
 
-    The pipeline calls this under its lock; only the end of a lease comes from other threads.
+    The pipeline calls this under its lock; tensors may end in any thread and at any time.
     copies: batches that the user got as copies.
     """
 
     def __init__(self, layout: Layout, *, busy: int, spare: int) -> None:
         """busy: slots for batches that are read or decoded. spare: slots for the user's batches."""
-        self.layout, self.busy, self.spare = layout, busy, spare
+        self.layout, self.spare, self.copies = layout, spare, 0
         self.memory = Memory(max(1, (busy + spare) * layout.size))
-        self.copies = 0
-        # A heap: the first slots are reused first, so the last ones may never take memory.
-        self._free = list(range(busy + spare))
-        self._leases: dict[int, _Lease] = {}  # by slot
-        # Leases that ended, in any thread and at any time. The weak reference calls `append`, which
-        # is C code: Python drops a Ctrl-C that comes while Python code runs at an object's end.
-        self._ended: deque[_Lease] = deque()
+        self._all = frozenset(range(busy + spare))
+        self._taken = set[int]()
+        # To the memory under the tensors of a batch, by slot. No callback: Python drops a Ctrl-C
+        # that comes while Python code runs at an object's end.
+        self._leases: dict[int, weakref.ref[Any]] = {}
         self._page_lock_tried = not layout.columns
         self._page_lock: PageLock | None = None
 
@@ -104,56 +98,45 @@ class Slots:
 
     def reset(self) -> None:
         """Free every slot whose batch the user does not keep."""
-        self._collect()
-        self._free = sorted(set(range(self.busy + self.spare)) - self._leases.keys())
+        self._taken.clear()
 
     def take(self) -> int:
         """Return a free slot for a batch. Raises WdstrainError if there is none."""
-        self._collect()
-        if not self._free:
+        free = self._all - self._taken - self._kept()
+        if not free:
             raise WdstrainError(
-                f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer."
+                f"all {len(self._all)} slots for batches are in use. Lower shuffle_buffer."
             )
-        return heappop(self._free)
+        slot = min(free)  # the first slots are reused first, so the last ones may never take memory
+        self._taken.add(slot)
+        return slot
 
     def lease(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
         """Return the first rows of a slot as tensors by name: copies if no slot is spare."""
-        self._collect()
+        self._taken.discard(slot)
         start, size = slot * self.layout.size, self.layout.size
-        if len(self._leases) == self.spare or not self.layout.columns:
+        if len(self._kept()) == self.spare or not self.layout.columns:
             arrays = self.layout.arrays(self.memory.view, start, rows)
-            copies = self._tensors({name: array.copy() for name, array in arrays.items()})
-            self.copies += bool(self.layout.columns)
-            heappush(self._free, slot)
-            return copies
+            self.copies += bool(arrays)
+            return self._tensors({name: array.copy() for name, array in arrays.items()})
         base = (ctypes.c_char * size).from_buffer(self.memory.map, start)
         base.page_lock = self._page_lock  # type: ignore[attr-defined]  # for as long as the tensors
-        lease = _Lease(base, self._ended.append)
-        lease.slot = slot
-        self._leases[slot] = lease
+        self._leases[slot] = weakref.ref(base)
         return self._tensors(self.layout.arrays(base, 0, rows))
+
+    def _kept(self) -> set[int]:
+        """Return the slots whose tensors the user keeps."""
+        return {slot for slot, base in self._leases.items() if base() is not None}
 
     def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Return the columns as tensors; images have their channels before height and width."""
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        for name, (example, _) in self.layout.columns.items():
-            if example.channels_last:
-                tensors[name] = tensors[name].permute(0, 3, 1, 2)
-        return tensors
-
-    def _collect(self) -> None:
-        """Free the slots whose leases ended."""
-        while self._ended:
-            slot = self._ended.popleft().slot
-            del self._leases[slot]
-            heappush(self._free, slot)
-
-
-class _Lease(weakref.ref[Any]):
-    """Weak reference to the memory under the tensors of a batch."""
-
-    __slots__ = ("slot",)
-    slot: int
+        columns = self.layout.columns
+        return {
+            name: torch.from_numpy(
+                array.transpose(0, 3, 1, 2) if columns[name][0].channels_last else array
+            )
+            for name, array in arrays.items()
+        }
 
 
 class PageLock:

@@ -16,7 +16,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -43,9 +43,8 @@ _PGM_MAXIMUM = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # width, heig
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; photometric 0: 0 is white
 _STRIP_PIXELS = 1 << 18  # pixels that are converted at a time
 # orientations (1 to 8, as EXIF numbers them) of stored images
-_BOTTOM_ROW_FIRST = (3, 4, 6, 7)
-_RIGHT_COLUMN_FIRST = (2, 3, 7, 8)
-_FIRST_TRANSPOSED = 5  # 5 to 8: rows and columns are exchanged
+_BOTTOM_ROW_FIRST, _RIGHT_COLUMN_FIRST = (3, 4, 6, 7), (2, 3, 7, 8)
+FIRST_TRANSPOSED = 5  # 5 to 8: rows and columns are exchanged
 
 
 def open_picture(data: bytes | memoryview) -> Image.Image:
@@ -69,11 +68,11 @@ def decode_image(data: bytes | memoryview) -> Pixels:
     uint8[height, width, 3], RGB. Raises SampleError for an image that is damaged or truncated, for
     other data, and for images that would take too much memory or time.
     """
-    if is_jpeg(data) and (orientation := jpeg_orientation(data)):
-        pixels = _decode_jpeg(data, orientation)
-        if pixels is not None:
-            return pixels
-    return _decode_with_pillow(data)
+    pixels = _decode_jpeg(data) if is_jpeg(data) else None
+    if pixels is not None:
+        return pixels
+    with _loaded_picture(data) as image:
+        return _rgb(image)
 
 
 def is_jpeg(data: bytes | memoryview) -> bool:
@@ -110,21 +109,19 @@ def _jpeg_markers(data: bytes | memoryview) -> Iterator[bytes]:
         yield marker[1]
         if marker[1] == b"\xd9":
             return
-        length = int.from_bytes(raw[marker.end() : marker.end() + 2], "big")
-        position = marker.end() + max(2, length)
+        end = marker.end()
+        position = end + max(2, int.from_bytes(raw[end : end + 2], "big"))
 
 
-def _decode_jpeg(data: bytes | memoryview, orientation: int) -> Pixels | None:
-    """Decode with simplejpeg; None if it refuses or warns, or if the color space is unusual."""
-    try:
+def _decode_jpeg(data: bytes | memoryview) -> Pixels | None:
+    """Decode with simplejpeg; None if it refuses or warns, or if the image is unusual."""
+    orientation = _jpeg_orientation(data)
+    with suppress(ValueError, KeyError):  # KeyError: a chroma subsampling unknown to simplejpeg
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        if colorspace not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
-            return None
-        check_scans(data, height * width)
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
-        return upright(pixels, orientation)
-    except (ValueError, KeyError):  # KeyError: a chroma subsampling unknown to simplejpeg
-        return None
+        if orientation and colorspace in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
+            check_scans(data, height * width)
+            return upright(simplejpeg.decode_jpeg(data, "RGB"), orientation)
+    return None
 
 
 def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
@@ -133,21 +130,17 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
     Whole numbers [height, width]: the values of a grayscale image, or the palette positions of an
     image with a palette. Raises SampleError for a damaged image, for JPEGs, and for color images.
     """
-    if is_jpeg(data):
-        raise SampleError("it is a JPEG, which changes class numbers. Store masks as PNG")
     with _loaded_picture(data) as image:
+        if _changes_gray(image, data):
+            raise SampleError(
+                f"it is a {image.format} whose class numbers are compressed, stretched or inverted. "
+                f"Store masks as PNG"
+            )
         if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
             raise SampleError(
                 f"it has the color mode {image.mode}: a mask must have one channel of class numbers"
             )
-        if _changes_gray(image, data):
-            raise SampleError(
-                f"it is a {image.format} whose gray values are compressed, stretched or inverted. "
-                f"Store masks as PNG"
-            )
-        numbers = np.asarray(image)
-        if numbers.dtype == np.bool_:
-            return numbers.astype(np.uint8)
+        numbers = np.asarray(image, np.uint8 if image.mode == "1" else None)
         is_png = image.format == "PNG" and image.mode == "L"
         depth = bytes(data[24:25])[0] if is_png else 8
         # Pillow stretches gray values of 2 and 4 bits to 0 to 255
@@ -162,12 +155,7 @@ def _changes_gray(image: Image.Image, data: bytes | memoryview) -> bool:
     if image.format == "TIFF":
         tags = image.tag_v2  # type: ignore[attr-defined]
         return tags.get(_TIFF_PHOTOMETRIC) == 0 or tags.get(_TIFF_BITS, (8,))[0] in (2, 4)
-    return image.format in ("AVIF", "WEBP")
-
-
-def _decode_with_pillow(data: bytes | memoryview) -> Pixels:
-    with _loaded_picture(data) as image:
-        return _rgb(image)
+    return image.format in (*JPEG.plugins, "AVIF", "WEBP")
 
 
 @contextmanager
@@ -175,26 +163,33 @@ def _loaded_picture(data: bytes | memoryview) -> Iterator[Image.Image]:
     """Give an upright image with its pixels. Any error inside becomes a SampleError."""
     try:
         with open_picture(data) as image:
-            _check_work(image, data)
+            _check_before_decoding(image, data)
             image.load()
-            _check_end(image, data)
             ImageOps.exif_transpose(image, in_place=True)
             yield image
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise many types of errors
-        is_unknown = isinstance(error, UnidentifiedImageError)
-        reason = "no image of a known format" if is_unknown else str(error)
+        is_known = not isinstance(error, UnidentifiedImageError)
+        reason = str(error) if is_known else "no image of a known format"
         raise SampleError(f"{reason} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error
 
 
-def _check_work(image: Image.Image, data: bytes | memoryview) -> None:
-    """Raise SampleError for an image that would take too much memory or time."""
+def _check_before_decoding(image: Image.Image, data: bytes | memoryview) -> None:
+    """Raise SampleError for an image that would take too much memory or time, or that has no end.
+
+    libjpeg fills the missing part with gray if a truncated JPEG is padded with zeros. Compressed
+    data cannot contain the end marker.
+    """
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
         raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
     if image.format in JPEG.plugins:
         check_scans(data, pixels)
+    if image.format == "JPEG" and b"\xd9" not in _jpeg_markers(data):
+        raise SampleError(
+            f"it has no end marker: the end of the picture is missing ({len(data)} bytes)"
+        )
     if image.format == "TIFF":  # every tile is decoded whole
         tags = getattr(image, "tag_v2", {})
         width, height = (tags.get(tag, 0) for tag in (322, 323))
@@ -205,18 +200,6 @@ def _check_work(image: Image.Image, data: bytes | memoryview) -> None:
             )
 
 
-def _check_end(image: Image.Image, data: bytes | memoryview) -> None:
-    """Raise SampleError for a JPEG whose last scan has no end marker.
-
-    libjpeg fills the missing part with gray if a truncated JPEG is padded with zeros. Compressed
-    data cannot contain the marker.
-    """
-    if image.format == "JPEG" and b"\xd9" not in _jpeg_markers(data):
-        raise SampleError(
-            f"it has no end marker: the end of the picture is missing ({len(data)} bytes)"
-        )
-
-
 def _rgb(image: Image.Image) -> Pixels:
     """Return the pixels of a loaded image as RGB.
 
@@ -225,9 +208,7 @@ def _rgb(image: Image.Image) -> Pixels:
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
-        strip = image
-        if rows < image.height:
-            strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
         if strip.mode.startswith(("I", "F")) and np.asarray(strip).max() < 1 << 15:
             log_lost_levels(strip.mode)
         if strip.mode.startswith("I"):
@@ -248,24 +229,18 @@ def log_lost_levels(mode: str) -> None:
     )
 
 
-def jpeg_orientation(data: bytes | memoryview) -> int:
+def _jpeg_orientation(data: bytes | memoryview) -> int:
     """Return the EXIF orientation of a JPEG, 1 to 8; 0 if only Pillow can tell."""
     if kernels.library is None:
-        raw = bytes(data)
-        return 0 if b"Exif\0\0" in raw or b"tiff:Orientation" in raw else 1
+        return int(re.search(rb"Exif\0\0|tiff:Orientation", data) is None)
     source = np.frombuffer(data, np.uint8)
     return int(kernels.library.orientation(source.ctypes.data, len(source)))
-
-
-def upright_size(height: int, width: int, orientation: int) -> tuple[int, int]:
-    """Return (height, width) of a stored image after it is turned upright."""
-    return (width, height) if orientation >= _FIRST_TRANSPOSED else (height, width)
 
 
 def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
     """Return the region of the stored image, of height x width, that holds a region upright."""
     top, left, h, w = box
-    if orientation >= _FIRST_TRANSPOSED:
+    if orientation >= FIRST_TRANSPOSED:
         top, left, h, w = left, top, w, h
     top = height - top - h if orientation in _BOTTOM_ROW_FIRST else top
     left = width - left - w if orientation in _RIGHT_COLUMN_FIRST else left
@@ -276,11 +251,9 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     """Return stored pixels turned upright: a copy, or `pixels` itself for orientation 1."""
     if orientation == 1:
         return pixels
-    pixels = pixels[::-1] if orientation in _BOTTOM_ROW_FIRST else pixels
-    pixels = pixels[:, ::-1] if orientation in _RIGHT_COLUMN_FIRST else pixels
-    pixels = pixels.transpose(1, 0, 2) if orientation >= _FIRST_TRANSPOSED else pixels
-    if kernels.library is None:
-        return np.ascontiguousarray(pixels)
+    down = -1 if orientation in _BOTTOM_ROW_FIRST else 1
+    pixels = pixels[::down, :: -1 if orientation in _RIGHT_COLUMN_FIRST else 1]
+    pixels = pixels.transpose(1, 0, 2) if orientation >= FIRST_TRANSPOSED else pixels
     turned = np.empty(pixels.shape, np.uint8)
     kernels.library.copy_pixels(
         turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2]
@@ -296,19 +269,13 @@ def resize(pixels: Pixels, out: Pixels) -> None:
     if pixels.shape == out.shape:
         np.copyto(out, pixels)
         return
-    torch = _torch()
+    import torch  # with the first image: a command that only names fields starts quickly
+
     # From a batch of one, permuted after its first stride is set, torch takes and makes images with
     # channels last. Otherwise this takes twice as long.
     source, target = (
         torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2) for image in (pixels, out)
     )
-    size = out.shape[:2]
-    target.copy_(torch.nn.functional.interpolate(source, size, mode="bilinear", antialias=True))
-
-
-@cache
-def _torch() -> Any:
-    """Return torch, imported with the first image: a command that only names fields starts quickly."""
-    import torch
-
-    return torch
+    target.copy_(
+        torch.nn.functional.interpolate(source, out.shape[:2], mode="bilinear", antialias=True)
+    )

@@ -10,16 +10,16 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from wdstrain.decode.batch_bytes import BatchBytes
 from wdstrain.decode.batch_slots import Layout
 from wdstrain.decode.fields import Field, Image, read_field, torch_has
+from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.masks import Mask
 from wdstrain.decode.task import BadSample, Result, Task, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
@@ -27,6 +27,7 @@ from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
 from wdstrain.runtime.machine import queued_seconds
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array
 
 Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
@@ -34,10 +35,6 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in or
 
 _MUCH_IDLE = 0.05  # of the computing time of a batch
 _DEFAULT_COLLATE = (None, default_collate)
-_NO_EXAMPLE = (
-    "transform returned None, and each sample must give an example; "
-    "filter samples when they are packed (wdstrain convert tars --where)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +71,20 @@ class Decoder:
         slot_start = task.slot * self.layout.size
         self.slots.populate(slot_start, self.layout.size)
         columns = self.layout.arrays(self.slots.view, slot_start, len(task.ids))
-        data = BatchBytes(task, self.arena, self.field_names)
-        bad_rows, lists = data.bad_samples(), dict[str, list[Any]]()
+        bad_rows = {row: BadSample(row, *why) for row, why in task.bad.items()}
         if self.transform is not None:
-            lists[""] = self._run_transform(task, data, bad_rows, own_process)
+            lists = {"": self._run_transform(self.transform, task, bad_rows, own_process)}
         elif self.fields is not None:
-            lists = self._decode_fields(task, data, columns, bad_rows)
+            lists = self._decode_fields(task, columns, bad_rows)
         else:
-            lists |= data.columns()
-        rows_done = time.perf_counter()
-        bad, values = sorted(bad_rows.values()), dict[str, Any]()
-        bad = substitute(bad, task.ids, [*columns.values(), *lists.values()], self.on_error)
+            lists = self._copies(task)
+        rows_done, values = time.perf_counter(), dict[str, Any]()
+        rows = [*columns.values(), *lists.values()]
+        bad = substitute(sorted(bad_rows.values()), task.ids, rows, self.on_error)
         if all(sample.substitute >= 0 for sample in bad):
             try:
                 values = self._collate(lists)
-            except _CollateError as error:
+            except SampleError as error:
                 bad = [BadSample(0, "", str(error), whole_batch=True)]
         finished, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_start
         idle = finished - started - cpu_seconds
@@ -97,12 +93,8 @@ class Decoder:
         times = (started, rows_done, finished, cpu_seconds, queued)
         return Result(task.batch_number, task.slot, values, bad, *times)
 
-    def with_arena(self, arena: Memory) -> Decoder:
-        """Return the same decoder for samples in another arena."""
-        return replace(self, arena=arena)
-
     def _collate(self, lists: dict[str, list[Any]]) -> dict[str, Any]:
-        """Return the batch values of the rows. Raises _CollateError."""
+        """Return the batch values of the rows. Raises SampleError."""
         if self.transform is not None:
             return _collate_examples(lists[""], self.collate_fn)
         if self.fields is None:
@@ -119,7 +111,7 @@ class Decoder:
     # --- fields -----------------------------------------------------------------------------------
 
     def _decode_fields(
-        self, task: Task, data: BatchBytes, columns: Mapping[str, Array], bad: dict[int, BadSample]
+        self, task: Task, columns: Mapping[str, Array], bad: dict[int, BadSample]
     ) -> dict[str, list[Any]]:
         """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
         draws = uniform(task.draws, DRAWS, "sample", self.seed, task.epoch)
@@ -127,35 +119,89 @@ class Decoder:
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
         for name, field in (self.fields or {}).items():
-            column, values = columns.get(name), [None] * len(data)
+            column, values = columns.get(name), [None] * len(task.ids)
             if column is None:
                 lists[name] = values
-            done = _decode_together(field, data, column, bad, draws)
-            members = data.values(field.names) if len(done) < len(data) else ()
-            for row, (member, view) in enumerate(members):
+            places = self._first_of(task, field.names)
+            done = self._decode_together(field, places, column, bad, draws)
+            for row, (number, offset, size) in enumerate(places.T.tolist()):
                 if row in done or row in bad:
                     continue
-                out = None if column is None else column[row, ...]
+                member, out = "", None if column is None else column[row, ...]
+                view = self.arena.view[offset : offset + size]
                 try:
-                    if view is None:
+                    if size < 0:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
+                    member = self.field_names[number]
                     values[row] = _checked(read_field(field, member, view, out, draws[row]))
                 except Exception as error:  # a user's field may raise anything
                     bad[row] = BadSample(row, member or name, _reason(error, view))
         return lists
 
-    # --- transform --------------------------------------------------------------------------------
+    def _first_of(self, task: Task, names: tuple[str, ...]) -> Ints:
+        """Return where the first of these fields lies that each sample has.
+
+        int64[3, b]: number of the field, offset and size of its value; -1 for samples without any.
+        """
+        places, members, known = np.full((3, len(task.ids)), -1), task.members, self.field_names
+        for number in (known.index(name) for name in reversed(names) if name in known):
+            is_field = members.field == number
+            places[0, members.row[is_field]] = number
+            places[1:, members.row[is_field]] = members.offset[is_field], members.size[is_field]
+        return places
+
+    def _decode_together(
+        self,
+        field: Field,
+        places: Ints,
+        column: Array | None,
+        bad: Mapping[int, BadSample],
+        draws: Draws,
+    ) -> set[int]:
+        """Decode plain JPEGs by one call of C. Returns the rows that are done.
+
+        Rows that fail here are decoded again one by one, which finds the reason. So are values that
+        are missing or beyond the memory: offsets may come from a hostile index file.
+        """
+        if type(field) is not Image or column is None:  # a user's subclass may decode differently
+            return set()
+        _, offset, size = places
+        is_inside = (offset >= 0) & (size >= 0) & (offset <= self.arena.size - size)
+        rows = [row for row in np.flatnonzero(is_inside).tolist() if row not in bad]
+        images = EncodedImages(offset + self.arena.address, size)
+        with suppress(Exception):
+            return field.read_rows(images, rows, column, draws)
+        return set()
+
+    # --- whole samples ----------------------------------------------------------------------------
+
+    def _samples(self, task: Task) -> list[dict[str, memoryview]]:
+        """Return the values of each sample by field, in the order of the shard."""
+        samples: list[dict[str, memoryview]] = [{} for _ in task.ids]
+        members, view = task.members, self.arena.view
+        columns = (members.row, members.field, members.offset, members.size)
+        for row, field, offset, size in zip(*(column.tolist() for column in columns), strict=True):
+            samples[row][self.field_names[field]] = view[offset : offset + size]
+        return samples
+
+    def _copies(self, task: Task) -> dict[str, list[Any]]:
+        """Return copies of all values by field, None where a sample lacks the field."""
+        samples = self._samples(task)
+        return {
+            name: [bytes(sample[name]) if name in sample else None for sample in samples]
+            for name in self.field_names
+        }
 
     def _run_transform(
-        self, task: Task, data: BatchBytes, bad: dict[int, BadSample], own_process: bool
+        self, transform: Transform, task: Task, bad: dict[int, BadSample], own_process: bool
     ) -> list[Any]:
         """Return the example of each sample.
 
         own_process: seed the global random generators for each sample. Threads share them, and
         must leave them alone.
         """
-        examples: list[Any] = [None] * len(data)
-        for row, members in enumerate(data.samples()):
+        examples: list[Any] = [None] * len(task.ids)
+        for row, members in enumerate(self._samples(task)):
             if row in bad:
                 continue
             sample: dict[str, Any] = {"__key__": task.keys[row]}
@@ -164,43 +210,39 @@ class Decoder:
             if own_process:
                 _seed_globals(random_key)
             try:
-                examples[row] = self._example(sample, random_key)
-                reason = _rejection(examples[row], self.collate_fn)
+                examples[row] = (
+                    transform(sample, np.random.Generator(np.random.Philox(key=random_key)))
+                    if self.takes_rng
+                    else transform(sample)
+                )
+                self._check_example(examples[row])
             except Exception as error:  # the user's function may raise anything
-                reason = f"transform raised {type(error).__name__}: {reason_of(error)}"
-            if reason:
+                is_ours, kind = isinstance(error, _NoExample), type(error).__name__
+                reason = f"{'' if is_ours else f'transform raised {kind}: '}{reason_of(error)}"
                 bad[row] = BadSample(row, "", reason)
         return examples
 
-    def _example(self, sample: dict[str, Any], random_key: int) -> Any:
-        assert self.transform is not None
-        if not self.takes_rng:
-            return self.transform(sample)
-        return self.transform(sample, np.random.Generator(np.random.Philox(key=random_key)))
+    def _check_example(self, example: Any) -> None:
+        """Raise _NoExample for a value that cannot be collated."""
+        if example is None:
+            raise _NoExample(
+                "transform returned None, and each sample must give an example; "
+                "filter samples when they are packed (wdstrain convert tars --where)"
+            )
+        if self.collate_fn in _DEFAULT_COLLATE and not isinstance(example, Mapping):
+            raise _NoExample(
+                f"transform returned {type(example).__name__}; an example must be a dict of values "
+                "by name, or a value that your own collate_fn takes"
+            )
 
 
-def _decode_together(
-    field: Field,
-    data: BatchBytes,
-    column: Array | None,
-    bad: Mapping[int, BadSample],
-    draws: Draws,
-) -> set[int]:
-    """Decode plain JPEGs by one call of C. Returns the rows that are done.
-
-    Rows that fail here are decoded again one by one, which finds the reason.
-    """
-    if type(field) is not Image or column is None:  # a subclass of a user may decode differently
-        return set()
-    rows, images = [row for row in range(len(data)) if row not in bad], data.images(field.names)
-    with suppress(Exception):
-        return set() if images is None else field.read_rows(images, rows, column, draws)
-    return set()
+class _NoExample(Exception):
+    """A transform returned a value that is no example. The message gives the reason."""
 
 
-def _reason(error: Exception, view: memoryview | None) -> str:
+def _reason(error: Exception, view: memoryview) -> str:
     """Return why a value cannot be decoded."""
-    is_gzip = view is not None and bytes(view[:2]) == b"\x1f\x8b"
+    is_gzip = bytes(view[:2]) == b"\x1f\x8b"
     return f"{reason_of(error)}{'; it is gzip data: pack fields uncompressed' * is_gzip}"
 
 
@@ -231,10 +273,8 @@ def _stacked(values: list[Any]) -> Any:
 
 def _tensor(value: Any) -> Any:
     """Return arrays of numbers as tensors, anything else as it is."""
-    if not _is_numeric(value):
-        return value
     # torch takes no negative strides, and warns of read-only memory
-    return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    return torch.from_numpy(np.require(value, None, ["C", "W"])) if _is_numeric(value) else value
 
 
 def _is_numeric(value: Any) -> bool:
@@ -251,24 +291,8 @@ def _seed_globals(random_key: int) -> None:
     torch.default_generator.manual_seed(random_key)
 
 
-def _rejection(example: Any, collate_fn: Collate | None) -> str:
-    """Return the reason why an example cannot be collated; empty if it can."""
-    if example is None:
-        return _NO_EXAMPLE
-    if collate_fn in _DEFAULT_COLLATE and not isinstance(example, Mapping):
-        return (
-            f"transform returned {type(example).__name__}; an example must be a dict of values by "
-            "name, or a value that your own collate_fn takes"
-        )
-    return ""
-
-
-class _CollateError(Exception):
-    """The examples of a batch cannot be collated. The message gives the reason."""
-
-
 def _collate_examples(examples: list[Any], collate_fn: Collate | None) -> dict[str, Any]:
-    """Return the batch of these examples. Raises _CollateError."""
+    """Return the batch of these examples. Raises SampleError."""
     try:
         batch = (collate_fn or default_collate)(examples)
         if not isinstance(batch, Mapping):
@@ -277,12 +301,12 @@ def _collate_examples(examples: list[Any], collate_fn: Collate | None) -> dict[s
             )
         return dict(batch)
     except Exception as error:
-        if collate_fn not in _DEFAULT_COLLATE:
-            raise _CollateError(
-                f"collate_fn raised {type(error).__name__}: {reason_of(error)}"
-            ) from error
-        raise _CollateError(
-            f"the examples of this batch cannot be stacked: {reason_of(error).rstrip('. ')}. "
-            "Return values of one shape, or give the Loader a collate_fn, which makes a batch of "
-            "the list of its examples"
-        ) from error
+        reason = reason_of(error)
+        message = f"collate_fn raised {type(error).__name__}: {reason}"
+        if collate_fn in _DEFAULT_COLLATE:
+            message = (
+                f"the examples of this batch cannot be stacked: {reason.rstrip('. ')}. "
+                "Return values of one shape, or give the Loader a collate_fn, which makes a batch of "
+                "the list of its examples"
+            )
+        raise SampleError(message) from error

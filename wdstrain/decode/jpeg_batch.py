@@ -9,7 +9,6 @@ orientations and huge images, `wdstrain.decode.codecs` decides.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.codecs import (
+    FIRST_TRANSPOSED,
     Pixels,
     has_few_scans,
     resize,
     stored_box,
     upright,
-    upright_size,
 )
 from wdstrain.decode.formats import MAX_PIXELS
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
@@ -32,7 +31,6 @@ Ints = npt.NDArray[np.int64]
 
 # bytes of decoded regions that wait for resizing; with more they would leave the CPU cache
 _SCRATCH_BYTES = 1 << 20
-_of_thread = threading.local()
 
 
 class EncodedImages(NamedTuple):
@@ -46,18 +44,6 @@ class EncodedImages(NamedTuple):
         """Return a batch of one image, valid as long as `data` exists."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         return cls(np.array([address]), np.array([len(data)]))
-
-
-class _PlainImages(NamedTuple):
-    """The plain JPEGs of a batch: n images.
-
-    rows: int64[n], their rows. box: int32[n, 4], region to decode in the stored image (top, left,
-    height, width). orientation: int32[n].
-    """
-
-    rows: Ints
-    box: npt.NDArray[np.int32]
-    orientation: npt.NDArray[np.int32]
 
 
 def decode(
@@ -74,60 +60,79 @@ def decode(
 
     out: uint8[b, height, width, 3]. draws: float64[b, DRAWS].
     """
-    library, functions = kernels.library, kernels.libjpeg_turbo()
-    if library is None or functions is None or not out.flags.c_contiguous:
+    library, turbo = kernels.library, kernels.libjpeg_turbo()
+    if library is None or turbo is None or not out.flags.c_contiguous:
         return set()
-    plain = _find_plain(library, functions, images, rows, out.shape[1:3], augment, draws)
-    mirrored = (draws[plain.rows, FLIP_DRAW] < 0.5) & augment.flip
-    done = set[int]()
-    for i, pixels in _decode_regions(functions, images, plain, mirrored, out):
-        row = int(plain.rows[i])
-        if pixels is not None:
-            _finish(upright(pixels, int(plain.orientation[i])), out[row], bool(mirrored[i]))
-        augment.apply_policy(out[row], draws[row])
-        done.add(row)
+    plain = _plain_images(turbo, images, rows, out.shape[1:3], augment, draws)
+    row, box, orientation = plain[:, 0], plain[:, 1:5].astype(np.int32), plain[:, 5]
+    mirrored = (draws[row, FLIP_DRAW] < 0.5) & augment.flip
+    to, done = out.ctypes.data + row * out.strides[0], set[int]()
+    inputs = (images.address[row], images.size[row], box, orientation != 1, mirrored, to)
+    for i, pixels in _decode_regions(turbo, inputs, out.shape[1:3]):
+        target = out[row[i]]
+        if pixels.size:
+            _finish(upright(pixels, int(orientation[i])), target, bool(mirrored[i]))
+        augment.apply_policy(target, draws[row[i]])
+        done.add(int(row[i]))
     return done
 
 
-def _decode_regions(
-    functions: Any,
+def _plain_images(
+    turbo: Any,
     images: EncodedImages,
-    plain: _PlainImages,
-    mirrored: npt.NDArray[np.bool_],
-    out: Pixels,
-) -> Iterator[tuple[int, Pixels | None]]:
+    rows: Sequence[int],
+    size: tuple[int, ...],
+    augment: Augment,
+    draws: Draws,
+) -> Ints:
+    """Return the plain JPEGs of these rows, and the region to decode of each.
+
+    int64[n, 6]: row; top, left, height and width in the stored image; orientation.
+    """
+    address, length = images.address[rows], images.size[rows]
+    shapes, plain = np.zeros((len(rows), 3), np.int32), []
+    kernels.library.read_headers(
+        turbo, len(rows), address.ctypes.data, length.ctypes.data, shapes.ctypes.data
+    )
+    for row, data_size, shape in zip(rows, length.tolist(), shapes.tolist(), strict=True):
+        height, width, orientation = shape
+        pixels = height * width
+        if height > 0 and width > 0 and pixels <= MAX_PIXELS and has_few_scans(data_size, pixels):
+            upright_shape = (width, height) if orientation >= FIRST_TRANSPOSED else (height, width)
+            box = region(*upright_shape, size, augment, draws[row])
+            plain.append((row, *stored_box(box, height, width, orientation), orientation))
+    return np.array(plain, np.int64).reshape(-1, 6)
+
+
+def _decode_regions(
+    turbo: Any, inputs: tuple[npt.NDArray[Any], ...], size: tuple[int, ...]
+) -> Iterator[tuple[int, Pixels]]:
     """Yield the number of each decoded image, and its region as stored. Failed images are left out.
 
-    The pixels are valid until the next image is asked for; None: they are in `out`, complete.
+    The pixels are valid until the next image is asked for; none: they are in `out`, complete.
+    inputs: arrays of the six arguments of `decode_regions` in kernels.c that have a value for each
+    image. size: height and width of the final images.
     """
-    arrays = (
-        images.address[plain.rows],
-        images.size[plain.rows],
-        plain.box,
-        plain.orientation != 1,
-        mirrored,
-        out.ctypes.data + plain.rows * out.strides[0],
-    )
-    decoded, scratch, first = np.zeros((len(plain.rows), 5), np.int64), _scratch(), 0
-    while first < len(plain.rows):
-        count = kernels.library.decode_regions(
-            functions,
-            len(plain.rows) - first,
-            *(array[first:].ctypes.data for array in arrays),
-            *out.shape[1:3],
+    count, first, boxes = len(inputs[0]), 0, inputs[2].tolist()
+    decoded, scratch = np.zeros((count, 5), np.int64), np.empty(_SCRATCH_BYTES, np.uint8)
+    while first < count:
+        addresses = [array[first:].ctypes.data for array in (*inputs, decoded)]
+        stop = first + kernels.library.decode_regions(
+            turbo,
+            count - first,
+            *addresses[:-1],
+            *size,
             scratch.ctypes.data,
             len(scratch),
-            decoded[first:].ctypes.data,
+            addresses[-1],
         )
-        regions = decoded[first : first + count].tolist()
-        for i, (start, top, left, height, width) in enumerate(regions, first):
-            if height > 0:
+        for i in range(first, stop):
+            start, top, left, height, width = decoded[i].tolist()
+            if height >= 0:
                 pixels = scratch[start : start + height * width * 3].reshape(height, width, 3)
-                y, x, h, w = plain.box[i].tolist()
+                y, x, h, w = boxes[i]
                 yield i, pixels[y - top : y - top + h, x - left : x - left + w]
-            elif not height:
-                yield i, None
-        first += count
+        first = stop
 
 
 def _finish(pixels: Pixels, out: Pixels, mirrored: bool) -> None:
@@ -135,54 +140,8 @@ def _finish(pixels: Pixels, out: Pixels, mirrored: bool) -> None:
 
     Reversing the bytes of a row does both, in two thirds of the time of reversing its pixels.
     """
-    if not mirrored:
-        resize(pixels, out)
-        return
-    if pixels.shape != out.shape:
-        resized = np.empty(out.shape, np.uint8)
-        resize(pixels, resized)
-        pixels = resized
-    pixels = np.ascontiguousarray(pixels)
-    rows, row_bytes = out.shape[0], out.shape[1] * 3
-    kernels.library.reverse_rows(out.ctypes.data, pixels.ctypes.data, rows, row_bytes)
-
-
-def _scratch() -> Pixels:
-    """Return this thread's memory for decoded regions. uint8[bytes]"""
-    if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = np.empty(_SCRATCH_BYTES, np.uint8)
-    scratch: Pixels = _of_thread.scratch
-    return scratch
-
-
-def _find_plain(
-    library: Any,
-    functions: Any,
-    images: EncodedImages,
-    rows: Sequence[int],
-    size: tuple[int, ...],
-    augment: Augment,
-    draws: Draws,
-) -> _PlainImages:
-    """Return which of these rows are plain JPEGs, and the region to decode of each."""
-    address, length = images.address[rows], images.size[rows]
-    shapes = np.zeros((len(rows), 3), np.int32)
-    library.read_headers(
-        functions, len(rows), *(array.ctypes.data for array in (address, length, shapes))
-    )
-    plain, boxes, orientations = list[int](), [], []
-    for row, data_size, (height, width, orientation) in zip(
-        rows, length.tolist(), shapes.tolist(), strict=True
-    ):
-        pixels = height * width
-        if height > 0 and width > 0 and pixels <= MAX_PIXELS and has_few_scans(data_size, pixels):
-            shape = upright_size(height, width, orientation)
-            box = region(*shape, (size[0], size[1]), augment, draws[row])
-            boxes.append(stored_box(box, height, width, orientation))
-            plain.append(row)
-            orientations.append(orientation)
-    return _PlainImages(
-        np.array(plain, np.int64),
-        np.array(boxes, np.int32).reshape(-1, 4),
-        np.array(orientations, np.int32),
-    )
+    resized = np.empty(out.shape, np.uint8) if mirrored else out
+    resize(pixels, resized)
+    if mirrored:
+        height, width, _ = out.shape
+        kernels.library.reverse_rows(out.ctypes.data, resized.ctypes.data, height, width * 3)

@@ -37,8 +37,7 @@ class Mask:
         numbers = decode_mask(data)
         self._check(numbers)
         if out is not None and self.size is not None:
-            stored_height, stored_width = numbers.shape
-            box = region(stored_height, stored_width, self.size, self.augment, draws)
+            box = region(len(numbers), numbers.shape[1], self.size, self.augment, draws)
             top, left, height, width = box
             rows = top + _nearest(height, self.size[0])
             columns = left + _nearest(width, self.size[1])

@@ -33,19 +33,15 @@ def check_picklable(
     fields: Mapping[str, object] | None,
     functions: Mapping[str, object],
     method: str | None,
-    *,
-    instead: str = "num_workers=0, ",
 ) -> None:
     """Raise UsageError if a field or function cannot be sent to worker processes.
 
     functions: by the name of their option. method: start method; None for Python's default.
-    instead: alternative that the message suggests.
     """
     method = multiprocessing.get_context(method).get_start_method()
     if method == "fork":
         return
     parts = {f"fields[{name!r}]": field for name, field in (fields or {}).items()} | {**functions}
-    before = starting.get_spawning_popen()
     starting.set_spawning_popen(_NoProcess())  # type: ignore[arg-type]
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -56,11 +52,11 @@ def check_picklable(
         reason = str(error).rstrip(".") or type(error).__name__
         raise UsageError(
             f"{name} cannot be sent to worker processes, which {method} starts: {reason}. Use "
-            f"{instead}a function or class at the top of a .py file that you import, or "
+            f"num_workers=0, a function or class at the top of a .py file that you import, or "
             f"multiprocessing_context='fork'."
         ) from None
     finally:
-        starting.set_spawning_popen(before)
+        starting.set_spawning_popen(None)
 
 
 class _CheckingPickler(ForkingPickler):
@@ -69,18 +65,13 @@ class _CheckingPickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):  # torch would move it to shared memory
             return int, ()
-        if isinstance(obj, _PICKLED_BY_NAME):
-            kind, name = "class" if isinstance(obj, type) else "function", obj.__qualname__
-            shown = "a lambda" if name.endswith("<lambda>") else f"the {kind} {obj.__name__!r}"
-            if obj.__module__ == "__main__" and not _can_import_main():
-                raise PicklingError(
-                    f"{shown} is of a notebook, a prompt or python -c, from where they cannot "
-                    f"import it"
-                )
-            if "<" in name:
-                raise PicklingError(
-                    f"{shown} is not at the top of a module, from where they could import it"
-                )
+        is_by_name = isinstance(obj, _PICKLED_BY_NAME) and obj.__module__ == "__main__"
+        if is_by_name and not _can_import_main():
+            name = f"the {'class' if isinstance(obj, type) else 'function'} {obj.__name__!r}"
+            raise PicklingError(
+                f"{'a lambda' if obj.__name__ == '<lambda>' else name} is of a notebook, a prompt or "
+                f"python -c, from where they cannot import it"
+            )
         return NotImplemented
 
 

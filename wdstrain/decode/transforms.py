@@ -12,7 +12,7 @@ and draws are those of torchvision. Pixels that come in from outside the image a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,7 @@ DRAWS = _POLICY_DRAWS + _DRAWS_OF_POLICY  # random numbers of one sample, in [0,
 
 SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image
 RATIO = (3 / 4, 4 / 3)  # width / height of a random crop
-Operation = Callable[[Image.Image, float], Image.Image]
-Range = Callable[[float], float]  # strength, 0 to 1 -> magnitude
-
+Operation = Callable[[Image.Image, float], Image.Image]  # (image, magnitude) -> image
 
 _BINS = 31  # magnitudes, from none to the largest
 _RAND_AUGMENT_STRENGTH = 9 / (_BINS - 1)
@@ -93,11 +91,6 @@ class Augment:
             "rrc" in words, "flip" in words, "".join(policies), scale, ratio, float(crop_pct)
         )
 
-    @property
-    def is_random(self) -> bool:
-        """Whether images differ between epochs."""
-        return self.rrc or self.flip or bool(self.policy)
-
     def without_randomness(self) -> Augment:
         """Return the augmentation for validation, with the same center crop."""
         return Augment(crop_pct=self.crop_pct)
@@ -120,7 +113,7 @@ def check_range(name: str, value: object) -> tuple[float, float]:
     raise UsageError(f"{name}={value!r}: must be (low, high) with 0 < low <= high and high {rule}.")
 
 
-def region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws) -> Box:
+def region(height: int, width: int, size: tuple[int, ...], augment: Augment, draws: Draws) -> Box:
     """Return the region of an image that is resized to `size` (height, width).
 
     With rrc a random crop, else a region in the center with the aspect ratio of `size`.
@@ -216,42 +209,32 @@ def _fallback_crop(height: int, width: int, ratio: tuple[float, float]) -> Box:
     return center_crop(height, width, min(max(width / height, ratio[0]), ratio[1]))
 
 
-def trivial_augment(image: Image.Image, draws: Draws) -> Image.Image:
-    """Return the image after one operation of random magnitude. draws: float64[4] in [0, 1)."""
-    name = _pick(TRIVIAL_AUGMENT_RANGES, draws[0])
+def _trivial_augment(image: Image.Image, draws: Draws) -> Image.Image:
+    """Return the image after one operation of random strength. draws: float64[4] in [0, 1)."""
     strength = int(draws[1] * _BINS) / (_BINS - 1)
-    magnitude = TRIVIAL_AUGMENT_RANGES[name](strength)
-    return apply(image, name, _signed(name, magnitude, draws[2]))
+    return _changed(image, draws[0], draws[2], strength, _WIDE)
 
 
-def rand_augment(image: Image.Image, draws: Draws) -> Image.Image:
-    """Return the image after two operations of magnitude 9. draws: float64[4] in [0, 1)."""
-    for turn in range(2):
-        name = _pick(_RAND_AUGMENT_RANGES, draws[2 * turn])
-        magnitude = _RAND_AUGMENT_RANGES[name](_RAND_AUGMENT_STRENGTH)
-        if name.startswith("Translate"):
-            side = image.size[0 if name == "TranslateX" else 1]
-            magnitude = _RAND_AUGMENT_STRENGTH * side * _MAX_TRANSLATION
-        image = apply(image, name, _signed(name, magnitude, draws[2 * turn + 1]))
+def _rand_augment(image: Image.Image, draws: Draws) -> Image.Image:
+    """Return the image after two operations of strength 9 of 31. draws: float64[4] in [0, 1)."""
+    x, y = (side * _MAX_TRANSLATION for side in image.size)
+    largest = _magnitudes(slope=0.3, x=x, y=y, degrees=30, factor=0.9, bits=4)
+    for pick, sign in draws.reshape(2, 2):
+        image = _changed(image, pick, sign, _RAND_AUGMENT_STRENGTH, largest)
     return image
 
 
-def apply(image: Image.Image, name: str, magnitude: float) -> Image.Image:
-    """Return an RGB image after one operation.
+def _changed(
+    image: Image.Image, pick: float, sign: float, strength: float, largest: Sequence[float]
+) -> Image.Image:
+    """Return the image after one operation, which `pick` chooses.
 
-    magnitude: slope (Shear), pixels (Translate), degrees (Rotate), factor - 1 (Brightness, Color,
-    Contrast, Sharpness), bits (Posterize), or level (Solarize).
+    strength: share of the largest magnitude, 0 to 1. An operation with a direction takes the
+    opposite one half of the time, by `sign`.
     """
-    return _OPERATIONS[name](image, magnitude)
-
-
-def _pick(ranges: Mapping[str, Range], draw: float) -> str:
-    return list(ranges)[int(draw * len(ranges))]
-
-
-def _signed(name: str, magnitude: float, draw: float) -> float:
-    """Return the magnitude, negated half of the time if the operation has a direction."""
-    return -magnitude if draw < 0.5 and name in SIGNED else magnitude
+    number = int(pick * len(_OPERATIONS))
+    operation, magnitude = _OPERATIONS[number], strength * largest[number]
+    return operation(image, -magnitude if sign < 0.5 and number in _SIGNED else magnitude)
 
 
 def _affine(
@@ -264,71 +247,33 @@ def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     return lambda image, magnitude: kind(image).enhance(1 + magnitude)
 
 
-_OPERATIONS: dict[str, Operation] = {
-    "Identity": lambda image, _: image,
-    "ShearX": lambda image, m: _affine(image, (1, m, 0, 0, 1, 0)),
-    "ShearY": lambda image, m: _affine(image, (1, 0, 0, m, 1, 0)),
-    "TranslateX": lambda image, m: _affine(image, (1, 0, -int(m), 0, 1, 0)),
-    "TranslateY": lambda image, m: _affine(image, (1, 0, 0, 0, 1, -int(m))),
-    "Rotate": lambda image, m: image.rotate(m, Image.Resampling.NEAREST),
-    "Brightness": _enhance(ImageEnhance.Brightness),
-    "Color": _enhance(ImageEnhance.Color),
-    "Contrast": _enhance(ImageEnhance.Contrast),
-    "Sharpness": _enhance(ImageEnhance.Sharpness),
-    "Posterize": lambda image, m: ImageOps.posterize(image, int(m)),
-    "Solarize": lambda image, m: ImageOps.solarize(image, math.ceil(m)),
-    "AutoContrast": lambda image, _: ImageOps.autocontrast(image),
-    "Equalize": lambda image, _: ImageOps.equalize(image),
-}
-SIGNED = frozenset(  # operations with a direction
-    [
-        "ShearX",
-        "ShearY",
-        "TranslateX",
-        "TranslateY",
-        "Rotate",
-        "Brightness",
-        "Color",
-        "Contrast",
-        "Sharpness",
-    ]
+# in the order in which torchvision draws them: identity, shears, translations, rotation, brightness,
+# color, contrast, sharpness, posterize, solarize, autocontrast, equalize
+_OPERATIONS: tuple[Operation, ...] = (
+    lambda image, _: image,
+    lambda image, m: _affine(image, (1, m, 0, 0, 1, 0)),
+    lambda image, m: _affine(image, (1, 0, 0, m, 1, 0)),
+    lambda image, m: _affine(image, (1, 0, -int(m), 0, 1, 0)),
+    lambda image, m: _affine(image, (1, 0, 0, 0, 1, -int(m))),
+    lambda image, m: image.rotate(m, Image.Resampling.NEAREST),
+    _enhance(ImageEnhance.Brightness),
+    _enhance(ImageEnhance.Color),
+    _enhance(ImageEnhance.Contrast),
+    _enhance(ImageEnhance.Sharpness),
+    lambda image, m: ImageOps.posterize(image, 8 - round(m)),
+    lambda image, m: ImageOps.solarize(image, math.ceil(255 - m)),
+    lambda image, _: ImageOps.autocontrast(image),
+    lambda image, _: ImageOps.equalize(image),
 )
+_SIGNED = range(1, 10)  # operations with a direction: shears to sharpness
 
 
-def _up_to(largest: float) -> Range:
-    return lambda strength: strength * largest
+def _magnitudes(
+    slope: float, x: float, y: float, degrees: float, factor: float, bits: int
+) -> tuple[float, ...]:
+    """Return the largest magnitude of each operation. x, y: of translations, in pixels."""
+    return (0, slope, slope, x, y, degrees, factor, factor, factor, factor, bits, 255, 0, 0)
 
 
-def _ranges(
-    slope: float, pixels: float, degrees: float, factor: float, bits: int
-) -> dict[str, Range]:
-    """Return the magnitude of each operation by strength. Arguments: the largest magnitudes.
-
-    The order of the operations decides which random number picks which.
-    """
-    return {
-        "Identity": _up_to(0),
-        "ShearX": _up_to(slope),
-        "ShearY": _up_to(slope),
-        "TranslateX": _up_to(pixels),
-        "TranslateY": _up_to(pixels),
-        "Rotate": _up_to(degrees),
-        "Brightness": _up_to(factor),
-        "Color": _up_to(factor),
-        "Contrast": _up_to(factor),
-        "Sharpness": _up_to(factor),
-        "Posterize": lambda strength: 8 - round(strength * bits),
-        "Solarize": lambda strength: 255 - strength * 255,
-        "AutoContrast": _up_to(0),
-        "Equalize": _up_to(0),
-    }
-
-
-TRIVIAL_AUGMENT_RANGES = _ranges(slope=0.99, pixels=32, degrees=135, factor=0.99, bits=6)
-# translations are a share of the image's side; see `rand_augment`
-_RAND_AUGMENT_RANGES = _ranges(slope=0.3, pixels=0, degrees=30, factor=0.9, bits=4)
-
-_POLICIES = {
-    "trivialaugment": trivial_augment,
-    "randaugment": rand_augment,
-}
+_WIDE = _magnitudes(slope=0.99, x=32, y=32, degrees=135, factor=0.99, bits=6)
+_POLICIES = {"trivialaugment": _trivial_augment, "randaugment": _rand_augment}

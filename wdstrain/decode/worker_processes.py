@@ -1,42 +1,62 @@
-"""Decoders in worker processes, those of a torch DataLoader.
+"""The pool of worker processes, those of a torch DataLoader, and what they share with this process.
 
-The tasks are the DataLoader's sampler, which runs in this process. The decoder is its data set.
+Messages are the DataLoader's sampler, which runs in this process. The decoder is its data set.
 Torch therefore handles dead workers, start methods and shutdown.
 
 By default torch gives tasks to the workers by turns. A worker on a busy core then holds all others
-back. Here the next idle worker gets the next task (`in_order=False`, from torch 2.7 on), and this
-module restores the order.
+back. Here the next idle worker gets the next message (`in_order=False`, from torch 2.7 on), and
+`Pool` restores the order.
+
+A `multiprocessing.Queue` leaves every write to a thread. In a worker that thread and the decoder
+then compete for the GIL at every image. Its locks also do not survive a Ctrl-C or the death of a
+worker: the next process that takes the lock waits forever. The queue and the event here have the
+methods that the DataLoader calls, and neither threads nor locks. A message lies in anonymous shared
+memory, and only its number goes through a queue.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import ContextDecorator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator, suppress
+from functools import partial
 from itertools import islice
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd, ForkingPickler
+from queue import Empty
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
-from wdstrain.decode.worker_queues import MessageMemory, interruptible_context
-from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits
+from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits, Pool
 from wdstrain.errors import WdstrainError
+from wdstrain.memory import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
-_Item = tuple[int, int]  # number of a message, and its parts in the memory
+_Item = tuple[int, int]  # number of a message, and of its parts in the memory
+
+_PLACE_BYTES = 1 << 36  # address space of a message; memory is taken as it is written
+_MOST_BUFFERS = 1024  # of one system call
+# A larger tensor is sent by torch, as a file in memory of its own: that takes 0.1 ms, and copies
+# nothing in the thread that takes the batches.
+_MOST_COPIED = 1 << 20
 
 
-class WorkerProcesses:
+class WorkerProcesses(Pool):
     """Worker processes that decode. They start with the first task and live until `close`.
 
     Five private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
@@ -46,161 +66,121 @@ class WorkerProcesses:
 
     def __init__(self, decoder: Decoder, limits: InFlightLimits, context: str | None) -> None:
         """context: start method; None: Python's default."""
-        self.count = limits.decoders
-        self._decoder, self._limits, self._context = decoder, limits, context
-        self._sampler, self._memory = _NextItem(), MessageMemory()
+        super().__init__(decoder, limits)
+        self._context, self._sampler, self._memory = (
+            context,
+            _NextItem(),
+            MessageMemory(limits.messages),
+        )
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None  # of the DataLoader
         _instances.add(self)
-
-    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Yield the results of a new stream of tasks, in their order.
-
-        The DataLoader first waits for the tasks in flight of an earlier stream, and drops them.
-        `tasks` is advanced in the thread that takes the results.
-        """
-        sent = taken = 0  # messages
-        answers: dict[int, int] = {}  # parts of the results that wait for their turn, by message
-        with WorkerDeathsAsErrors():
-            iterator, most = self._begin(), self._limits.messages
-            while True:
-                while sent - taken < most and sent - taken - len(answers) < PREFETCH * self.count:
-                    # The loop waits for the first messages, so they have one task each.
-                    is_first = sent < PREFETCH * self.count
-                    count = 1 if is_first else self._limits.batches_per_message
-                    message = list(islice(tasks, count))
-                    if not message:
-                        break
-                    self._sampler.item = sent, self._memory.write(sent % most, message)
-                    # The DataLoader asks the sampler again only after a further answer. If none is
-                    # under way, the loop would wait forever.
-                    iterator._try_put_index()
-                    sent += 1
-                if taken in answers:
-                    results = self._memory.read(taken % most, answers.pop(taken))
-                    taken += 1
-                    yield from results
-                elif taken < sent:
-                    number, parts = next(iterator)
-                    answers[number] = parts
-                else:
-                    return
 
     def describe(self) -> str:
         """Return the process ids of the workers, and how to get their stacks."""
         pids = " ".join(str(process.pid) for process in self._processes)
         return f"worker processes {pids}. To print their Python stacks: kill -USR2 {pids}"
 
-    def leave(self) -> None:
-        """Leave the workers alone in a forked child: they belong to the parent.
-
-        Torch would end them when the child drops its iterator, and multiprocessing when the child
-        exits. The parent's loop would then wait forever.
-        """
-        if self._iterator is not None:
-            self._iterator._shutdown = True
-        process_module: Any = multiprocessing.process
-        process_module._children.difference_update(self._processes)
-
     def close(self) -> None:
         """End the workers; a worker that does not answer is killed."""
         # A traceback may hold the iterator. Dropping it would then not end the workers: they would
         # wait for tasks, and the exit of this process for them.
         iterator, self._iterator, self._loader = self._iterator, None, None
+        end = time.monotonic()
         with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
             if iterator is not None:
                 # Torch waits 5 s for one worker after another, if their transforms hang.
+                end += END_SECONDS
                 iterator._workers_done_event.set()
                 for queue in iterator._index_queues:
                     queue.put(None)
-                end = time.monotonic() + END_SECONDS
-                for worker in self._processes:
+            for worker in self._processes:
+                if worker.pid is not None:
                     worker.join(max(0.0, end - time.monotonic()))
-            # A worker that is stopped or hangs ignores torch's request and its SIGTERM. The exit of
-            # this process would wait for it.
-            self._kill()
+                    # A worker that is stopped or hangs ignores torch's request and its SIGTERM, for
+                    # which it may have a handler. The exit of this process would wait for it.
+                    worker.kill()
+                    worker.join()
+            self._processes.clear()
             if iterator is not None:
                 iterator._shutdown_workers()
 
-    def _begin(self) -> Any:
-        """Start the workers, unless they run, and return the DataLoader's iterator."""
+    def _begin(self) -> None:
+        """Start the workers. If they run, wait for their tasks, and drop the results."""
         if self._loader is not None:
-            return iter(self._loader)
+            iter(self._loader)
+            return
         try:
             with DeferSignals():  # hooks of Python around a fork would swallow a Ctrl-C
-                self._loader = self._new_loader()
+                context = multiprocessing.get_context(self._context)
+                self._loader = DataLoader(
+                    _DecodingDataset(self._decoder, self._memory),
+                    batch_size=None,  # a message has whole batches
+                    sampler=self._sampler,
+                    num_workers=self.count,
+                    prefetch_factor=PREFETCH,
+                    persistent_workers=True,
+                    in_order=torch.__version__ < "2.7",
+                    worker_init_fn=_begin_worker,
+                    multiprocessing_context=interruptible_context(context, self._processes),
+                    generator=torch.Generator(),  # so that torch's global one does not advance
+                )
                 self._iterator = iter(self._loader)
         except BaseException:
-            if self._iterator is None:  # only the iterator, which was not returned, ends workers
-                self.close()
+            self.close()
             raise
-        return self._iterator
 
-    def _new_loader(self) -> DataLoader[Any]:
-        """Return a DataLoader whose workers decode messages. They start with its iterator."""
-        context = multiprocessing.get_context(self._context)
-        return DataLoader(
-            _DecodingDataset(self._decoder, self._memory, self._limits.messages),
-            batch_size=None,  # a message has whole batches
-            sampler=self._sampler,
-            num_workers=self.count,
-            prefetch_factor=PREFETCH,
-            persistent_workers=True,
-            in_order=torch.__version__ < "2.7",
-            worker_init_fn=_begin_worker,
-            multiprocessing_context=interruptible_context(context, self._processes),
-            generator=torch.Generator(),  # so that torch's global generator does not advance
-        )
+    def _send(self, number: int, tasks: list[Task]) -> None:
+        self._sampler.item = self._memory.write(number, tasks)
+        # The DataLoader asks the sampler again only after a further answer. If none is under way,
+        # the loop would wait forever.
+        self._iterator._try_put_index()
 
-    def _kill(self) -> None:
-        """Kill the workers that are alive. Not by SIGTERM: workers inherit a program's handler."""
-        for worker in self._processes:
-            if worker.pid is not None and worker.is_alive():
-                worker.kill()
-                worker.join()
-        self._processes.clear()
+    def _receive(self) -> tuple[int, list[Result]]:
+        item = next(self._iterator)
+        return item[0], self._memory.read(item)
 
 
 _instances: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
 
 
-def _leave_all() -> None:
-    for processes in list(_instances):
-        processes.leave()
+def _leave_workers() -> None:
+    """Leave the workers alone in a forked child: they belong to the parent.
 
-
-os.register_at_fork(after_in_child=_leave_all)
-
-
-def worker_death_error(error: RuntimeError) -> WdstrainError | None:
-    """Return an error that explains the death of a worker process; None for any other error.
-
-    Torch raises it from a signal handler, wherever the main thread is. Mostly that is while it
-    waits for a batch, but it can also be the loop's own code.
+    Torch would end them when the child drops its iterator, and multiprocessing when the child exits.
+    The parent's loop would then wait forever.
     """
-    if "DataLoader worker" not in str(error):
-        return None
-    reason = str(error).splitlines()[0].rstrip(". ")
-    return WdstrainError(
-        f"a worker process of the loader died ({reason}). If the system killed it for memory, "
-        f"lower num_workers or batch_size; the output of dmesg says so."
-    )
+    process_module: Any = multiprocessing.process
+    for pool in list(_instances):
+        if pool._iterator is not None:
+            pool._iterator._shutdown = True
+        process_module._children.difference_update(pool._processes)
+
+
+os.register_at_fork(after_in_child=_leave_workers)
 
 
 class WorkerDeathsAsErrors(ContextDecorator):
-    """Context manager and decorator that explains the death of a worker process.
+    """Context manager and decorator that explains the death of a worker process: a WdstrainError.
+
+    Torch raises a RuntimeError from a signal handler, wherever the main thread is. Mostly that is
+    while it waits for a batch, but it can also be the loop's own code.
 
     Not a generator: through a generator, Python 3.10 keeps an exception with all frames that it
     passed until the garbage collector runs.
     """
 
     def __enter__(self) -> None:
-        pass
+        """Begin."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
-            raise death from error
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            reason = str(error).splitlines()[0].rstrip(". ")
+            raise WdstrainError(
+                f"a worker process of the loader died ({reason}). If the system killed it for "
+                f"memory, lower num_workers or batch_size; the output of dmesg says so."
+            ) from error
 
 
 class _NextItem(Iterator[_Item]):
@@ -209,9 +189,9 @@ class _NextItem(Iterator[_Item]):
     item: _Item | None = None
 
     def __next__(self) -> _Item:
-        item, self.item = self.item, None
-        if item is None:
+        if self.item is None:
             raise StopIteration
+        item, self.item = self.item, None
         return item
 
 
@@ -221,21 +201,19 @@ class _DecodingDataset(Dataset[_Item]):
     The results replace the tasks in the memory.
     """
 
-    def __init__(self, decoder: Decoder, memory: MessageMemory, places: int) -> None:
-        self._decoder, self._memory, self._places = decoder, memory, places
+    def __init__(self, decoder: Decoder, memory: MessageMemory) -> None:
+        self._decoder, self._memory = decoder, memory
 
     def __getitem__(self, item: _Item) -> _Item:
-        number, parts = item
-        place = number % self._places
-        tasks: list[Task] = self._memory.read(place, parts)
-        results = [self._decoder(task, own_process=True) for task in tasks]
+        results = [self._decoder(task, own_process=True) for task in self._memory.read(item)]
         try:
-            return number, self._memory.write(place, results)
+            return self._memory.write(item[0], results)
         except Exception as error:  # any type, depending on the object that cannot be pickled
             reason = f"an example cannot be sent from a worker process ({error}). Use num_workers=0"
             bad = [BadSample(0, "", reason)]
-            failed = [result._replace(values={}, bad=bad) for result in results]
-            return number, self._memory.write(place, failed)
+            return self._memory.write(
+                item[0], [result._replace(values={}, bad=bad) for result in results]
+            )
 
 
 def _begin_worker(_: int) -> None:
@@ -244,3 +222,121 @@ def _begin_worker(_: int) -> None:
     faulthandler.register(
         signal.SIGUSR2, file=2, all_threads=False
     )  # not sys.stderr: a notebook's has no descriptor
+
+
+class MessageMemory:
+    """Messages in anonymous memory, with numbers. Each has a place, which later messages reuse."""
+
+    def __init__(self, places: int, handle: Any = None) -> None:
+        """places: message `places` takes the place of message 0, and so on.
+
+        handle: of memory that another process made; None: new memory.
+        """
+        self._places = places
+        self._fd = os.memfd_create("wdstrain-messages") if handle is None else handle.detach()
+        weakref.finalize(self, os.close, self._fd)
+
+    def write(self, number: int, message: object) -> _Item:
+        """Write a message, and return the item to read it. Raises what pickling raises."""
+        head, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _MessagePickler(head, 5, True, buffers.append).dump(message)
+        parts = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        sizes = np.array([part.nbytes for part in parts])
+        self._transfer(os.pwritev, number, [sizes.view(np.uint8), *parts])
+        return number, len(parts)
+
+    def read(self, item: _Item) -> Any:
+        """Return a copy of the message of an item."""
+        number, parts = item
+        sizes = np.empty(parts, np.int64)
+        self._transfer(os.preadv, number, [sizes.view(np.uint8)])
+        buffers: list[Any] = [np.empty(size, np.uint8) for size in sizes.tolist()]
+        self._transfer(os.preadv, number, [sizes.view(np.uint8), *buffers])
+        return pickle.loads(buffers[0], buffers=buffers[1:])
+
+    def _transfer(self, call: Callable[..., int], number: int, buffers: Iterable[Any]) -> None:
+        """Read or write buffers of bytes one after another, from the start of a message's place."""
+        parts = deque(memoryview(buffer) for buffer in buffers)
+        offset = number % self._places * _PLACE_BYTES
+        while parts:
+            count = call(self._fd, list(islice(parts, _MOST_BUFFERS)), offset)
+            offset += count
+            while parts and count >= parts[0].nbytes:
+                count -= parts.popleft().nbytes
+            if count:
+                parts[0] = parts[0][count:]
+
+    def __reduce__(self) -> tuple[type[MessageMemory], tuple[int, Any]]:
+        return MessageMemory, (self._places, DupFd(self._fd))
+
+
+class _MessagePickler(ForkingPickler):
+    """Pickler that sends tensors as NumPy arrays, unless they are large or NumPy has no such array."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.nbytes <= _MOST_COPIED:
+            with suppress(TypeError, RuntimeError):
+                return torch.from_numpy, (obj.numpy(),)
+        return NotImplemented
+
+
+class MessageQueue:
+    """Queue from any number of processes to one process, through a pipe.
+
+    Linux writes as a whole what has room in a pipe. The numbers of all messages in flight do, so
+    `put` does not wait, and a Ctrl-C or a kill leaves no half of a number.
+    """
+
+    def __init__(self, context: BaseContext) -> None:
+        self._reader, self._writer = context.Pipe(duplex=False)
+
+    def put(self, item: object) -> None:
+        """Send an item.
+
+        The garbage collector may close the pipe before it finalizes the DataLoader's iterator. The
+        iterator then asks workers to end that have ended already.
+        """
+        if not self._writer.closed:
+            self._writer.send_bytes(ForkingPickler.dumps(item))
+
+    def get(self, timeout: float) -> Any:
+        """Return the next item. Raises queue.Empty if there is none within `timeout` seconds."""
+        if not self._reader.poll(timeout):
+            raise Empty
+        return self._reader.recv()
+
+    def close(self) -> None:
+        """Do nothing. The DataLoader calls this; the pipe is closed when the queue is freed."""
+
+    def cancel_join_thread(self) -> None:
+        """Do nothing. The DataLoader calls this; the exit of a process never waits for items."""
+
+
+class EndEvent:
+    """Event that tells workers to end.
+
+    The event of multiprocessing has a lock. A worker that is killed while it checks the event
+    leaves the lock locked, and the process that sets the event then waits forever.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Memory(1)
+
+    def set(self) -> None:
+        """Set the event."""
+        self._memory.view[0] = 1
+
+    def is_set(self) -> bool:
+        """Return whether the event is set."""
+        return self._memory.view[0] == 1
+
+
+def interruptible_context(context: BaseContext, started: list[BaseProcess]) -> BaseContext:
+    """Return a copy of a start context for the DataLoader, with the queues and events above.
+
+    started: gets every process that the context starts.
+    """
+    changed = child_process.recording_context(context, started)
+    changed.Queue = partial(MessageQueue, context)  # type: ignore[method-assign, assignment]
+    changed.Event = EndEvent  # type: ignore[method-assign, assignment]
+    return changed

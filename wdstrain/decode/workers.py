@@ -1,19 +1,19 @@
-"""Decoder threads, and the limits for batches in flight.
+"""Pools of decoders: batches in flight, their order and their limits; decoder threads.
 
-`worker_processes` has the decoders that run in worker processes. Batches in flight are being
-decoded, waiting to be, or ready before their turn. They are bounded by cores and by bytes: many
-cores or large batches must not fill the memory.
+`worker_processes` has the pool of worker processes. Batches in flight are being decoded, waiting to
+be, or ready before their turn. They are bounded by cores and by bytes: many cores or large batches
+must not fill the memory.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +23,10 @@ from wdstrain.runtime.machine import cores, memory, processes
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
 
-_ResultBox = SimpleQueue["Result | BaseException"]  # of one task
+_Message = tuple[int, list[Task]]  # number and tasks
+_Answer = tuple[int, list[Any]]  # number of the message and its results, or -1 and an error
 
-PREFETCH = 2  # messages that a worker process has at a time; batches in flight per thread
+PREFETCH = 2  # messages that a decoder has at a time
 _MEMORY_SHARE = 16  # batches in flight may take 1/16 of the memory
 _MIN_BYTES = 256 << 20  # that they may take on any machine
 # limits for one message: samples, batches, bytes
@@ -36,15 +37,18 @@ END_SECONDS = 5.0  # `close` waits no longer for threads and workers: a transfor
 class InFlightLimits(NamedTuple):
     """Limits for batches in flight.
 
-    batches: most batches in flight. decoders: number of threads or processes; 0 for the thread that
-    takes the results. messages: most messages in flight to and from worker processes; 0 for threads.
-    batches_per_message: most batches in one message.
+    messages: most messages that were sent, and whose results were not taken. decoders: number of
+    threads or processes; 0 for the thread that takes the results. batches_per_message: at most.
     """
 
-    batches: int
+    messages: int
     decoders: int
-    messages: int = 0
     batches_per_message: int = 1
+
+    @property
+    def batches(self) -> int:
+        """Most batches in flight: all but one of the last message that was taken are, too."""
+        return (self.messages + 1) * self.batches_per_message - 1
 
 
 def in_flight_limits(
@@ -56,34 +60,75 @@ def in_flight_limits(
     """
     limit = max(_MIN_BYTES, memory() // processes() // _MEMORY_SHARE)
     fits = limit // max(1, int(slot_bytes + read_bytes))
-    if not num_workers:
-        return of_threads(cores(), fits)
     batches_per_message = min(
         _MESSAGE_SAMPLES // batch_size, _MESSAGE_BATCHES, _MESSAGE_BYTES // max(1, slot_bytes)
     )
-    return of_processes(num_workers, cores(), fits, max(1, batches_per_message))
+    return limits_of(num_workers, cores(), fits, max(1, batches_per_message))
 
 
-def of_threads(cores: int, fits: int) -> InFlightLimits:
-    """Return the limits for a thread per core. fits: batches that fit in memory."""
-    batches = max(2, min(PREFETCH * cores, fits))
-    return InFlightLimits(batches, min(cores, batches))
+def limits_of(num_workers: int, cores: int, fits: int, batches_per_message: int) -> InFlightLimits:
+    """Return the limits for a machine. fits: batches that fit in memory.
 
-
-def of_processes(count: int, cores: int, fits: int, batches_per_message: int) -> InFlightLimits:
-    """Return the limits for `count` worker processes. fits: batches that fit in memory.
-
-    Each worker has a message, each busy core has another that waits. Half a message per busy core
-    is ready before its turn: without it a slightly slower worker would hold up the others.
+    Without workers there is a thread per core. Each worker has a message, each busy core has another
+    that waits. Half a message per busy core is ready before its turn: without it a slightly slower
+    worker would hold up the others.
     """
-    busy = min(count, cores)
-    wanted = count + (PREFETCH - 1) * busy + max(2, busy // 2)
-    messages = max(count + 1, min(wanted, fits // batches_per_message))
-    batches = (messages + 1) * batches_per_message - 1
-    return InFlightLimits(batches, count, messages, batches_per_message)
+    if not num_workers:
+        batches = max(2, min(PREFETCH * cores, fits))
+        return InFlightLimits(batches, min(cores, batches))
+    busy = min(num_workers, cores)
+    wanted = num_workers + (PREFETCH - 1) * busy + max(2, busy // 2)
+    messages = max(num_workers + 1, min(wanted, fits // batches_per_message))
+    return InFlightLimits(messages, num_workers, batches_per_message)
 
 
-class DecoderThreads:
+class Pool(ABC):
+    """Decoders that work at the same time. Idle ones take the next message. count: of decoders."""
+
+    def __init__(self, decoder: Decoder, limits: InFlightLimits) -> None:
+        self._decoder, self._limits, self.count = decoder, limits, max(1, limits.decoders)
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """Yield the results of a new stream of tasks, in their order.
+
+        `tasks` is advanced in the thread that takes the results. No task of an earlier stream is
+        in flight then.
+        """
+        self._begin()
+        sent = taken = 0  # messages
+        answers: dict[int, list[Result]] = {}  # that wait for their turn, by number of the message
+        most, _, most_batches = self._limits
+        at_decoders = PREFETCH * self.count
+        while True:
+            while sent - taken < most and sent - taken - len(answers) < at_decoders:
+                # The loop waits for the first messages, so they have one task each.
+                message = list(islice(tasks, 1 if sent < at_decoders else most_batches))
+                if not message:
+                    break
+                self._send(sent, message)
+                sent += 1
+            if taken in answers:
+                taken += 1
+                yield from answers.pop(taken - 1)
+            elif taken < sent:
+                answers.update([self._receive()])
+            else:
+                return
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start the decoders, or wait for the tasks of an earlier stream and drop their results."""
+
+    @abstractmethod
+    def _send(self, number: int, tasks: list[Task]) -> None:
+        """Give a message to the decoders, without waiting."""
+
+    @abstractmethod
+    def _receive(self) -> _Answer:
+        """Wait for the next answer. Raises the error of a decoder."""
+
+
+class DecoderThreads(Pool):
     """Decoder threads, one per core as far as memory allows. For num_workers=0.
 
     An executor of the standard library will not do: its futures are Conditions, and a Ctrl-C can
@@ -91,33 +136,13 @@ class DecoderThreads:
     """
 
     def __init__(self, decoder: Decoder, limits: InFlightLimits) -> None:
-        self._decoder, self._limits = decoder, limits
-        self.count = max(1, limits.decoders)
+        super().__init__(decoder, limits)
         self._threads: list[threading.Thread] = []
-        self._todo: SimpleQueue[tuple[Task, _ResultBox] | None] = SimpleQueue()
-        self._boxes: deque[_ResultBox] = deque()  # of the tasks in flight, in order
+        self._todo, self._done = SimpleQueue[_Message | None](), SimpleQueue[_Answer]()
+        self._is_closed = False
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Yield the results of a new stream of tasks, in their order.
-
-        `tasks` is advanced in the thread that takes the results. The threads are new, so nothing of
-        an earlier stream is in flight.
-        """
-        if not self._limits.decoders:
-            yield from map(self._decoder, tasks)
-            return
-        self.close()
-        for thread in self._threads:  # they may still write to a slot
-            thread.join()
-        self._start()
-        for task in tasks:
-            box = _ResultBox()
-            self._boxes.append(box)
-            self._todo.put((task, box))
-            if len(self._boxes) == self._limits.batches:
-                yield self._next_result()
-        while self._boxes:
-            yield self._next_result()
+        return super().run(tasks) if self._limits.decoders else map(self._decoder, tasks)
 
     def describe(self) -> str:
         """Return the stacks of the threads."""
@@ -131,61 +156,57 @@ class DecoderThreads:
 
         A thread whose transform hangs ends with the transform, or with this process.
         """
-        with suppress(Empty):
-            while True:
-                self._todo.get_nowait()
+        self._is_closed = True
         for _ in self._threads:
             self._todo.put(None)
         end = time.monotonic() + END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._boxes.clear()
 
-    def _next_result(self) -> Result:
-        """Return the next result, or raise the exception of its decoder."""
-        result = self._boxes.popleft().get()
-        if isinstance(result, BaseException):
-            try:
-                raise result
-            finally:
-                del result  # it refers to this frame
-        return result
-
-    def _start(self) -> None:
-        """Start the threads, each of which computes on one core.
+    def _begin(self) -> None:
+        """Start new threads, each of which computes on one core.
 
         `torch.set_num_threads` also sets the default of threads that have not asked for their
         number. It is restored when all threads have set theirs.
         """
-        self._todo, ready, default = SimpleQueue(), SimpleQueue[None](), torch.get_num_threads()
+        self.close()
+        for thread in self._threads:  # they may still write to a slot
+            thread.join()
+        self._todo, self._done, self._is_closed = SimpleQueue(), SimpleQueue(), False
+        default = torch.get_num_threads()
+        queues = self._todo, self._done
         with DeferSignals():
             try:
                 for number in range(self.count):
-                    arguments, name = (self._todo, ready), f"wdstrain-decoder_{number}"
+                    name = f"wdstrain-decoder_{number}"
                     thread = threading.Thread(
-                        target=self._work, args=arguments, name=name, daemon=True
+                        target=self._work, args=queues, name=name, daemon=True
                     )
                     thread.start()
                     self._threads.append(thread)
                 for _ in self._threads:
-                    ready.get()
+                    self._done.get()
             finally:
                 torch.set_num_threads(default)
 
-    def _work(
-        self, todo: SimpleQueue[tuple[Task, _ResultBox] | None], ready: SimpleQueue[None]
-    ) -> None:
-        """Decode tasks until the end. This is the function of each thread."""
+    def _send(self, number: int, tasks: list[Task]) -> None:
+        self._todo.put((number, tasks))
+
+    def _receive(self) -> _Answer:
+        number, results = self._done.get()
+        if number < 0:
+            raise results.pop()  # no variable: its traceback would refer to itself
+        return number, results
+
+    def _work(self, todo: SimpleQueue[_Message | None], done: SimpleQueue[_Answer]) -> None:
+        """Decode messages until the end. This is the function of each thread."""
         torch.get_num_threads()  # otherwise the first computation would take the caller's number
         torch.set_num_threads(1)
-        ready.put(None)
-        while (job := todo.get()) is not None:
-            task, box = job
-            result: Result | BaseException
+        done.put((0, []))  # ready
+        while (message := todo.get()) is not None and not self._is_closed:
             try:
-                result = self._decoder(task)
+                done.put((message[0], [self._decoder(task) for task in message[1]]))
             except BaseException as error:  # the loop raises it
-                result = error
-            box.put(result)
-            del job, task, box, result  # the loop alone may keep the memory of a batch
+                done.put((-1, [error]))
+            del message

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.labels import LabelColumn
-from wdstrain.decode.task import BadSample, Members, Result, Task
+from wdstrain.decode.task import BadSample, Result, Task
 from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.loader.nested import without_rows
 from wdstrain.loader.options import LoaderOptions
@@ -75,18 +76,13 @@ class BatchAssembler:
         """Return the task of a batch. slot: that its decoder fills."""
         table, ids = self._index.offsets, batch.ids
         members = table.members_of(ids, self._needed_fields)
-        each, common = int(members.first[1]), tuple[int, ...]()
-        if each and (np.diff(members.first) == each).all():
-            by_sample = members.field.reshape(-1, each)
-            if (by_sample == by_sample[0]).all():
-                common = tuple(by_sample[0].tolist())
         begin = members.offset + (batch.offset - table.start[ids])[members.row]
         return Task(
             batch.number,
             batch.epoch,
             slot,
             ids,
-            Members(members.first, members.field, begin, members.size, common),
+            members._replace(offset=begin),
             tuple(self._index.keys(ids)) if self._options.transform is not None else (),
             batch.bad,
             batch.rng_ids,
@@ -178,7 +174,7 @@ class BatchAssembler:
             with _generators_kept():
                 # Worker processes seed the global random generators for each sample.
                 seeded, task = self._options.num_workers > 0, self.task(again, failed.slot)
-                result = decoder.with_arena(memory)(task, own_process=seeded)
+                result = replace(decoder, arena=memory)(task, own_process=seeded)
             if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
         return failed

@@ -103,7 +103,7 @@ class Pipeline:
             options.num_workers, plan.batch_size, layout.size, batch_bytes / max(1, len(index))
         )
         if is_inline:
-            limits = InFlightLimits(batches=1, decoders=0)
+            limits = InFlightLimits(messages=1, decoders=0)
         self._slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
         read_options = ReadOptions(
             ahead=size_setting(*_READ_AHEAD),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from wdstrain.decode.worker_processes import worker_death_error
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage.files import publish
 
@@ -41,19 +41,18 @@ class Checkpoints:
         name = f"step-{step:08d}.pt"
         path, temporary = os.path.join(self._folder, name), self._temporary()
         try:
-            torch.save(dict(state), temporary)
-            # best.pt first: a run resumed from this step does not write it again
-            if best:
-                self._name(temporary, BEST)
-            publish(temporary, path)
-            self._name(path, LAST)
-            for old in names(self._folder)[: -self._keep]:
-                if old != name:
-                    os.unlink(os.path.join(self._folder, old))
-            return path
+            with WorkerDeathsAsErrors():
+                torch.save(dict(state), temporary)
+                # best.pt first: a run resumed from this step does not write it again
+                if best:
+                    self._name(temporary, BEST)
+                publish(temporary, path)
+                self._name(path, LAST)
+                for old in names(self._folder)[: -self._keep]:
+                    if old != name:
+                        os.unlink(os.path.join(self._folder, old))
+                return path
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
-                raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
             why = (
                 error.strerror

@@ -110,7 +110,8 @@ def validation_source(train: InputSource, given: InputSource | None) -> InputSou
         return train.without_randomness() if isinstance(train, FieldSource) else train
     if isinstance(given, FieldSource):
         for _, field in given.inputs:
-            if isinstance(field, (Image, Mask)) and field.augment.is_random:
+            augment = field.augment if isinstance(field, (Image, Mask)) else None
+            if augment is not None and augment != augment.without_randomness():
                 raise UsageError(
                     f"{given.title}= augments images. Validation needs the same images every time."
                 )

@@ -19,7 +19,6 @@ from isal.isal_zlib import crc32
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field, array
 from wdstrain.decode.formats import is_image
-from wdstrain.decode.task import MISMATCH
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.inspection.show.values import (
     MAX_TEXT,
@@ -283,7 +282,7 @@ def _add_members(
         if data is None or (is_other_image and name != augmented):
             builder.add_size(name, size)
         elif crc and crc32(data) != crc:
-            builder.add_error(name, MISMATCH)
+            builder.add_error(name, "its bytes are not those that were packed (crc32)")
         elif variants is not None and name == augmented:
             builder.add_variants(name, data, variants, number)
         else:
