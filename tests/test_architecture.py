@@ -45,11 +45,11 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4918,
+    "conversion": 4916,
     "training": 4498,
     "inspection": 3285,
     "loader": 1289,
-    "shards": 2523,
+    "shards": 2522,
     "decode": 1419,
     "storage": 1203,
     "reader": 621,

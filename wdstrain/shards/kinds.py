@@ -113,9 +113,9 @@ class ColumnInfo:
         """Return the label in such a row. Raises LookupError or TypeError for another form."""
         if set(row) != {"name", "kind", "field", "column", "classes"}:
             raise ValueError(f"its label has the entries {', '.join(map(str, row))}")
-        return cls(
-            row["name"], row["kind"], row["field"], row["column"], tuple(map(_word, row["classes"]))
-        )
+        if not all(isinstance(name, str) for name in row["classes"]):
+            raise ValueError("its classes must be strings")
+        return cls(row["name"], row["kind"], row["field"], row["column"], tuple(row["classes"]))
 
 
 def _no_value(value: Any) -> None:
@@ -154,9 +154,14 @@ def kind_of_value(value: Any) -> str:
     """Return the kind of a column with a value of JSON or of a field."""
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         return "text"
-    items = set(map(type, value)) if type(value) is list else set()
+    items = frozenset(map(type, value)) if type(value) is list else frozenset()
+    return _kind_of_types(type(value), items)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _kind_of_types(python: type, items: frozenset[type]) -> str:
     for name, kind in KINDS.items():
-        if type(value) is kind.python and items.issubset(kind.items):
+        if python is kind.python and items.issubset(kind.items):
             return name
     return NOT_A_COLUMN
 
@@ -246,12 +251,6 @@ def _whole(value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return None if isinstance(value, float) and number != value else number
-
-
-def _word(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} must be a string")
-    return value
 
 
 KINDS = {

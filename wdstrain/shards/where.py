@@ -446,8 +446,8 @@ def _kind(value: Operand) -> str:
 
 
 def _described(value: Operand) -> str:
-    kind = _kind(value)
-    return {"constants": "a list", NOT_A_COLUMN: "None"}.get(kind) or KINDS[kind].described
+    names = {"constants": "a list", NOT_A_COLUMN: "None"}
+    return names.get(_kind(value)) or KINDS[_kind(value)].described
 
 
 def _as_number(value: Operand) -> Operand:
