@@ -56,7 +56,7 @@ BUDGETS = {
     "cli": 739,
     "runtime": 399,
     "tuning": 455,
-    "order": 434,
+    "order": 407,
     "report": 353,
     "augment": 277,
     "webdataset": 333,

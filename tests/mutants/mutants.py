@@ -202,25 +202,25 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     # --- order ---
     "order/plan.py": [
         ("lent-step", "cuts[steps == self.steps - 1] -=", "cuts[steps == self.steps] -="),
-        ("repeated-sample", "if start <= last < stop:", "if start < last < stop:"),
+        ("repeated-sample", "end if high == count else high", "high"),
         ("last-step", "step[positions >= self.cuts", "step[positions > self.cuts"),
         ("row-of-lane", "self.lanes_of(rank)[:lane]", "self.lanes_of(rank)[lane:]"),
         ("hole-edge", "(line >= self._hole)", "(line > self._hole)"),
         ("shards-each-epoch", '"shards", self.seed, self.epoch', '"shards", self.seed'),
-        ("hole-anywhere", "% (kept + 1)", "% kept"),
+        ("hole-anywhere", "% (self.kept + 1)", "% self.kept"),
         (
             "first-step-edge",
             "places < plan.samples_per_step_per_lane",
             "places <= plan.samples_per_step_per_lane",
         ),
         ("jitter-of-lane", "plan.seed, plan.epoch, lane)", "plan.seed, plan.epoch, 0)"),
-        ("repeats-all-lanes", "return int(all(_ends_early", "return int(any(_ends_early"),
+        ("repeats-all-lanes", "and all(_ends_early", "and any(_ends_early"),
     ],
     "order/mixture.py": [
         ("window-rounds", "round(window * share)", "int(window * share)"),
         ("seed-of-source", 'key("source", seed, name)', 'key("source", name)'),
         ("step-edge", '[source], position, side="right")', '[source], position, side="left")'),
-        ("last-step-fits", "* self.lane_count <= total", "* self.lane_count < total"),
+        ("last-step-fits", "* self.lane_count > total", "* self.lane_count >= total"),
         (
             "deadline-rounds-up",
             "(-(-(taken[source] + 1) * turns // quotas[source]), source)",

@@ -15,6 +15,7 @@ epoch. The remaining samples of the other sources are left out; they differ betw
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -157,14 +158,12 @@ class Mixture(Order):
         totals: samples of each source.
         """
 
-        def fits(step: int) -> bool:
-            return bool((self._taken_before(step) * self.lane_count <= totals).all())
+        def lacks(step: int) -> bool:
+            return bool((self._taken_before(step) * self.lane_count > totals).any())
 
-        low, high = 0, sum(totals) // self.global_batch + 1  # fits(low), not fits(high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        if low == 0:
+        steps = range(1, sum(totals) // self.global_batch + 1)
+        most = bisect_left(steps, True, key=lacks)
+        if most == 0:
             shares = ", ".join(
                 f"{name} {total} samples" for name, total in zip(names, totals, strict=True)
             )
@@ -172,7 +171,7 @@ class Mixture(Order):
                 f"these sources cannot fill one step of {self.global_batch} samples "
                 f"by their shares ({shares}). Lower batch_size or the weight of the smallest source."
             )
-        return low
+        return most
 
 
 @lru_cache(maxsize=4)

@@ -53,6 +53,8 @@ class Plan(Order):
     rank that has no samples left. With "keep", a lane without samples for the last step takes one
     from its step before, which is then shorter too.
     limit: most steps of the epoch; only with tail="drop". The rest counts as left out.
+    kept: samples of the epoch that are not left out. block: positions that are computed and kept
+    together. can_lend: there is a step before the last, with several samples of each lane.
     Raises PlanError if the sizes do not fit. The message names sizes that do.
     """
 
@@ -67,26 +69,32 @@ class Plan(Order):
     tail: Tail = "drop"
     limit: int | None = None
     samples_per_step_per_lane: int = field(init=False)
+    kept: int = field(init=False)
+    block: int = field(init=False)
+    can_lend: bool = field(init=False)
     _blocks: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("seed", "epoch", "batch_size", "world_size", "window"):
-            object.__setattr__(self, name, integer(name, getattr(self, name)))
-        if self.lanes is not None:
-            object.__setattr__(self, "lanes", integer("lanes", self.lanes))
+        for name in ("seed", "epoch", "batch_size", "world_size", "window", "lanes"):
+            if name != "lanes" or self.lanes is not None:
+                vars(self)[name] = integer(name, getattr(self, name))
         _check_options(self)
         samples, lane_count = self._count(), self.lanes or self.world_size
         whole = samples // self.global_batch
         whole += self.tail != "drop" and samples % self.global_batch > 0
+        steps = whole if self.limit is None else min(whole, self.limit)
         longest = -(-samples // lane_count)
         lanes_per_rank = lane_count // self.world_size
         sizes = {
             "samples": samples,
-            "steps": whole if self.limit is None else min(whole, self.limit),
+            "steps": steps,
+            "kept": steps * self.global_batch if self.tail == "drop" else samples,
             "lane_count": lane_count,
             "lanes_per_rank": lanes_per_rank,
             "samples_per_step_per_lane": self.global_batch // lane_count,
             "max_delay": lanes_per_rank * min(self.window, longest),
+            "block": max(_BLOCK, self.window),
+            "can_lend": self.global_batch > lane_count and steps > 1,
         }
         vars(self).update(sizes)
         if self.samples < 1:
@@ -110,8 +118,7 @@ class Plan(Order):
 
     def lane_samples(self, lane: int) -> int:
         """Samples that a lane delivers, without padding."""
-        kept = self.samples - self.left_out
-        return kept // self.lane_count + (lane < kept % self.lane_count)
+        return self.kept // self.lane_count + (lane < self.kept % self.lane_count)
 
     def cuts(self, lane: int, steps: Ints) -> Ints:
         """Delivery position of a lane at which each of these steps begins. int64, as `steps`.
@@ -150,20 +157,19 @@ class Plan(Order):
             np.concatenate(column)[by_step] for column in zip(*lanes, strict=True)
         )
         firsts = np.append(0, sizes.sum(axis=0).cumsum()).tolist()
-        return Steps(ids, rng_ids if self._has_rng_ids else ids, firsts, valid)
+        is_same = all(own_rng_ids is own_ids for own_ids, own_rng_ids, _ in lanes)
+        return Steps(ids, ids if is_same else rng_ids, firsts, valid)
 
     def reading(self, rank: int, lane: int, start: int, stop: int) -> Places:
         """Return the samples at the places [start, stop) of a lane; see `Order.reading`."""
         number = self.lanes_of(rank)[lane]
         count, end = self.lane_samples(number), int(self.cuts(number, np.array([self.steps]))[0])
-        places = np.arange(start, max(start, min(stop, count)))
-        positions = self.positions(number, start, start + len(places))
-        if end > count:  # the sample that is delivered last is repeated
-            last = int(self.order(number, count, count + 1)[0])
-            if start <= last < stop:
-                after = min(last - start + 1, len(places))
-                places = np.insert(places, after, np.full(end - count, last))
-                positions = np.insert(positions, after, np.arange(count, end))
+        low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
+        # Padding repeats the place that is delivered last.
+        delivered = self.order(number, low, end if high == count else high)
+        inside = np.flatnonzero((delivered >= start) & (delivered < stop))
+        inside = inside[np.argsort(delivered[inside], kind="stable")]
+        places, positions = delivered[inside], inside + low
         step = np.minimum(positions // self.samples_per_step_per_lane, self.steps - 1)
         step[positions >= self.cuts(number, np.array([self.steps - 1]))] = self.steps - 1
         row = positions - self.cuts(number, step)
@@ -193,29 +199,12 @@ class Plan(Order):
         if self.window == 1:
             return np.asarray(positions, np.int64)
         low, high = int(positions[0]), int(positions[-1]) + 1
-        first = low // self._block
+        first = low // self.block
         parts = [
-            self._delivered(lane, block) for block in range(first, (high - 1) // self._block + 1)
+            self._delivered(lane, block) for block in range(first, (high - 1) // self.block + 1)
         ]
-        delivered: Ints = np.concatenate(parts)[positions - first * self._block]
+        delivered: Ints = np.concatenate(parts)[positions - first * self.block]
         return delivered
-
-    def positions(self, lane: int, start: int, stop: int) -> Ints:
-        """Delivery positions of the places [start, stop) of a lane. int64[stop - start].
-
-        Each is less than one window from its place.
-        """
-        if self.window == 1 or start >= stop:
-            return np.arange(start, stop)
-        low, high = (
-            max(0, start - self.window + 1),
-            min(self.lane_samples(lane), stop + self.window - 1),
-        )
-        places = self.order(lane, low, high)
-        inside = (places >= start) & (places < stop)
-        position = np.empty(stop - start, np.int64)
-        position[places[inside] - start] = np.flatnonzero(inside) + low
-        return position
 
     def ids(self, lane: int, places: Ints) -> Ints:
         """Sample ids at these places of a lane. int64, shape of `places`.
@@ -235,14 +224,11 @@ class Plan(Order):
 
     def _line_places(self, lane: int, places: Ints) -> Ints:
         """Positions on the line of these places of a lane. int64, shape of `places`."""
-        kept = self.samples - self.left_out
-        start = lane * (kept // self.lane_count) + min(lane, kept % self.lane_count)
-        line = np.minimum(start + places, kept - 1)
+        start = lane * (self.kept // self.lane_count) + min(lane, self.kept % self.lane_count)
+        line = np.minimum(start + places, self.kept - 1)
         return np.asarray(line + (line >= self._hole) * self.left_out)
 
     # --- helpers ----------------------------------------------------------------------------------
-
-    _has_rng_ids = False  # whether `rng_ids` differ from the ids
 
     def _delivery_of(self, lane: int, cuts: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
         """Return (ids, rng_ids, valid) of the samples of a lane in the steps with these cuts."""
@@ -275,27 +261,22 @@ class Plan(Order):
     @cached_property
     def _hole(self) -> int:
         """Position on the line of the first sample that is left out."""
-        kept = self.samples - self.left_out
         if not self.shuffle or not self.left_out:
-            return kept
-        return int(bits(np.zeros(1, np.int64), "hole", self.seed, self.epoch)[0]) % (kept + 1)
+            return self.kept
+        place = bits(np.zeros(1, np.int64), "hole", self.seed, self.epoch)
+        return int(place[0]) % (self.kept + 1)
 
-    @cached_property
-    def _block(self) -> int:
-        """Positions that are computed and kept together."""
-        return max(_BLOCK, self.window)
-
-    def _delivered(self, lane: int, block: int) -> Ints:
-        """Places that a lane delivers at positions [block * _block, (block + 1) * _block)."""
-        delivered = self._blocks.get((lane, block))
+    def _delivered(self, lane: int, number: int) -> Ints:
+        """Places that a lane delivers at the positions of block `number`."""
+        delivered = self._blocks.get((lane, number))
         if delivered is None:
-            start = block * self._block
-            stop = min(start + self._block, self.lane_samples(lane))
+            start = number * self.block
+            stop = min(start + self.block, self.lane_samples(lane))
             delivered = _places_delivered(self, lane, start, stop)
-            for kept_lane, kept_block in list(self._blocks):
-                if kept_lane == lane and abs(kept_block - block) > _KEPT_BLOCKS:
-                    self._blocks.pop((kept_lane, kept_block), None)
-            self._blocks[lane, block] = delivered
+            own = [at for at in list(self._blocks) if at[0] == lane]  # threads may add others
+            for far in (at for at in own if abs(at[1] - number) > _KEPT_BLOCKS):
+                self._blocks.pop(far, None)
+            self._blocks[lane, number] = delivered
         return delivered
 
 
@@ -304,12 +285,7 @@ def _lent(plan: Plan, lane: int) -> int:
 
     It does so if it has no other sample for the last step. 0 otherwise.
     """
-    return int(
-        plan.tail == "keep"
-        and _ends_early(plan, lane)
-        and plan.samples_per_step_per_lane > 1
-        and plan.steps > 1
-    )
+    return int(_ends_early(plan, lane) and plan.can_lend)
 
 
 def _repeats(plan: Plan, lane: int) -> int:
@@ -318,14 +294,9 @@ def _repeats(plan: Plan, lane: int) -> int:
     The first lane of a rank does so if no lane of the rank has a sample for that step.
     0 otherwise.
     """
-    share = plan.lane_count // plan.world_size
-    if (
-        plan.tail != "keep"
-        or lane % share
-        or (plan.samples_per_step_per_lane > 1 and plan.steps > 1)
-    ):
-        return 0
-    return int(all(_ends_early(plan, rank_lane) for rank_lane in range(lane, lane + share)))
+    rank, own = divmod(lane, plan.lanes_per_rank)
+    is_last = own == 0 and not plan.can_lend
+    return int(is_last and all(_ends_early(plan, other) for other in plan.lanes_of(rank)))
 
 
 def _ends_early(plan: Plan, lane: int) -> bool:

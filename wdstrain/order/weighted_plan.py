@@ -41,7 +41,6 @@ class WeightedPlan(Plan):
 
     weights: Floats
     strata: Ints
-    _has_rng_ids = True
 
     def _count(self) -> int:
         """Return the samples of an epoch, each counted as often as it occurs; equal in each."""
@@ -73,8 +72,7 @@ class WeightedPlan(Plan):
         return ids + numbers * len(self.weights)
 
     def _fixed_weights(self) -> Ints:
-        fixed = self.weights * _ONE
-        return np.round(fixed, out=fixed).astype(np.int64)
+        return np.round(self.weights * _ONE).astype(np.int64)
 
     def _occurrences(self) -> Small:
         """Return how often each sample occurs in this epoch. int32[n]"""
@@ -83,12 +81,9 @@ class WeightedPlan(Plan):
         del fixed
         fractional = np.flatnonzero(rest)
         random = bits(fractional, "occurrences", self.seed, self.epoch)
-        order = np.lexsort((random, self.strata[fractional]))
-        del random
-        order = fractional[order]
-        del fractional
+        order = fractional[np.lexsort((random, self.strata[fractional]))]
+        del random, fractional
         steps = np.cumsum(rest[order], dtype=np.int64)
-        del rest
         steps += _ONE // 2
         steps //= _ONE
         whole[order] += np.diff(steps, prepend=0).astype(np.int32)
@@ -100,24 +95,18 @@ class WeightedPlan(Plan):
 
         Arrays are small and dropped early: an epoch may have 50 million samples.
         """
-        occurrences = self._occurrences()
+        further = self._occurrences()
         edges = np.concatenate([[0], np.cumsum(self.counts)])
         first = np.concatenate(
             [
-                np.flatnonzero(occurrences[edges[number] : edges[number + 1]]).astype(np.int32)
+                np.flatnonzero(further[edges[number] : edges[number + 1]]).astype(np.int32)
                 + np.int32(edges[number])
                 for number in self.shard_order.tolist()
             ]
         )
-        further = np.maximum(occurrences - np.int32(1), 0)
-        del occurrences
-        if not further.any():
-            return first, np.zeros_like(first)
+        further -= further > 0
         ids, numbers, moments = self._further_occurrences(further)
         del further
-        order = np.lexsort((ids, moments))
-        ids, numbers, moments = ids[order], numbers[order], moments[order]
-        del order
         # First occurrences are spread evenly, in their order; further ones are put between them.
         even = (np.arange(len(first)) + 0.5) / len(first)
         places = np.searchsorted(even, moments)
@@ -133,9 +122,9 @@ class WeightedPlan(Plan):
         return line, line_numbers
 
     def _further_occurrences(self, further: Small) -> tuple[Small, Small, Floats]:
-        """Return (ids, occurrences from 1 on, moments in the epoch, 0 to 1) of further occurrences.
+        """Return (ids, occurrences from 1 on, moments in the epoch, 0 to 1), by moment and id.
 
-        further: how many each sample has, int32[n].
+        further: how many further occurrences each sample has, int32[n].
         """
         ids = np.repeat(np.arange(len(further), dtype=np.int32), further)
         numbers = np.arange(len(ids), dtype=np.int32)
@@ -152,9 +141,9 @@ class WeightedPlan(Plan):
         moments = self._uniform(whole_turns * shards + shard, "moment")
         moments += whole_turns
         moments /= rounds
-        return ids, numbers + np.int32(1), moments
+        order = np.lexsort((ids, moments))
+        return ids[order], numbers[order] + np.int32(1), moments[order]
 
     def _uniform(self, numbers: Ints | Small, name: str) -> Floats:
         """Return a number in [0, 1) for each of these numbers."""
-        random = bits(numbers, name, self.seed, self.epoch)
-        return np.asarray((random >> np.uint64(11)) * 2.0**-53)
+        return (bits(numbers, name, self.seed, self.epoch) >> np.uint64(11)) * 2.0**-53
