@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ def test_label_columns_and_label_bytes_have_equal_values(
         for field in fields(place):
             with_column, with_bytes = (
                 outcome(index, field),
-                outcome(replace(index, columns=()), field),
+                outcome(index.with_columns(()), field),
             )
             if kind == "names" and place == "cls" and with_bytes != with_column:
                 # Bytes with names do not contain the other class names of the joined sets; the
@@ -149,7 +148,7 @@ def test_flags_of_a_table_have_the_same_classes_in_columns_and_bytes(
     assert [column.kind for column in index.columns if column.name == "known"] == ["flag"]
     field = wt.label("cls" if is_label else "json.known", classes=classes)
     with_column = outcome(index, field)
-    assert with_column == outcome(replace(index, columns=()), field)
+    assert with_column == outcome(index.with_columns(()), field)
     assert not isinstance(with_column, str), with_column
 
 
@@ -168,7 +167,7 @@ def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) ->
             (batch,) = loader.epoch(0, until=1)
         assert [classes[number] for number in batch["label"].tolist()] == list(names.values())
     with pytest.raises(wt.UsageError, match="wdstrain index --columns"):
-        wt.Loader(replace(index, columns=()), {"label": wt.label()})
+        wt.Loader(index.with_columns(()), {"label": wt.label()})
 
 
 def _places(sets: int, samples: int) -> list[tuple[int, int]]:
@@ -307,7 +306,7 @@ def test_a_name_is_a_column_of_the_index_or_else_a_field(tmp_path: Path, has_col
     ]
     index = wt.pack(rows, tmp_path / "out", labels=labels, classes=["no", "yes"], shuffle=False)
     if not has_columns:
-        index = replace(index, columns=())
+        index = index.with_columns(())
     fields = {
         "by label": wt.label("label"),
         "by field": wt.label("cls"),

@@ -614,8 +614,8 @@ def _rewritten(data: bytes, random: Random) -> bytes:
 _TABLE = tuple(  # code that reads the table of an index
     f"wdstrain.shards.index_table:{name}"
     for name in (
-        *("from_batch", "_check_schema", "_check_shards", "_checked", "_check_field"),
-        *("_numbers", "_field", "_key_bytes", "_members"),
+        *("from_batch", "_names", "_part_names", "named_columns"),
+        *("_shard_column", "_check_extents", "_lies_in"),
     )
 )
 _NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63))
@@ -1099,7 +1099,7 @@ TARGETS = {
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.verify.damaged_tar",), (), _mutated_tar),
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair.recover", "wdstrain.inspection.verify.scan"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
-        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", *_TABLE), (), _mutated_part),
+        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.offsets:read_arrow_file", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
         Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds:Classes", "wdstrain.shards.kinds:number_of", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.labels:LabelField")),

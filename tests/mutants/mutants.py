@@ -274,21 +274,25 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("zero-is-false", "return pc.not_equal(value, 0)", "return pc.not_equal(value, 1)"),
     ],
     "shards/offsets.py": [
-        ("known-checksums", "at[members[at, 2] != 0]", "at[members[at, 2] == 0]"),
-        ("order-of-members", "np.lexsort((offset, row))", "np.lexsort((row, offset))"),
-        ("letters-of-keys", "[first[0] : first[-1]]", "[first[0] : first[1]]"),
+        ("known-checksums", "zip(parts, (0, 0, 1)", "zip(parts, (0, 1, 1)"),
+        (
+            "order-of-members",
+            "np.lexsort((offset[place, row], row))",
+            "np.lexsort((row, offset[place, row]))",
+        ),
+        ("letters-of-keys", "keys.offset * 8", "keys.offset"),
     ],
     "shards/index_table.py": [
-        ("field-inside-end", "(size > high - offset)", "(size > high - low)"),
+        ("field-inside-end", "(size <= high - offset)", "(size <= high - low)"),
         (
             "overlap-refused",
-            "(codes[1:] == codes[:-1])).any()",
-            "(codes[1:] == codes[:-1])).all()",
+            "(low[1:] < high[:-1]).any()",
+            "(low[1:] < high[:-1]).all()",
         ),
     ],
     "shards/index.py": [
         ("read-verified", "crc32(data) != crcs[member]", "crc32(data) == 0"),
-        ("gap-is-read", "0 <= offsets[last] - stop <= gap", "0 >= offsets[last] - stop <= gap"),
+        ("gap-is-read", "(between > gap)", "(between <= gap)"),
     ],
     "shards/resolve.py": [
         (
@@ -315,7 +319,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("newer-shard-is-read", "if not is_newer(new", "if is_newer(new"),
     ],
     "shards/index_io.py": [
-        ("identity-of-table", "if identity != wanted.encode():", "if identity is None:"),
+        ("identity-of-table", "if own == identity.encode()", "if own"),
     ],
     "shards/tar.py": [
         ("adjacent-fields", "(), key in keys", "(), key == keys"),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_shards
+from tests.support.indexes import with_column
 from tests.support.known_faults import known_fault
 from tests.support.readers import collected_batches
 from tests.support.servers import serving
@@ -22,7 +21,7 @@ from wdstrain.memory import Memory
 from wdstrain.native import kernels
 from wdstrain.reader.fetch import damaged_samples
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints, Offsets
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import range_size
 
@@ -194,13 +193,11 @@ def first_shard(index: Index) -> tuple[Memory, Ints]:
 
 def lying(index: Index, number: int, column: str, change: int) -> Index:
     """Return an index whose first field of one sample has another offset or size."""
-    rows = index.offsets.rows
-    names = [f"{place}.{column}" for place in range(len(index.fields))]
-    values = rows.column(names[0]).to_pylist()
+    field = index.fields[0]
+    offset, size, _ = index.offsets.extents[field]
+    values = (offset if column == "offset" else size).to_pylist()
     values[number] += change
-    place = rows.schema.get_field_index(names[0])
-    changed = rows.set_column(place, rows.schema.field(place), pa.array(values, pa.int64()))
-    return replace(index, offsets=Offsets(index.fields, changed))
+    return with_column(index, field, column, values)
 
 
 @pytest.mark.parametrize(

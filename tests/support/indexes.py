@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Offsets, OffsetsBuilder
+from wdstrain.shards.offsets import OffsetsBuilder
 
 _PARTS = ("offset", "size", "crc32")
 
@@ -24,7 +24,7 @@ def with_column(index: Index, field: str | None, part: str, values: Any) -> Inde
     columns = list(rows.columns)
     columns[place] = pa.array(values, rows.schema.types[place])
     lying = pa.RecordBatch.from_arrays(columns, schema=rows.schema)
-    return replace(index, offsets=Offsets(index.fields, lying))
+    return replace(index, offsets=replace(index.offsets, rows=lying))
 
 
 def with_checksums(index: Index) -> Index:

@@ -87,7 +87,7 @@ def joined(former: Index, new: Index, out: str) -> Index:
             )
     # Without a column the set may still have values in its bytes, and nulls would hide them.
     known = tuple(column for column in new.columns if column.place in columns)
-    new = replace(new, labels=former.labels, columns=known)
+    new = replace(new.with_columns(known), labels=former.labels)
     return replace(join([former, new]), info=former.info)
 
 
@@ -134,7 +134,7 @@ def _check_fields(former: Index, new: Index, out: str) -> None:
 
 
 def _fields_of_all(index: Index) -> Iterable[str]:
-    extents = {name: index.offsets.extents_of(name)[0] for name in index.fields}
+    extents = {name: index.offsets.extents[name][0] for name in index.fields}
     return [name for name, offset in extents.items() if not offset.null_count]
 
 

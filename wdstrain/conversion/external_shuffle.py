@@ -30,7 +30,7 @@ from wdstrain.conversion.shard_writer import IndexBuilder
 from wdstrain.errors import StorageError
 from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Offsets
+from wdstrain.shards.offsets import Offsets, arrow_file
 from wdstrain.storage.files import sync_folder, write_whole
 
 _RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
@@ -91,7 +91,7 @@ def restore_shuffle(
     per_sample: dict[str, Any] = {name: arrays.pop(name) for name in _META}
     splits, strata = map(tuple, about["names"])
     meta = SampleMeta(**per_sample, splits=splits, strata=strata, grouped=about["grouped"])
-    file_, offsets = arrays["file_of"], Offsets.of_bytes(about["fields"], arrays["rows"])
+    file_, offsets = arrays["file_of"], Offsets.of_bytes(about["fields"], arrays["rows"], ())
     paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
     renamed, names = (
         {int(number): key for number, key in about[name].items()}
@@ -227,7 +227,10 @@ class _BucketWriter:
         """Save everything that `restore_shuffle` needs."""
         made = self._made
         arrays = {name: getattr(made.meta, name) for name in _META}
-        arrays |= {"file_of": made.file, "rows": np.frombuffer(made.offsets.to_bytes(), np.uint8)}
+        arrays |= {
+            "file_of": made.file,
+            "rows": np.frombuffer(arrow_file(made.offsets.rows), np.uint8),
+        }
         about = {
             "identity": identity,
             "names": [made.meta.splits, made.meta.strata],

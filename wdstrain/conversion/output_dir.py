@@ -158,7 +158,7 @@ class OutputTransaction:
         listed = os.path.join(self.out, INDEX_NAME)
         known = set(self._exchange.names())
         if os.path.exists(listed):
-            known |= {row["url"] for row in read_document(listed)["shardlist"]}
+            known |= {shard.name for shard in read_document(listed).shards}
         for name in sorted(os.listdir(self.out)):
             is_shard = name.endswith(".tar") and name.rpartition("-")[0] in splits
             if is_shard and name not in known and not self._exchange.is_begun:
@@ -221,11 +221,9 @@ class OutputTransaction:
         files: {final name: name in `shards`} of the new shards. Shards that `index` does not list
         are deleted. call: what a killed update reports when it is completed.
         """
-        former = [
-            row["url"] for row in read_document(os.path.join(self.out, INDEX_NAME))["shardlist"]
-        ]
+        document = read_document(os.path.join(self.out, INDEX_NAME))
         listed = {shard.name for shard in index.shards}
-        gone = [name for name in former if name not in listed]
+        gone = [shard.name for shard in document.shards if shard.name not in listed]
         record = {"folder": os.path.basename(shards), "files": files, "gone": gone, "call": call}
         save_index(index, shards)
         write_whole(os.path.join(self.path, _UPDATE), json_bytes(record))
@@ -310,7 +308,7 @@ def is_foreign(document: bytes) -> bool:
 
 def _info(path: str) -> dict[str, Any]:
     with suppress(WdstrainError):
-        return dict(read_document(path)["wdstrain"]["info"])
+        return read_document(path).info
     return {}
 
 

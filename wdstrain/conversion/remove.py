@@ -230,7 +230,7 @@ def _rewrite(
         if uploads is not None:
             uploads.add(new.shards[0], new.shards[0].path)
         copied += len(local)
-        parts.append(replace(new, columns=old.take(local).columns, labels=index.labels))
+        parts.append(replace(new.with_columns(old.take(local).columns), labels=index.labels))
         files[name] = name
     entry = {"count": len(ids), "where": call["remove"][0]}
     changed_index = replace(join(parts), labels=index.labels, shard_labels=())

@@ -62,7 +62,7 @@ class SetExchange:
         former, listed = list[str](), os.path.join(self._out, INDEX_NAME)
         with suppress(WdstrainError):
             if os.path.exists(listed):
-                former += [row["url"] for row in read_document(listed)["shardlist"]]
+                former += [shard.name for shard in read_document(listed).shards]
         self._record(shards, [*former, *self.names()], files)
         if self.is_begun:  # interrupted; no index is there until the new one is put
             before = os.path.join(self._staging, "former")

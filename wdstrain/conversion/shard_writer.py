@@ -212,8 +212,7 @@ class ShardFile:
         size = self._rows.stop + len(END)
         return Index(
             (Shard(self._path, len(self._rows), size, self._split, sha256),),
-            self._rows.offsets(),
-            columns=self._columns.finish(),
+            self._rows.offsets().with_columns(self._columns.finish()),
         )
 
     def __enter__(self) -> ShardFile:

@@ -157,7 +157,7 @@ def _deliver(
     if listed is not None:
         with suppress(ShardError):
             former |= {
-                *(row["url"] for row in read_document(object_in(address, INDEX_NAME))["shardlist"]),
+                *(shard.name for shard in read_document(object_in(address, INDEX_NAME)).shards),
                 *_BESIDE,
             }
     _check_names(address, former, {shard.split for shard in index.shards})

@@ -146,4 +146,5 @@ class WeightedPlan(Plan):
 
     def _uniform(self, numbers: Ints | Small, name: str) -> Floats:
         """Return a number in [0, 1) for each of these numbers."""
-        return (bits(numbers, name, self.seed, self.epoch) >> np.uint64(11)) * 2.0**-53
+        random = bits(numbers, name, self.seed, self.epoch) >> np.uint64(11)
+        return np.asarray(random * 2.0**-53)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -54,23 +55,22 @@ class Column(ColumnInfo):
         return len(self.values)
 
     @classmethod
-    def stored(cls, row: dict[str, Any], values: pa.Array) -> Column:
-        """Return the column of a row of index.json."""
-        classes = tuple(values.dictionary.to_pylist()) if row["kind"] == "class" else ()
-        return cls(**row, classes=classes, is_label=False, values=values)
+    def of(cls, info: ColumnInfo, values: pa.Array) -> Column:
+        """Return a column with these values. The classes default to the ones of the values."""
+        classes = info.classes
+        if info.kind == "class" and not classes:
+            classes = tuple(values.dictionary.to_pylist())
+        return cls(**vars(info) | {"classes": classes}, values=values)
+
+    @property
+    def info(self) -> ColumnInfo:
+        """The column without its values."""
+        return ColumnInfo(self.name, self.kind, self.field, self.entry, self.classes, self.is_label)
 
     @property
     def row(self) -> dict[str, Any]:
         """The column without its values, as index.json lists it."""
         return {"name": self.name, "kind": self.kind, "field": self.field, "entry": self.entry}
-
-    def take(self, ids: Any) -> Column:
-        """Return the column of these samples (int64[k])."""
-        return replace(self, values=self.values.take(pa.array(ids)))
-
-    def cut(self, start: int, stop: int) -> Column:
-        """Return the column of the samples [start, stop)."""
-        return replace(self, values=self.values.slice(start, stop - start))
 
 
 class ColumnBuilder:
@@ -191,84 +191,57 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
     column whose sets cannot be joined is left out. A set that has only nan and inf in a column of
     numbers has a column of texts; they become numbers.
     """
+    first = {column.place: column for _, columns in reversed(parts) for column in columns}
     by_place = [{column.place: column for column in columns} for _, columns in parts]
     joined = []
     for place in dict.fromkeys(place for part in by_place for place in part):
-        columns = [part.get(place) for part in by_place]
-        whole = _joined(columns, [count for count, _ in parts])
-        if whole is not None:
-            joined.append(whole)
-    return tuple(joined)
+        absent = replace(first[place], kind="text", classes=())
+        columns = [
+            part.get(place, replace(absent, values=pa.nulls(count, pa.string())))
+            for part, (count, _) in zip(by_place, parts, strict=True)
+        ]
+        joined.append(_joined(first[place], columns))
+    return tuple(column for column in joined if column is not None)
 
 
-def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column | None:
-    columns = _with_not_finite_numbers(columns)
-    present = [column for column in columns if column is not None]
+def _joined(first: Column, columns: Sequence[Column]) -> Column | None:
+    """Return columns of one place as one; None if their values fit into no kind of column."""
     decided = ("class", NOT_A_COLUMN)  # kinds that count even without a value
-    kinds = {c.kind for c in present if c.values.null_count < len(c) or c.kind in decided}
-    first = next((c for c in present if c.kind in kinds), present[0])
-    if NOT_A_COLUMN in kinds:
-        return replace(first, kind=NOT_A_COLUMN, values=pa.nulls(sum(counts)))
-    if kinds == {"class"}:
-        classes = [c if c is not None and c.kind == "class" else None for c in columns]
-        return _joined_classes(first, classes, counts)  # the other columns have no values
-    if "class" in kinds or ("multi" in kinds and len(kinds) > 1):
+    filled = [c for c in columns if c.kind in decided or c.values.null_count < len(c)] or [first]
+    kinds = {column.kind for column in filled}
+    texts = chain(*(pc.unique(c.values).to_pylist() for c in filled if c.kind == "text"))
+    if len(kinds) > 1 and {*texts} <= {None, *_NOT_FINITE}:
+        kinds = kinds - {"text"} | {"number"}
+    kind = _common_kind(kinds)
+    present = [column for column in filled if kind == "class" and column.classes]
+    # 0 of one set may be another class than 0 of the other.
+    is_ambiguous = len({c.classes for c in present}) > 1 and len({c.has_names for c in present}) > 1
+    if is_ambiguous or (kind == NOT_A_COLUMN and kind not in kinds):
         return None
-    kind = next(iter(kinds)) if len(kinds) == 1 else "text"
-    if kinds == {"integer", "number"}:
-        kind = "number"
-    if not kinds:
-        kind = first.kind
-    pieces = [
-        pa.nulls(count, KINDS[kind].arrow) if column is None else _cast(column, kind)
-        for column, count in zip(columns, counts, strict=True)
-    ]
-    return replace(first, kind=kind, values=pa.concat_arrays(pieces))
+    classes = () if kind == "class" else filled[0].classes
+    info = replace(filled[0].info, kind=kind, classes=classes)
+    return Column.of(info, pa.concat_arrays([_cast(column, kind) for column in columns]))
 
 
-def _with_not_finite_numbers(columns: Sequence[Column | None]) -> Sequence[Column | None]:
-    """Return columns with the texts nan and inf as numbers, if all other values are numbers."""
-    texts = [
-        c for c in columns if c is not None and c.kind == "text" and c.values.null_count < len(c)
-    ]
-    kinds = {c.kind for c in columns if c is not None and c.values.null_count < len(c)} - {"text"}
-    values = {value for text in texts for value in pc.unique(text.values).to_pylist()}
-    if (
-        not texts
-        or not kinds
-        or not kinds <= {"integer", "number"}
-        or values - {None, *_NOT_FINITE}
-    ):
-        return columns
-    return [
-        as_label(c, replace(c, kind="number")) if c is not None and c.kind == "text" else c
-        for c in columns
-    ]
-
-
-def _joined_classes(
-    first: Column, columns: Sequence[Column | None], counts: Sequence[int]
-) -> Column | None:
-    present = [column for column in columns if column is not None and column.classes]
-    if len({c.classes for c in present}) > 1 and len({c.has_names for c in present}) > 1:
-        return None  # 0 of one set may be another class than 0 of the other
-    kind = KINDS["class"].arrow
-    pieces = [
-        pa.nulls(count, kind) if column is None else column.values
-        for column, count in zip(columns, counts, strict=True)
-    ]
-    values = pa.concat_arrays(pa.chunked_array(pieces, kind).unify_dictionaries().chunks)
-    return replace(first, classes=tuple(values.dictionary.to_pylist()), values=values)
+def _common_kind(kinds: Collection[str]) -> str:
+    """Return the kind of column that holds values of all these kinds."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    if set(kinds) == {"integer", "number"}:
+        return "number"
+    return "text" if {"class", "multi", NOT_A_COLUMN}.isdisjoint(kinds) else NOT_A_COLUMN
 
 
 def _cast(column: Column, kind: str) -> pa.Array:
+    """Return the values of a column as values of another kind."""
+    arrow, values = KINDS[kind].arrow, column.values
     if column.kind == kind:
-        return column.values
-    if column.values.null_count == len(column):
-        return pa.nulls(len(column), KINDS[kind].arrow)
+        return values
+    if kind == NOT_A_COLUMN or values.null_count == len(values):
+        return pa.nulls(len(values), arrow)
     if kind == "text":
-        return pa.array([spelled(value) for value in column.values.to_pylist()], pa.string())
-    return column.values.cast(KINDS[kind].arrow, safe=False)
+        return pa.array([spelled(value) for value in values.to_pylist()], arrow)
+    return values.cast(arrow, safe=False)  # also of the texts nan and inf
 
 
 def as_label(column: Column, info: ColumnInfo) -> Column:
@@ -309,12 +282,7 @@ def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType)
 def inferred(place: Place, values: list[Any]) -> Column:
     """Return the column of raw values, with the kind that fits all of them."""
     values = _as_numbers(values, is_text=place[1] is None)
-    kinds = {kind_of_value(value) for value in values if value is not None}
-    if kinds == {"integer", "number"}:
-        kinds = {"number"}
-    elif len(kinds) > 1 and not kinds & {NOT_A_COLUMN, "multi"}:
-        kinds = {"text"}
-    kind = kinds.pop() if len(kinds) == 1 else (NOT_A_COLUMN if kinds else "text")
+    kind = _common_kind({kind_of_value(value) for value in values if value is not None})
     read = KINDS[kind].read
     values = [None if value is None else read(value) for value in values]
     if kind == "text" and any(text is not None and len(text) > LONGEST_TEXT for text in values):

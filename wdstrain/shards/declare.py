@@ -42,7 +42,7 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     """
     places = list(dict.fromkeys(_place(index, name) for name in names))
     kept = [column for column in index.columns if column.place not in places]
-    return replace(index, columns=(*kept, *typed(_raw(index, places), index.labels)))
+    return index.with_columns((*kept, *typed(_raw(index, places), index.labels)))
 
 
 def with_columns_of(index: Index, condition: str) -> Index:
@@ -62,8 +62,8 @@ def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
 
     A column that no Arrow type can hold is left out. A label without a column stays without one.
     """
-    columns = (c for c in typed(index.columns, labels) if c.kind != NOT_A_COLUMN)
-    return replace(index, labels=tuple(labels), columns=tuple(columns))
+    columns = [c for c in typed(index.columns, labels) if c.kind != NOT_A_COLUMN]
+    return replace(index.with_columns(columns), labels=tuple(labels))
 
 
 def with_label(index: Index, name: str, classes: Sequence[str] | None = None) -> Index:
@@ -87,7 +87,7 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     _check_values(index, column, declared, label)
     labels = [other for other in index.labels if other.place != place and other.name != title]
     columns = [other for other in index.columns if other.place != place]
-    return replace(index, labels=(*labels, label), columns=(*columns, declared))
+    return replace(index.with_columns((*columns, declared)), labels=(*labels, label))
 
 
 def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:

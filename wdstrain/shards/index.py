@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -21,11 +20,11 @@ import pyarrow as pa
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.columns import Column, join_columns
-from wdstrain.shards.index_table import Shard, to_table
+from wdstrain.shards.columns import Column
+from wdstrain.shards.index_table import Shard, to_batch
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label import disagreement, joined_labels
-from wdstrain.shards.offsets import Ints, Offsets, firsts
+from wdstrain.shards.offsets import Ints, Members, Offsets, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
 from wdstrain.storage.local import Source, open_source
@@ -41,11 +40,10 @@ _RUN = 8 << 20  # bytes of one read of several values
 class Index:
     """A set of shards in order. Sample ids count through them from 0.
 
-    labels: the labels of all shards. info: how the set was made (JSON values).
+    offsets: the rows of the samples, with their columns. labels: the labels of all shards. info: how the set was made (JSON values).
     shard_labels: if joined indexes have different labels, the labels of each shard in its own
     index; else empty. A class number in a shard counts in the classes of its own label, and
     `labels` are then the ones whose classes could be joined by name.
-    columns: labels and other scalars, one value per sample each.
     is_selection: samples of its shards may be left out.
     versions: by path, the ETag that the server gave when a shard was first read, for the shards
     that `needs_headers` names.
@@ -57,7 +55,6 @@ class Index:
     info: dict[str, Any] = field(default_factory=dict)
     shard_labels: tuple[tuple[ColumnInfo, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict, repr=False)
-    columns: tuple[Column, ...] = field(default=(), repr=False)
     is_selection: bool = False
 
     def __len__(self) -> int:
@@ -67,6 +64,15 @@ class Index:
     def fields(self) -> tuple[str, ...]:
         """Names of the fields of the samples, by field number."""
         return self.offsets.fields
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Labels and other scalars, one value per sample each."""
+        return self.offsets.columns
+
+    def with_columns(self, columns: Sequence[Column]) -> Index:
+        """Return the index with these columns instead."""
+        return replace(self, offsets=self.offsets.with_columns(columns))
 
     def __repr__(self) -> str:
         names = {
@@ -105,12 +111,14 @@ class Index:
     @cached_property
     def _with_checksums(self) -> frozenset[str]:
         """Paths of the shards whose members have checksums."""
-        if not self.offsets.has_checksums:
-            return frozenset()
-        parts = zip(self.shards, pairwise(self.first.tolist()), strict=True)
         return frozenset(
-            shard.path for shard, part in parts if self.offsets.slice(*part).has_checksums
+            shard.path for i, shard in enumerate(self.shards) if self._rows_of(i).has_checksums
         )
+
+    def _rows_of(self, first: int, last: int | None = None) -> Offsets:
+        """Return the rows of a shard, or of the shards `first` to `last`."""
+        stop = self.first[(first if last is None else last) + 1]
+        return self.offsets.slice(int(self.first[first]), int(stop))
 
     @cached_property
     def counts(self) -> Ints:
@@ -154,7 +162,16 @@ class Index:
 
         A shard without sha256 is represented by the keys, offsets and sizes of its samples.
         """
-        return _fingerprint(self)
+        rows = [
+            (
+                shard.name,
+                shard.samples,
+                shard.bytes,
+                (not self.is_selection and shard.sha256) or self._rows_of(number).digest(),
+            )
+            for number, shard in enumerate(self.shards)
+        ]
+        return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
@@ -181,19 +198,15 @@ class Index:
         wanted = list(numbers)
         if wanted == list(range(len(self.shards))):
             return self
-        shard_labels = tuple(self.shard_labels[i] for i in wanted) if self.shard_labels else ()
-        labels = self.labels
-        if shard_labels:
-            labels, shard_labels = joined_labels(shard_labels)
-        runs = [(int(self.first[i]), int(self.first[i + 1])) for i in wanted] or [(0, 0)]
-        if wanted and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
-            runs = [(runs[0][0], runs[-1][1])]
-        parts = [(b - a, [column.cut(a, b) for column in self.columns]) for a, b in runs]
+        own = self.shard_labels or (self.labels,) * len(self.shards)
+        labels, shard_labels = joined_labels(tuple(own[i] for i in wanted) or (self.labels,))
+        # Shards that follow each other are one view, without a copy.
+        runs = np.split(np.array(wanted, np.int64), np.flatnonzero(np.diff(wanted) != 1) + 1)
+        parts = [self._rows_of(run[0], run[-1]) for run in runs if len(run)]
         return replace(
             self,
             shards=tuple(self.shards[i] for i in wanted),
-            offsets=Offsets.join([self.offsets.slice(*run) for run in runs]),
-            columns=join_columns(parts),
+            offsets=Offsets.join(parts or [self.offsets.slice(0, 0)]),
             labels=labels,
             shard_labels=shard_labels,
         )
@@ -210,7 +223,6 @@ class Index:
             self,
             shards=tuple(replace(self.shards[i], samples=int(counts[i])) for i in kept),
             offsets=self.offsets.take(ids),
-            columns=tuple(column.take(ids) for column in self.columns),
             shard_labels=shard_labels,
             is_selection=True,
         )
@@ -291,7 +303,7 @@ class Index:
     @cached_property
     def table(self) -> pa.Table:
         """One row per sample: key, shard, offset and size, those of each field, and the columns."""
-        return to_table(self.shards, self.offsets, self.columns)
+        return pa.Table.from_batches([to_batch(self.shards, self.offsets)])
 
     def to_pandas(self) -> Any:
         """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""
@@ -315,7 +327,6 @@ def join(parts: Sequence[Index]) -> Index:
         labels=labels,
         info=parts[0].info,
         shard_labels=shard_labels,
-        columns=join_columns([(len(part), part.columns) for part in parts]),
         is_selection=any(part.is_selection for part in parts),
     )
 
@@ -331,7 +342,7 @@ def _read(
         names = [index.fields[number] for number in members.field.tolist()]
         gap = _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP
         with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
-            values = _values(source, members.offset.tolist(), members.size.tolist(), gap)
+            values = _values(source, members, gap)
             first, crcs = members.first.tolist(), members.crc.tolist()
             for row, number in enumerate(part.tolist()):
                 sample = {}
@@ -347,36 +358,15 @@ def _read(
                 yield number, sample
 
 
-def _values(
-    source: Source, offsets: Sequence[int], sizes: Sequence[int], gap: int
-) -> Iterator[memoryview]:
+def _values(source: Source, members: Members, gap: int) -> Iterator[memoryview]:
     """Yield the bytes of members. Members with at most `gap` bytes between them are one read."""
-    first = 0
-    while first < len(offsets):
-        start, last = offsets[first], first + 1
-        stop = start + sizes[first]
-        while last < len(offsets) and 0 <= offsets[last] - stop <= gap:
-            if offsets[last] + sizes[last] - start > _RUN:
-                break
-            stop = offsets[last] + sizes[last]
-            last += 1
-        data = memoryview(bytearray(stop - start))
-        source.read_into(data, start)
-        for member in range(first, last):
-            yield data[offsets[member] - start :][: sizes[member]]
-        first = last
-
-
-def _fingerprint(index: Index) -> str:
-    """Return a short hash of shards: by sha256, or by the keys, offsets and sizes of samples."""
-    rows = [
-        (
-            shard.name,
-            shard.samples,
-            shard.bytes,
-            (not index.is_selection and shard.sha256)
-            or index.offsets.slice(*index.first[number : number + 2].tolist()).digest(),
-        )
-        for number, shard in enumerate(index.shards)
-    ]
-    return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+    offset, stop = members.offset, members.offset + members.size
+    between = offset[1:] - stop[:-1]
+    is_new = (between < 0) | (between > gap) | (np.diff(offset // _RUN) != 0)
+    for run in np.split(np.arange(len(offset)), np.flatnonzero(is_new) + 1):
+        if len(run):
+            start = int(offset[run[0]])
+            data = memoryview(bytearray(int(stop[run[-1]]) - start))
+            source.read_into(data, start)
+            cuts = zip((offset[run] - start).tolist(), (stop[run] - start).tolist(), strict=True)
+            yield from (data[first:last] for first, last in cuts)

@@ -1,4 +1,4 @@
-"""The document index.json: reading it, and checking the values in it.
+"""The document index.json: its contents, and the check of all values in it.
 
 Files come from anywhere, so each value is checked before it is used.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from wdstrain.errors import ShardError
 from wdstrain.runtime.machine import memory
+from wdstrain.shards.index_table import Shard
 from wdstrain.shards.kinds import KINDS, ColumnInfo
 from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import read_whole
@@ -27,8 +31,45 @@ FORMAT_ERRORS = (
 )
 
 
-def read_document(path: str) -> dict[str, Any]:
-    """Return the document of an index.json that wdstrain wrote. Raises ShardError for others."""
+@dataclass(frozen=True)
+class Document:
+    """The contents of an index.json; identity: of the index.arrow that belongs to it.
+
+    shards: with the paths beside the file. columns: without classes. info: how the set was made.
+    """
+
+    identity: str
+    shards: tuple[Shard, ...]
+    fields: tuple[str, ...]
+    labels: tuple[ColumnInfo, ...]
+    columns: tuple[ColumnInfo, ...]
+    info: dict[str, Any]
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, document: Any, path: str) -> Document:
+        """Return the contents of a JSON document at `path`. Raises one of FORMAT_ERRORS."""
+        own = document["wdstrain"]
+        columns = (
+            ColumnInfo(row["name"], row["kind"], row["field"], row["entry"], is_label=False)
+            for row in own["columns"]
+        )
+        made = cls(
+            identity=_word(own["id"]),
+            shards=tuple(_shard(row, path) for row in document["shardlist"]),
+            fields=tuple(map(_word, own["fields"])),
+            labels=tuple(map(_checked, map(ColumnInfo.of_row, own["labels"]))),
+            columns=tuple(map(_checked, columns)),
+            info=dict(own["info"]),
+            version=own["version"],
+        )
+        if len(set(made.fields)) < len(made.fields):
+            raise ValueError("its fields must be different names")
+        return made
+
+
+def read_document(path: str) -> Document:
+    """Return the contents of an index.json that wdstrain wrote. Raises ShardError for others."""
     document = find_document(path)
     if document is None:
         reason, advice = ", or another program wrote it", "Check the address."
@@ -39,29 +80,19 @@ def read_document(path: str) -> dict[str, Any]:
     return document
 
 
-def find_document(path: str) -> dict[str, Any] | None:
-    """Return the document of an index.json.
+def find_document(path: str) -> Document | None:
+    """Return the contents of an index.json.
 
     None if there is no file, or if it is another tool's list of shards, without offsets. Raises
     ShardError for a file that is damaged or cannot be read.
     """
-    try:
+    with refusing(path):
         data = read_whole(path)
         if data is None:
             return None
         document = parsed(data)
-        if "shardlist" in document and "wdstrain" not in document:
-            return None
-        labels_of(document)
-        splits_of(document)
-        info_of(document)
-        return dict(document)
-    except FORMAT_ERRORS as error:
-        raise no_index(path, error) from error
-    except OSError as error:
-        raise ShardError(
-            f"{path} cannot be read: {error.strerror}. Check its permissions."
-        ) from error
+        is_foreign = "shardlist" in document and "wdstrain" not in document
+        return None if is_foreign else Document.of(document, path)
 
 
 def parsed(data: bytes) -> Any:
@@ -77,91 +108,57 @@ def parsed(data: bytes) -> Any:
     return json.loads(data)
 
 
-def labels_of(document: dict[str, Any]) -> tuple[ColumnInfo, ...]:
-    """Return the labels in an index.json."""
-    return tuple(map(_label, document["wdstrain"]["labels"]))
+@contextmanager
+def refusing(path: str) -> Iterator[None]:
+    """Raise ShardError for errors of reading a file of an index."""
+    try:
+        yield
+    except FORMAT_ERRORS as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        folder = os.path.dirname(path) or "."
+        advice = f"Remove it and make a new index: wdstrain index {folder}"
+        if is_remote(path):
+            path, advice = redacted(path), "Check the address."
+        raise ShardError(
+            f"{path} is not an index of this package ({type(error).__name__}: {reason}). {advice}"
+        ) from error
+    except OSError as error:
+        raise ShardError(
+            f"{error.filename or path} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
 
 
-def splits_of(document: dict[str, Any]) -> dict[str, str]:
-    """Return the split of each shard in an index.json, by the shard's name."""
-    return {word(row["url"]): word(row["split"] or "") for row in document["shardlist"]}
+# --- parts ----------------------------------------------------------------------------------------
 
 
-def info_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what an index.json records about how its set was made."""
-    return dict(document["wdstrain"]["info"])
-
-
-def no_index(path: str, error: Exception) -> ShardError:
-    """Return the error for a file that is not an index of this package."""
-    if is_remote(path):
-        return ShardError(
-            f"{redacted(path)} is not an index of this package ({type(error).__name__}: "
-            f"{first_line(error)}). Check the address."
-        )
-    folder = os.path.dirname(path) or "."
-    return ShardError(
-        f"{path} is not an index of this package ({type(error).__name__}: {first_line(error)}). "
-        f"Remove it and make a new index: wdstrain index {folder}"
-    )
-
-
-def shard_beside(path: str, name: str) -> str:
-    """Return the path of the shard `name` beside the index at `path`.
+def _shard(row: dict[str, Any], path: str) -> Shard:
+    """Return a shard beside the index at `path`.
 
     Raises ValueError for a name with a folder, which could lead to files elsewhere.
     """
-    if (
-        not isinstance(name, str)
-        or os.path.basename(name) != name
-        or name in ("", ".", "..")
-        or "\0" in name
-    ):
+    name, samples, size = _word(row["url"]), row["nsamples"], row["filesize"]
+    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(
             f"its shard {name!r} is not a plain file name; shards lie beside their index"
         )
     os.fsencode(name)  # raises ValueError for characters that no file name can have
-    return beside(path, name)
+    for number in (samples, size):
+        if not isinstance(number, int) or not 0 <= number < 1 << 62:
+            raise ValueError(f"{number!r} must be an integer >= 0 and < 2**62")
+    return Shard(beside(path, name), samples, size, _word(row["split"] or ""), _word(row["sha256"]))
 
 
-def _label(row: dict[str, Any]) -> ColumnInfo:
-    label = ColumnInfo.of_row(row)
-    word(label.name), word(label.field)
-    known = label.kind in KINDS and KINDS[label.kind].can_be_label
-    if not known or not (label.entry is None or isinstance(label.entry, str)):
-        raise ValueError(f"its label has the kind {label.kind!r} and the column {label.entry!r}")
-    return label
+def _checked(info: ColumnInfo) -> ColumnInfo:
+    """Return a label or column. Raises ValueError for one that cannot be."""
+    kind = KINDS[info.kind]
+    words = [info.name, info.field, *([] if info.entry is None else [info.entry])]
+    is_known = kind.can_be_label if info.is_label else kind.arrow is not None
+    if not is_known or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"its column {words} has the kind {info.kind!r}")
+    return info
 
 
-def fields_of(names: object) -> tuple[str, ...]:
-    if not isinstance(names, list) or len(set(map(word, names))) < len(names):
-        raise ValueError("its fields must be a list of different names")
-    return tuple(names)
-
-
-def word(value: object) -> str:
+def _word(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} must be a string")
     return value
-
-
-def size(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} must be an integer >= 0 and < 2**62")
-    return value
-
-
-def described_columns(rows: object) -> list[dict[str, Any]]:
-    """Return the list of label columns in an index.json, checked."""
-    if not isinstance(rows, list):
-        raise ValueError("its columns must be a list")
-    for row in rows:
-        word(row["name"]), word(row["field"])
-        has_type = row["kind"] in KINDS and KINDS[row["kind"]].arrow is not None
-        if not has_type or not (row["entry"] is None or isinstance(row["entry"], str)):
-            raise ValueError(f"its column {row['name']!r} has the kind {row['kind']!r}")
-    return rows
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

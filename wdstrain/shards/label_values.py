@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import pyarrow.compute as pc
@@ -71,7 +70,7 @@ def read_columns(index: Index, places: Collection[Place]) -> Index:
     builder = ColumnBuilder(places)
     for _, fields in index.read(np.arange(len(index)), {field for field, _ in places}):
         builder.add(fields.items())
-    return replace(index, columns=builder.finish())
+    return index.with_columns(builder.finish())
 
 
 def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
 from wdstrain.shards.header_scans import is_unchanged, picked, scan
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_document import find_document, info_of, labels_of, splits_of
+from wdstrain.shards.index_document import Document, find_document
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.label_values import classes_in, label_bytes, read_columns
 from wdstrain.shards.offsets import Offsets
@@ -83,13 +82,13 @@ def index(options: IndexOptions) -> Index:
     return index
 
 
-def _with_former(index: Index, document: dict[str, Any], index_path: str) -> Index:
+def _with_former(index: Index, document: Document, index_path: str) -> Index:
     """Return `index` with what headers do not give, from the former index file at `index_path`.
 
     Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
     """
-    splits, labels = splits_of(document), labels_of(document)
-    info = {**info_of(document), **index.info}
+    splits, labels = {shard.name: shard.split for shard in document.shards}, document.labels
+    info = {**document.info, **index.info}
     former = Index((), Offsets.of([]))
     with suppress(ShardError):
         former = load(index_path)

@@ -53,10 +53,10 @@ def sample_ids(count: int, amount: float, seed: int) -> Ints:
     """
     seed = integer("seed", seed)
     if not isinstance(amount, (int, np.integer)):
-        if not is_number(amount):
-            raise UsageError(f"sample({amount!r}): must be a share or a number of samples.")
-        if not 0 < amount <= 1:
-            raise UsageError(f"sample({amount}): a share must be above 0 and at most 1.")
+        if not is_number(amount) or not 0 < amount <= 1:
+            raise UsageError(
+                f"sample({amount!r}): must be a share above 0 and at most 1, or a number of samples."
+            )
         wanted = round(float(amount) * count)
         if not wanted:
             raise UsageError(
@@ -177,8 +177,7 @@ def group_codes(index: Samples, name: str) -> Ints:
         raise UsageError(f"column {name!r} holds lists. Group by a column of single values.")
     if pa.types.is_floating(values.type):
         values = pc.add(values, 0.0)  # -0.0 equals 0.0
-    if not pa.types.is_dictionary(values.type):
-        values = pc.dictionary_encode(values)
+    values = values.dictionary_encode()
     missing = np.asarray(values.is_null())
     codes = np.asarray(pc.fill_null(values.indices, 0)).astype(np.int64)
     codes[missing] = len(values.dictionary) + np.arange(missing.sum())

@@ -36,7 +36,7 @@ from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, str
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_document import find_document, info_of, labels_of
+from wdstrain.shards.index_document import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.offsets import Ints
@@ -225,7 +225,7 @@ def stated(options: TarsOptions) -> dict[str, Any]:
 def _origin(index: Index) -> list[dict[str, Any]]:
     """Return the provenance in the indexes beside the shards."""
     places = dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards)
-    infos = [info_of(document) for document in map(find_document, places) if document is not None]
+    infos = [document.info for document in map(find_document, places) if document is not None]
     names = ("source", "options", "split", "appended", "removed", "repaired")
     return [{name: info[name] for name in names if name in info} for info in infos]
 
@@ -239,7 +239,7 @@ def _check_replaced(index: Index, out: str) -> None:
     }:
         return
     document = find_document(place)
-    rows = [os.path.basename(row["url"]) for row in (document or {}).get("shardlist", ())]
+    rows = [shard.name for shard in document.shards] if document is not None else []
     left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
     if left:
         raise UsageError(
@@ -287,7 +287,7 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[ColumnInfo, ...]:
     by_labels: dict[tuple[ColumnInfo, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         document = find_document(place)
-        known = labels_of(document) if document is not None else ()
+        known = document.labels if document is not None else ()
         labels = tuple(label for label in known if label.field in names)
         by_labels.setdefault(labels, place)
     if len(by_labels) > 1 and any(by_labels):

@@ -174,7 +174,7 @@ def _contents(
     each = np.ones(len(index)) if weights is None else weights
     summaries = []
     for name in index.fields:
-        size = index.offsets.extents_of(name)[1]
+        size = index.offsets.extents[name][1]
         sizes, stands_for = size.drop_null().to_numpy(), each[np.asarray(size.is_valid())]
         if not len(sizes):
             continue  # a field of other shards of the set
@@ -212,7 +212,7 @@ def _columns(
             places = [column.place for column in built]
             chosen, built = rest, _read_all(index, ~listed, places, reader.errors, progress)
         rows = np.flatnonzero(listed)
-        kept = [column.take(rows) for column in columns]
+        kept = index.take(rows).columns
         columns = join_columns([(len(rows), kept), (len(chosen), built)])
         complete = complete and len(chosen) == len(rest)
         scale = each[rest].sum() / max(1.0, each[chosen].sum())

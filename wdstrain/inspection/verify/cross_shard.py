@@ -65,7 +65,7 @@ class CrossShardCheck:
         self._keys.append(scan.key_hashes)
         self._contents.append(scan.content_hashes)
         self._images.append(scan.image_hashes)
-        self._tables.append(check.table.without_fields())
+        self._tables.append(Offsets.of_arrays((), check.table.rows.columns[:3]))
 
     def findings(self) -> list[Finding]:
         """Return missing fields, duplicate samples, and images in two splits."""
