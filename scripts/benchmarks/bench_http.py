@@ -116,7 +116,8 @@ from record import Record, turns
 from steal_time import undisturbed
 
 import wdstrain as wt
-from wdstrain.reader.run import Reader, ReadOptions
+from wdstrain.reader.fetch import ReadOptions
+from wdstrain.reader.run import Reader
 from wdstrain.serve import Server
 from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index

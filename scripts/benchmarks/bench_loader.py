@@ -22,6 +22,10 @@ process per core. How each peer is set is said in bench_peers.py.
     R6  R1 with 1, 2, 4, ... worker processes; the training process at 10 000 samples/s (R2): 0.25 of a core
     R7  memory of all processes beside bare imports in as many, ten epochs: buffer + slots + 300 MB, flat
     R8  no influence: R3 with tail="keep", and R2 with an EXIF segment in each JPEG, 0.95 of the same without
+    R9  one slow sample among fifty: a transform takes 1 ms, and 300 ms for one of them; 0.8 of what the mean cost allows
+
+Beside its rate, each contender has the CPU seconds of its processes per 1,000 samples, the peak of their memory in a turn that is not
+counted, and the 99th percentile of the wait for a batch.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ import wdstrain as wt
 VERSIONS = ("torch", "torchvision", "numpy", "pyarrow", "simplejpeg", "turbojpeg", "webdataset")
 OURS = ["ours, threads", "ours, workers"]
 PATIENCE = 180  # seconds until a contender that does not answer is given up
+_QUICK, _SLOW, _EACH = 0.001, 0.3, 50  # seconds of a transform for most samples, and for one of 50
 TURN_PATIENCE = 60  # the same for a turn, which takes a few seconds on an idle machine
 
 
@@ -387,6 +392,34 @@ def r8(bench: Bench) -> None:
             bench.goal("R8", f"{what}, {name}: with / without", ratio, 0.95)
 
 
+def r9(bench: Bench) -> None:
+    """Decoders sleep, so neither the number of cores nor their load matters."""
+    folder, count = bench.place / "slow", 1000 if bench.quick else 4000
+    numbers = ({"__key__": f"k{n:05d}", "cls": n} for n in range(count))
+    wt.pack(numbers, str(folder), shuffle=False)
+    ideal = (_QUICK * (_EACH - 1) + _SLOW) / _EACH
+    for batch_size in (8, 64):
+        for workers in (0, CORES):
+            loader = wt.Loader(
+                str(folder), transform=_slow_at_times, batch_size=batch_size, num_workers=workers
+            )
+            with loader:
+                batches = iter(loader)
+                next(batches)  # the workers have started
+                begun, samples = time.perf_counter(), 0
+                for batch in batches:
+                    samples += len(batch["__key__"])
+                rate = samples / (time.perf_counter() - begun)
+            share = rate * ideal / CORES
+            bench.goal("R9", f"batch {batch_size}, num_workers={workers}", share, 0.8)
+
+
+def _slow_at_times(sample: dict[str, Any]) -> dict[str, int]:
+    number = int(sample["cls"])
+    time.sleep(_SLOW if number % _EACH == 0 else _QUICK)
+    return {"number": number}
+
+
 CASES: dict[str, Callable[[Bench], None]] = {
     "R1": r1,
     "R2": r2,
@@ -396,6 +429,7 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "R6": r6,
     "R7": r7,
     "R8": r8,
+    "R9": r9,
 }
 
 
@@ -404,7 +438,11 @@ CASES: dict[str, Callable[[Bench], None]] = {
 
 @dataclass
 class Rates:
-    """Samples per second of each contender in each turn; `first`: seconds to the first batch, of the first epoch, samples."""
+    """Samples per second of each contender in each turn; `first`: seconds to the first batch, of the first epoch, samples.
+
+    costs: by contender, CPU seconds per 1,000 samples ("tree_cpu") and the 99th percentile of the wait for a batch ("wait") in each
+    turn, and the peak of memory in bytes ("memory").
+    """
 
     bench: Bench
     case: str
@@ -412,6 +450,7 @@ class Rates:
     limits: list[str]
     turns: dict[str, list[float]]
     first: dict[str, dict[str, float]]
+    costs: dict[str, dict[str, list[float]]]
 
     @property
     def ours(self) -> str:
@@ -464,7 +503,7 @@ def throughput(
         for name in peers
         if bench.peers is None or name in bench.peers or name.split("-")[0] in bench.peers
     ]
-    rates = Rates(bench, case, asked, limits, {}, {})
+    rates = Rates(bench, case, asked, limits, {}, {}, {})
     deadline = time.monotonic() + 60 * bench.minutes
     with ExitStack() as stack:
         running = {
@@ -488,6 +527,7 @@ def throughput(
             else:
                 rates.first[name] = answer
                 rates.turns[name] = []
+                rates.costs[name] = {"tree_cpu": [], "wait": [], "memory": []}
         drawn, shares = random.Random(0), list[float]()
         stack.enter_context(_guarded([one.pid for one in running.values()]))
         for one in running.values():
@@ -505,9 +545,17 @@ def throughput(
                 shares.append(share)
                 if "rate" in answer:
                     rates.turns[name].append(answer["rate"])
+                    for cost in ("tree_cpu", "wait"):
+                        rates.costs[name][cost].append(answer[cost])
                 else:
                     bench.say(case, f"{name}: {answer['failed']}")
                     del running[name], rates.turns[name]
+        for name, one in running.items():
+            one.wake()
+            with _watched(one.pid) as peak:
+                one.ask(time.monotonic() + TURN_PATIENCE, do="turn", seconds=seconds)
+            rates.costs[name]["memory"] = [max([*peak, _memory(one.pid)])]
+            one.rest()
         for one in running.values():  # all at once: some take seconds to end
             one.leave()
     first = "first batch   epoch" if case == "R2" else "first batch"
@@ -517,10 +565,23 @@ def throughput(
         start = f"{begin['first']:5.2f} s" if name not in limits else ""
         start += f" {begin['epoch']:6.2f} s" if name not in limits and case == "R2" else ""
         bench.say(case, f"{name:18} {_spread(found):31} {start}".rstrip())
+    bench.say(case, f"{'':20}CPU s / 1,000 samples   memory, peak   wait for a batch, p99")
+    for name in rates.turns:
+        cpu, wait, memory = (
+            statistics.median(rates.costs[name][cost]) for cost in ("tree_cpu", "wait", "memory")
+        )
+        bench.say(
+            case, f"{name:18} {cpu:16.4f} {memory / 1e6:17.0f} MB {wait * 1000:17.2f} ms".rstrip()
+        )
     if any(shares):
         middle = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
         bench.say(case, f"of its processors' time other machines had {middle} in these turns")
-    bench.found[case] = {"turns": rates.turns, "first": rates.first, "stolen": shares}
+    bench.found[case] = {
+        "turns": rates.turns,
+        "first": rates.first,
+        "costs": rates.costs,
+        "stolen": shares,
+    }
     return rates
 
 

@@ -28,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -563,17 +564,28 @@ class Turns:
         return {"first": first, "epoch": time.perf_counter() - self._begun, "samples": samples}
 
     def turn(self, seconds: float) -> dict[str, Any]:
-        """Return samples per second, and this process's CPU seconds per second, of whole epochs.
+        """Return what whole epochs take, for at least some seconds.
 
-        The first turn begins after the first epoch, later ones where the turn before ended.
+        rate: samples per second. cpu: CPU seconds of this process per second. tree_cpu: CPU seconds
+        of this process and its workers per 1,000 samples. wait: 99th percentile of the seconds until
+        a batch comes. The first turn begins after the first epoch, later ones where the turn before
+        ended.
         """
         if not self._ended:
             self.epoch()
-        samples, begun, cpu = 0.0, time.perf_counter(), time.process_time()
+        samples, waits, cpu, tree = 0.0, list[float](), time.process_time(), _tree_cpu(os.getpid())
+        begun = asked = time.perf_counter()
         while (elapsed := time.perf_counter() - begun) < seconds:
             while (count := next(self._counts)) is not None:
                 samples += count
-        return {"rate": samples / elapsed, "cpu": (time.process_time() - cpu) / elapsed}
+                waits.append(time.perf_counter() - asked)
+                asked = time.perf_counter()
+        return {
+            "rate": samples / elapsed,
+            "cpu": (time.process_time() - cpu) / elapsed,
+            "tree_cpu": (_tree_cpu(os.getpid()) - tree) / samples * 1000,
+            "wait": float(np.percentile(waits, 99)),
+        }
 
     def epoch(self) -> None:
         while next(self._counts) is not None:
@@ -588,6 +600,19 @@ class Turns:
                 yield float(batch if isinstance(batch, (int, float)) else len(batch[0]))
             self._ended = True
             yield None
+
+
+def _tree_cpu(root: int) -> float:
+    """Return the CPU seconds of a process and its descendants, ended ones included."""
+    pids, ticks = [root], 0
+    for pid in pids:
+        with suppress(OSError):  # it ended meanwhile; its parent has its time
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                pids += map(int, children.split())
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # user, system, and both of ended children
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _check(batch: Any, job: Job) -> bool:

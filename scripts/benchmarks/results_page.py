@@ -28,6 +28,7 @@ TITLES = {
     "R6": "R6: number of workers",
     "R7": "R7: memory",
     "R8": "R8: what must have no influence",
+    "R9": "R9: one slow sample among fifty",
 }
 NAMES = {
     "ImageFolder-tv": "ImageFolder, torchvision decoder",
@@ -73,13 +74,24 @@ def _conditions(about: dict[str, Any]) -> str:
 
 
 def _rates(found: dict[str, Any]) -> str:
-    """Return the table of samples per second, the fastest first."""
+    """Return the table of samples per second, the fastest first, and what they cost."""
     turns = {name: rates for name, rates in found.get("turns", {}).items() if rates}
-    rows = ["| | samples/s, median | lowest | highest |", "|---|---|---|---|"]
+    costs = {"tree_cpu": "CPU s per 1,000 samples", "memory": "peak MB", "wait": "wait p99, ms"}
+    titles = [
+        "",
+        "samples/s, median",
+        "lowest",
+        "highest",
+        *(costs.values() if "costs" in found else ()),
+    ]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in sorted(turns, key=lambda name: -statistics.median(turns[name])):
         rates = turns[name]
         values = [statistics.median(rates)] + ([min(rates), max(rates)] if len(rates) > 1 else [])
         cells = [f"{value:,.0f}" for value in values] + [""] * (3 - len(values))
+        if "costs" in found:
+            cpu, memory, wait = (statistics.median(found["costs"][name][cost]) for cost in costs)
+            cells += [f"{cpu:.4f}", f"{memory / 1e6:.0f}", f"{wait * 1000:.2f}"]
         rows.append(f"| {NAMES.get(name, name)} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if turns else ""
 

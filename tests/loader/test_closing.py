@@ -18,7 +18,7 @@ from tests.conftest import write_shards
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import fetch
+from wdstrain.reader import run as reader_run
 from wdstrain.reader.run import Reader
 
 RANGE = 64 << 10  # bytes: about 32 samples
@@ -143,7 +143,7 @@ def test_a_closed_loader_delivers_no_batch_that_had_not_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request has delivered its bytes, one a part; the others wait for an answer."""
-    monkeypatch.setattr(fetch, "STOP_PATIENCE", 0.5)
+    monkeypatch.setattr(reader_run, "STOP_PATIENCE", 0.5)
     write_shards(tmp_path, [400])
     wt.index(tmp_path)
     released = threading.Event()
@@ -179,7 +179,7 @@ def test_a_closed_loader_delivers_no_batch_that_had_not_arrived(
         assert not fetching()
 
 
-@pytest.mark.parametrize("which", ["wdstrain-reader", "wdstrain-fetch-0", "wdstrain-fetch-3"])
+@pytest.mark.parametrize("which", ["wdstrain-fetch-0", "wdstrain-fetch-3"])
 def test_a_failed_thread_start_raises_in_the_loop_and_the_loader_stays_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:

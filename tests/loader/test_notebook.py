@@ -184,7 +184,7 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
     assert len([entry for entry in live if isinstance(entry, int)]) == workers
     # No entry if the last interrupt came before the loop began: the same epoch was requested twice,
     # and nothing is read ahead.
-    assert live.count("wdstrain-reader") <= 1
+    assert live.count("wdstrain-fetch-0") <= 1
     # The notebook keeps the last traceback. If the interrupt came in `iter(loader)` or
     # `len(loader)`, one of its frames refers to the loader itself.
     opened.run("1 / 0", fails=True)

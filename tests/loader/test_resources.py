@@ -43,8 +43,8 @@ def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
     mean = sum(shard.bytes for shard in loader.index.shards) / 8000
     ahead = 1 << 20
     monitored = [
-        (run.bytes_ahead, reader.blocks.held)
-        for reader, run, _ in collected_batches(loader.index, loader.plan, ahead=ahead)
+        (run.bytes_ahead, run.blocks.held)
+        for _, run, _ in collected_batches(loader.index, loader.plan, ahead=ahead)
     ]
     waiting, held = np.max(monitored, axis=0)
     read = 16 << 20  # a read starts while any room is left

@@ -402,15 +402,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("neighbor", "self._free[at][0] == stop:", "self._free[at][0] >= stop:"),
     ],
     "reader/run.py": [
-        ("first-failed", "self._failed[0] <= number", "self._failed[0] == number"),
-        ("before-failed", "read.batch < failed", "read.batch <= failed"),
-        ("all-arrived", "int(table.arrived[own]) == size", "int(table.arrived[own]) <= size"),
+        ("first-failed", "self._failed_batch <= batch.number", "self._failed_batch == batch.number"),
+        ("before-failed", "read.batch < batch", "read.batch <= batch"),
+        ("all-arrived", "(table[0, start:stop] >= 0).all()", "(table[0, start:stop] >= 0).any()"),
     ],
     "reader/fetch.py": [
         ("known-crc", "& (members.crc != 0)", "& (members.crc == 0)"),
-        ("gaps", "target = files.scratch(", "files.scratch("),
+        ("gaps", "target = self._scratch[", "self._scratch["),
         ("replaced", "if not self._index.needs_headers", "if self._index.needs_headers"),
-        ("good-in-first", "if row in rows}", "if row not in rows}"),
+        ("read-again", "find().keys() - bad.keys()", "find().keys() & bad.keys()"),
     ],
     # --- decode ---
     "decode/codecs.py": [
@@ -485,8 +485,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("marked-label", "rows[torch.from_numpy(~own)] = 0", "rows[torch.from_numpy(own)] = 0"),
         (
             "keys-of-substitutes",
-            "self._index.keys(ids[:rows])",
-            "self._index.keys(batch.ids[:rows])",
+            "keys = self._index.keys(ids)",
+            "keys = self._index.keys(batch.ids)",
         ),
     ],
     "loader/epoch.py": [
@@ -498,7 +498,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         (
             "errors-of-epoch",
             "self._bad > self._options.max_errors * self._epoch_samples",
-            "self._bad > self._options.max_errors * self._expected",
+            "self._bad > self._options.max_errors * self._rows",
         ),
         (
             "epoch-kept",
@@ -539,8 +539,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "loader/mixture.py": [
         (
             "weights-in-order",
-            "_exact(weights[name]) for name in indexes",
-            "_exact(weights[name]) for name in weights",
+            "float(weights[name]) for name in indexes",
+            "float(weights[name]) for name in weights",
         ),
     ],
     # --- conversion ---

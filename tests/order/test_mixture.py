@@ -208,8 +208,8 @@ def test_waiting_samples_are_not_overwritten_while_another_source_has_room(
     index, numbers = loader.index, list[int]()
     # Only the reader: a loader reads 64 MiB ahead, which is more than these sources have.
     for reader, _, batch in collected_batches(index, loader.plan, ahead=16 << 10):
-        for offset in batch.offset.tolist():
-            numbers.append(int(bytes(reader.memory.view[offset + 512 : offset + 518])))
+        for offset in batch.members.offset.tolist():
+            numbers.append(int(bytes(reader.memory.view[offset : offset + 6])))
         assert numbers[-64:] == [int(key) for key in index.keys(batch.ids)]
     assert len(numbers) == 120_000
 

@@ -21,7 +21,7 @@ def test_blocks_do_not_overlap_and_are_freed_with_their_last_sample(seed: int) -
         size, samples = int(rng.integers(1, 12 * PAGE)), int(rng.integers(1, 5))
         start = blocks.take(size, samples) if rng.random() < 0.5 else None
         if start is not None:
-            assert 0 <= start <= start + size <= blocks.memory.size
+            assert 0 <= start <= start + size <= 64 * PAGE
             assert all(start + size <= a or b <= start for a, (b, _) in held.items())
             held[start] = (start + size, samples)
         elif held:
@@ -45,8 +45,6 @@ def test_a_block_may_fill_the_memory_exactly() -> None:
     assert blocks.take(1, 1) is None
     blocks.release(np.array([PAGE, PAGE]))
     assert blocks.take(2 * PAGE, 1) == PAGE
-    blocks.reset()
-    assert blocks.take(3 * PAGE, 1) == 0
 
 
 def test_memory_is_taken_from_the_front() -> None:

@@ -112,9 +112,11 @@ def test_samples_lie_at_their_offsets(index: wt.Index, choice: str, buffer: int)
     loader = wt.Loader(chosen, batch_size=3, shuffle_buffer=buffer, tail="keep")
     seen = set[int]()
     for reader, _, batch in collected_batches(chosen, loader.plan):
-        for number, offset in zip(batch.ids.tolist(), batch.offset.tolist(), strict=True):
-            _, begin, size = chosen.members(number)[0]
-            begin += offset - int(chosen.offsets.start[number])
+        members = batch.members
+        places = zip(
+            batch.ids.tolist(), members.offset.tolist(), members.size.tolist(), strict=True
+        )
+        for number, begin, size in places:
             data = bytes(reader.memory.view[begin : begin + size])
             assert data.startswith(b"%d," % ids[number])
             seen.add(number)

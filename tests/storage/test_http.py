@@ -44,7 +44,7 @@ from tests.support.servers import (
 )
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.reader import fetch
+from wdstrain.reader.run import THREADS
 from wdstrain.storage import http
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import RemoteFile
@@ -246,7 +246,7 @@ def test_connections_are_reused(packed: Path, served: Served) -> None:
 
     served.faults += [note] * 1000
     epoch([f"{served.url}/{path.name}" for path in sorted(packed.glob("train-*.tar"))])
-    assert 1 <= len(names) <= fetch.THREADS + 1
+    assert 1 <= len(names) <= THREADS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 

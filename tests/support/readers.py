@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from wdstrain.order.order import Order
-from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, Run
+from wdstrain.reader.fetch import ReadOptions
+from wdstrain.reader.run import ReadBatch, Reader, Run
 from wdstrain.shards.index import Index
 
 

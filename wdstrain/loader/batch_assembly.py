@@ -29,11 +29,10 @@ from wdstrain.loader.stats import Finding
 from wdstrain.memory import Memory
 from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
-from wdstrain.reader.fetch import damaged_samples
+from wdstrain.reader.reads import sample_members
 from wdstrain.reader.run import ReadBatch
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
-from wdstrain.storage.local import open_source
 
 _MOST_TRIED = 100  # samples that are tried as substitutes, one after another
 
@@ -74,19 +73,9 @@ class BatchAssembler:
 
     def task(self, batch: ReadBatch, slot: int) -> Task:
         """Return the task of a batch. slot: that its decoder fills."""
-        table, ids = self._index.offsets, batch.ids
-        members = table.members_of(ids, self._needed_fields)
-        begin = members.offset + (batch.offset - table.start[ids])[members.row]
-        return Task(
-            batch.number,
-            batch.epoch,
-            slot,
-            ids,
-            members._replace(offset=begin),
-            tuple(self._index.keys(ids)) if self._options.transform is not None else (),
-            batch.bad,
-            batch.rng_ids,
-        )
+        keys = tuple(batch.keys) if self._options.transform is not None else ()
+        sent = batch.ids, batch.members, keys, batch.bad, batch.rng_ids
+        return Task(batch.number, batch.epoch, slot, *sent)
 
     def assemble(
         self, result: Result, batch: ReadBatch, order: Order, slots: Slots, decoder: Decoder
@@ -96,15 +85,17 @@ class BatchAssembler:
         decoder: decodes a sample that takes the place of a batch of bad ones. Raises SampleError
         for a bad sample that is not replaced.
         """
-        findings = list[Finding]()
-        ids, draws = batch.ids.copy(), batch.rng_ids.copy()
+        findings, keys = list[Finding](), batch.keys
+        ids, draws = batch.ids, batch.rng_ids
         own = np.ones(len(ids), bool)
         if result.bad:
             result = self._replaced(result, batch, decoder)
+            ids, draws = ids.copy(), draws.copy()
             for bad in result.bad:
                 ids[bad.row], draws[bad.row], own[bad.row] = bad.substitute, bad.substitute, False
                 if batch.valid[bad.row]:
                     findings.append(self._finding(batch, bad))
+            keys = self._index.keys(ids)
         valid = len(ids) if order.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if order.tail == "keep" else len(ids)
         values: dict[str, Any] = slots.lease(result.slot, rows)
@@ -114,7 +105,7 @@ class BatchAssembler:
             values[RNG] = bits(draws[:rows], "device", order.seed, order.epoch)
             if self._options.on_error == "mark":
                 values[RNG][~own[:rows]] = NO_SAMPLE
-        values["__key__"] = self._index.keys(ids[:rows])
+        values["__key__"] = keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
@@ -170,7 +161,9 @@ class BatchAssembler:
             if memory is None:
                 continue
             rows = np.full(len(batch.ids), number)
-            again = batch._replace(ids=rows, rng_ids=rows, offset=np.zeros_like(rows), bad={})
+            keys = self._index.keys(rows)
+            members = sample_members(self._index, rows, self._needed_fields)
+            again = batch._replace(ids=rows, rng_ids=rows, keys=keys, members=members, bad={})
             with _generators_kept():
                 # Worker processes seed the global random generators for each sample.
                 seeded, task = self._options.num_workers > 0, self.task(again, failed.slot)
@@ -181,16 +174,16 @@ class BatchAssembler:
 
     def _read(self, number: int) -> Memory | None:
         """Return memory that begins with a sample; None if its bytes cannot be used."""
-        table, shard = self._index.offsets, self._index.shard_with(number)
-        memory = Memory(int(table.size[number]))
+        table = self._index.offsets
+        memory, start = Memory(int(table.size[number])), int(table.start[number])
         try:
-            with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-                source.read_into(memory.view, int(table.start[number]))
+            [(_, sample)] = self._index.read([number], self._needed_fields)
         except (ShardError, StorageError):
             return None
-        ids, place = np.array([number]), np.zeros(1, np.int64)
-        is_damaged = damaged_samples(self._index, self._needed_fields, memory, ids, place)
-        return None if is_damaged else memory
+        for name, offset, size in self._index.members(number):
+            if name in sample:
+                memory.view[offset - start :][:size] = sample[name]
+        return memory
 
     def _message(self, batch: ReadBatch, left: list[BadSample]) -> str:
         """Return the error message for the bad samples of a batch that are not replaced."""

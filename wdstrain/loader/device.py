@@ -14,9 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -85,14 +84,8 @@ class _Copier:
         if ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(ready)
-            map_tensors(partial(_record_stream, stream), batch)
+            map_tensors(lambda tensor: tensor.record_stream(stream), batch)
         return batch
-
-
-def _record_stream(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    """Tell torch's allocator that a stream uses the memory of a tensor."""
-    tensor.record_stream(stream)
-    return tensor
 
 
 def _copy_each(batches: Iterator[Batch], copier: _Copier) -> Iterator[Batch]:
@@ -112,21 +105,17 @@ def _copy_ahead(batches: EpochBatches, copier: _Copier) -> Iterator[Batch]:
     with WorkerDeathsAsErrors(), _CopyThread(batches, copier) as thread:
         requested = batches.request()
         while (ahead := thread.next()) is not None:
-            batch = copier.receive(*ahead.copy)
-            received = batches.deliver(ahead.taken, requested, batch, ahead.seconds)
-            del ahead, batch
+            taken, ready, seconds = ahead
+            copier.receive(taken.values, ready)
+            received = batches.deliver(taken, requested, seconds)
+            del ahead, taken
             yield received
             del received
             requested = batches.request()
-        batches.log_summary()
 
 
-class _Ahead(NamedTuple):
-    """A batch that was taken, without its own memory; its copy, and the seconds of the copy."""
-
-    taken: TakenBatch
-    copy: tuple[Batch, torch.cuda.Event | None]
-    seconds: float
+# A taken batch whose values are copies, when they may be used, and the seconds of the copy.
+_Ahead = tuple[TakenBatch, torch.cuda.Event | None, float]
 
 
 class _CopyThread:
@@ -162,7 +151,7 @@ class _CopyThread:
             # The loop's own thread takes the first batch, because it starts the worker processes:
             # they end with the thread that started them.
             result = self._take()
-            if isinstance(result, _Ahead):
+            if isinstance(result, tuple):
                 with DeferSignals():
                     self._start()
         else:
@@ -185,8 +174,8 @@ class _CopyThread:
             if self._copier.stream is not None:
                 with torch.cuda.stream(self._copier.stream):  # on its device
                     self._batches.lock_pages()
-            copy = self._copier.copy(taken.values)
-            return _Ahead(taken._replace(values={}), copy, time.perf_counter() - begun)
+            copy, ready = self._copier.copy(taken.values)
+            return taken._replace(values=copy), ready, time.perf_counter() - begun
         except StopIteration:
             return None
         except BaseException as error:
@@ -200,6 +189,6 @@ class _CopyThread:
                 return
             result = self._take()
             self._results.put(result)
-            if not isinstance(result, _Ahead):
+            if not isinstance(result, tuple):
                 return
             del result

@@ -7,7 +7,6 @@ of the delivered ones. Only one thread at a time takes batches.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -22,13 +21,11 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.loader.options import LoaderOptions
-from wdstrain.loader.pipeline import OVER, Batch, Batches, Pipeline
-from wdstrain.loader.stats import EpochStats, Finding, StageTotals
+from wdstrain.loader.pipeline import OVER, Batch, Pipeline
+from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.order import Order
 from wdstrain.runtime.options import integer
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
-
-_log = logging.getLogger("wdstrain")
 
 
 class Position(NamedTuple):
@@ -60,6 +57,7 @@ class LoaderState:
     """What the passes of a loader share: its pipeline, its position, and which pass is the newest.
 
     stats: of the newest pass. newest: returns the newest pass, if it exists; a weak reference.
+    reached: the position after the batch that was delivered last.
     """
 
     def __init__(self, make_pipeline: Callable[[], Pipeline]) -> None:
@@ -68,24 +66,21 @@ class LoaderState:
         self.newest: Callable[[], EpochBatches | None] = lambda: None
         self._make_pipeline = make_pipeline
         self._pipeline: Pipeline | None = None  # before the first pass and after `close`
-        self._position = Position(0, 0)  # after the batch that was delivered last
+        self.reached = Position(0, 0)
         self._requested: Position | None = None  # start of the next loop, if somebody set it
-        self._is_restored = False  # by `restore`, since the newest pass began
 
     @property
     def next_start(self) -> Position:
         """The first step of the next `for` loop, which is the next epoch also after a `break`."""
-        epoch, step, _ = self._position
+        epoch, step, _ = self.reached
         return self._requested or Position(epoch + (step > 0), 0)
 
     @property
     def position(self) -> Position:
         """The position of a loop within an epoch; otherwise the start of the next loop."""
-        newest = self.newest()
-        is_in_loop = newest is not None and newest.can_go_on and not self._is_restored
-        if is_in_loop and self._position.step:
-            return self._position
-        return self._requested or self._position
+        loop = self.newest()
+        is_in_loop = loop is not None and loop.state is not None and self.reached.step
+        return self.reached if is_in_loop else self._requested or self.reached
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next epoch. A requested step within it stays."""
@@ -94,30 +89,23 @@ class LoaderState:
 
     def restore(self, position: Position) -> None:
         """Make this the start of the next loop. A loop that still runs has no position any more."""
-        self._requested, self._is_restored = position, True
+        self._requested, self.newest = position, lambda: None
 
     def open_pipeline(self, newest: EpochBatches) -> Pipeline:
         """Return the running pipeline for a pass, which is the newest from now on."""
-        self.newest = weakref.ref(newest)
-        pipeline = self._pipeline
+        self.newest, pipeline = weakref.ref(newest), self._pipeline
         # It may be closed in part, by a Ctrl-C or another thread. A forked child makes its own.
         if pipeline is not None and (pipeline.closed or pipeline.process != os.getpid()):
             self.close()
             pipeline = None
         if pipeline is None:
-            pipeline = self._make_pipeline()
+            pipeline = self._pipeline = self._make_pipeline()
             pipeline.close_with(self)
-            self._pipeline = pipeline
         return pipeline
 
     def begin(self, stats: EpochStats, position: Position) -> None:
         """Note where the newest pass begins, and its counts."""
-        self._requested, self._is_restored = None, False
-        self.stats, self._position = stats, position
-
-    def move(self, position: Position) -> None:
-        """Note the position after the batch that was delivered last."""
-        self._position = position
+        self.stats, self.reached, self._requested = stats, position, None
 
     def close(self) -> None:
         """End the pipeline. The next pass makes another one."""
@@ -137,8 +125,8 @@ class EpochBatches(Iterator[Batch]):
     """
 
     _plan: Order  # set with the first batch
-    _expected: int  # samples of this pass, padding included
-    _epoch_samples: int  # samples of the whole epoch on this rank, padding included
+    _rows: int  # rows before the step that is taken next, padding included
+    _epoch_samples: int  # rows of the whole epoch on this rank
 
     def __init__(
         self,
@@ -151,18 +139,15 @@ class EpochBatches(Iterator[Batch]):
         """plans: returns the plan of an epoch. until: the epoch at which reading ahead stops."""
         # None after the end. A traceback may refer to this pass for long: in a notebook until the
         # next error. The loader must be able to end before that.
-        self._state: LoaderState | None = state
+        self.state: LoaderState | None = state
         self._plans, self._options, self._start, self._until = plans, options, start, until
         self._epoch, self._step, self._bad = start  # the step that is taken next
         self._delivered_steps = start.step
-        self._rows = 0  # taken so far
-        self._pipeline: Pipeline | None = None
-        self._batches: Batches | None = None  # of the pipeline, set with the first batch
-        self._totals_before = StageTotals()
+        self._pipeline: Pipeline | None = None  # set with the first batch
+        self._totals_before: dict[str, float] = {}  # set with the first batch
         self._stats = EpochStats()
         self._last: TakenBatch | None = None  # delivered last, without its tensors
         self._delivered_at: float | None = None  # None while the loop waits for a batch
-        self._is_logged = False
         # Held from a request to its delivery, so that the position never moves back.
         self._lock = threading.RLock()
         self._process: int | None = None  # process that requested the first batch
@@ -174,7 +159,6 @@ class EpochBatches(Iterator[Batch]):
                 requested = self.request()
                 return self.deliver(self.take(), requested)
             except StopIteration:
-                self.log_summary()
                 raise
             except BaseException:
                 self.close()
@@ -213,12 +197,17 @@ class EpochBatches(Iterator[Batch]):
     # --- for code that copies batches to a device -------------------------------------------------
 
     def request(self) -> float:
-        """Note that the loop is done with its batch and wants the next one. Return the time."""
+        """Note that the loop is done with its batch and wants the next one. Return the time.
+
+        After the last batch, the counts of the epoch are logged.
+        """
         self._check_process()
         now = time.perf_counter()
         if self._delivered_at is not None:
             self._stats.loop_seconds += now - self._delivered_at
             self._delivered_at = None
+            if self._delivered_steps == self._plan.steps:
+                self._stats.log()
         return now
 
     def take(self) -> TakenBatch:
@@ -227,65 +216,45 @@ class EpochBatches(Iterator[Batch]):
         Raises StopIteration at the end of the epoch, and the errors of the pipeline.
         """
         with self._lock:
-            if self._pipeline is None or self._batches is None:
-                self._pipeline, self._batches = self._begin()
+            if self._pipeline is None:
+                self._pipeline = self._begin()
             if self._step == self._plan.steps:
-                if self._rows != self._expected:
+                if self._rows != self._epoch_samples:
                     raise WdstrainError(
-                        f"epoch {self._epoch}: {self._expected} samples were planned and "
+                        f"epoch {self._epoch}: {self._epoch_samples} samples were planned and "
                         f"{self._rows} delivered. Please report this error."
                     )
                 raise StopIteration
-            taken = next(self._batches)
+            taken = self._pipeline.take(self)
             self._rows += len(taken.ids)
             self._step += 1
             return taken
 
-    def deliver(
-        self,
-        taken: TakenBatch,
-        requested: float,
-        batch: Batch | None = None,
-        copy_seconds: float = 0.0,
-    ) -> Batch:
+    def deliver(self, taken: TakenBatch, requested: float, copy_seconds: float = 0.0) -> Batch:
         """Return a batch to the loop and count it. Raises SampleError for too many bad samples.
 
-        requested: the time of the request. batch: delivered in place of the taken batch, such as
-        its copy on a device. copy_seconds: how long that copy took.
+        taken: its values may be copies on a device. requested: the time of the request.
+        copy_seconds: how long the copy took.
         """
         self._stats.copy_seconds += copy_seconds
         self._count(taken)
         self._delivered_steps += 1
         is_last = self._delivered_steps == self._plan.steps
-        state = self._state
+        state = self.state
         if state is not None and state.newest() is self:
             after = Position(self._epoch, self._delivered_steps, self._bad)
-            state.move(Position(self._epoch + 1, 0) if is_last else after)
+            state.reached = Position(self._epoch + 1, 0) if is_last else after
         if self._pipeline is not None:
             self._stats.set_stages(self._totals_before, self._pipeline.totals())
         self._last = taken._replace(values={})  # only the loop refers to the batch's memory
         self._delivered_at = time.perf_counter()
         self._stats.wait_seconds += self._delivered_at - requested
-        return taken.values if batch is None else batch
-
-    def log_summary(self) -> None:
-        """Log the counts of the epoch once, after the loop got all batches."""
-        if self._delivered_at is None and self._stats.batches and not self._is_logged:
-            self._is_logged = True
-            _log.info("%s", self._stats.line)
-            if bad_line := self._stats.bad_line:
-                _log.info("%s", bad_line)
-            _log.debug("%s", self._stats.details)
+        return taken.values
 
     def lock_pages(self) -> None:
         """Page-lock the memory of these batches for copies to a CUDA device, after the first."""
         if self._pipeline is not None:
             self._pipeline.lock_pages()
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether this pass has neither failed nor been closed."""
-        return self._state is not None
 
     def close(self) -> bool:
         """End this pass, and the pipeline unless a newer pass uses it. Return whether that ended.
@@ -294,7 +263,7 @@ class EpochBatches(Iterator[Batch]):
         """
         if self._process not in (None, os.getpid()):
             return False
-        state, self._state = self._state, None
+        state, self.state = self.state, None
         if state is None or state.newest() is not self:
             return False
         state.close()
@@ -312,24 +281,24 @@ class EpochBatches(Iterator[Batch]):
                 f"on with it. Begin a pass in this process: for batch in loader."
             )
 
-    def _begin(self) -> tuple[Pipeline, Batches]:
+    def _begin(self) -> Pipeline:
         """Start the pipeline at the first step."""
-        state = self._state
+        state = self.state
         if state is None:
             raise WdstrainError(OVER)
         self._options.check_rank()
         plan = self._plan = self._plans(self._epoch)
         rank = self._options.rank
         self._epoch_samples = plan.rows_before(rank, plan.steps)
-        self._expected = self._epoch_samples - plan.rows_before(rank, self._step)
+        self._rows = plan.rows_before(rank, self._step)
         pipeline = state.open_pipeline(self)
-        batches = pipeline.batches(self._epoch, self._step, self._until)
+        pipeline.begin(self, self._epoch, self._step, self._until)
         self._totals_before = pipeline.totals()
         self._stats = EpochStats(
             epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
         )
         state.begin(self._stats, self._start)
-        return pipeline, batches
+        return pipeline
 
     def _count(self, taken: TakenBatch) -> None:
         """Count a batch. Raises SampleError if the epoch has too many bad samples with it."""

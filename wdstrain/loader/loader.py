@@ -150,13 +150,10 @@ class Loader:
                 name: with_classes(field, self.index) for name, field in self.fields.items()
             }
         self.plan(0)  # raises now if the sizes do not fit together
-        self._state = self._new_state()
-
-    def _new_state(self) -> LoaderState:
         source = self._plans.source
         sources = source.first_ids if isinstance(source, MixedSources) else {}
-        return LoaderState(
-            partial(Pipeline, self.index, self.plan, self._options, self.fields, sources)
+        self._state = LoaderState(
+            partial(Pipeline, self.index, self.plan, options, self.fields, sources)
         )
 
     # --- iteration --------------------------------------------------------------------------------
@@ -229,18 +226,17 @@ class Loader:
         process is forked while this loader runs threads. A transform gets the same `rng`; what it
         draws from the global generators differs from what worker processes draw.
         """
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other._options = replace(self._options, num_workers=0)
-        other._state = other._new_state()
-        other._state.restore(self._state.next_start)
-        return other
+        return _copied(*self._parts(self._state.next_start, num_workers=0))
 
     def __reduce__(self) -> tuple[Callable[..., Loader], tuple[Any, ...]]:
         """A copy is a loader of the same batches at the same position, which runs nothing yet."""
+        return _copied, self._parts(self._state.position)
+
+    def _parts(self, position: Position, **changes: Any) -> tuple[Any, ...]:
+        """Return the arguments of `_copied`. changes: of the options."""
         weights = self._plans.weighting  # the source holds only the chosen samples
-        options = replace(self._options, where=None, balance=None, split=None, weights=weights)
-        return _copied, (type(self), self._plans.source, options, self._state.position)
+        changes |= {"where": None, "balance": None, "split": None, "weights": weights}
+        return type(self), self._plans.source, replace(self._options, **changes), position
 
     # --- reports ----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from itertools import accumulate
 from math import inf
-from numbers import Integral
 from typing import Any
 
 from wdstrain.decode.decoder import Transform
@@ -55,24 +54,17 @@ def mix(
         indexes = {name: index.where(where) for name, index in indexes.items()}
     if weights is None:
         weights = {name: len(index) for name, index in indexes.items()}
-    if not _are_weights(weights) or set(weights) != set(indexes):
+    if not (
+        isinstance(weights, Mapping)
+        and set(weights) == set(indexes)
+        and all(is_number(weight) and 0 < weight < inf for weight in weights.values())
+    ):
         raise UsageError(
             f"weights={weights!r}: must have a finite number above 0 for each of the sources "
             f"{', '.join(indexes)}, and no other."
         )
-    shares = _shares([_exact(weights[name]) for name in indexes])
+    shares = _shares([float(weights[name]) for name in indexes])
     return Loader(MixedSources(indexes, shares), fields, transform, **options)
-
-
-def _are_weights(weights: object) -> bool:
-    return isinstance(weights, Mapping) and all(
-        is_number(weight) and 0 < weight < inf for weight in weights.values()
-    )
-
-
-def _exact(weight: Any) -> int | float:
-    """Return a number of any type as one of Python, which does not overflow."""
-    return int(weight) if isinstance(weight, Integral) else float(weight)
 
 
 def _shares(weights: list[float]) -> tuple[Fraction, ...]:

@@ -112,24 +112,17 @@ class LoaderOptions:
         if self.num_workers:
             functions = {"transform": self.transform, "collate_fn": self.collate_fn}
             check_picklable(self.fields, functions, self.multiprocessing_context)
-        _ = self.cache  # raises UsageError
-
-    @property
-    def cache(self) -> Cache | None:
-        """The cache of remote shards, if one is given."""
-        return open_cache(self.cache_dir, self.cache_limit)
+        open_cache(self.cache_dir, self.cache_limit)  # raises UsageError
 
     def _rules(self) -> list[tuple[bool, str]]:
         """Return whether each rule is broken, and the message for that case."""
-        has_share = is_number(self.max_errors) and 0 <= self.max_errors <= 1
-        has_patience = is_number(self.patience) and 0 <= self.patience <= threading.TIMEOUT_MAX
         return [
             (
                 self.weights is not None and self.balance is not None,
                 "weights and balance were both given. Give one of them.",
             ),
             (
-                not has_share,
+                not (is_number(self.max_errors) and 0 <= self.max_errors <= 1),
                 f"max_errors={self.max_errors!r}: must be a share of the epoch from 0 to 1.",
             ),
             (
@@ -162,7 +155,7 @@ class LoaderOptions:
                 f"fields={{'image': wt.image(size=64)}}.",
             ),
             (
-                not has_patience,
+                not (is_number(self.patience) and 0 <= self.patience <= threading.TIMEOUT_MAX),
                 f"patience={self.patience!r}: must be a number of seconds >= 0. 0 turns the "
                 f"warnings off.",
             ),

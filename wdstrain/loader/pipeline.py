@@ -2,7 +2,7 @@
 
 `EpochBatches` takes the batches. The pipeline owns the memory, the reader's run, and the decoding
 threads or worker processes. Its stream of batches goes on over the ends of epochs: while an epoch
-ends, the next is being read and decoded. `batches` continues the stream if it is at the requested
+ends, the next is being read and decoded. `begin` continues the stream if it is at the requested
 step, and starts another otherwise. The reader starts when the first task is requested. That is
 after the workers are forked: a fork beside a thread of this package could copy a held lock.
 """
@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from wdstrain.decode.batch_slots import Layout, Slots
@@ -27,10 +26,11 @@ from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
 from wdstrain.loader.batch_assembly import BatchAssembler, TakenBatch
-from wdstrain.loader.options import LoaderOptions, takes_rng
+from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
-from wdstrain.reader.run import ReadBatch, Reader, ReadOptions, ReadStopped, Run
+from wdstrain.reader.fetch import ReadOptions
+from wdstrain.reader.run import ReadBatch, Reader, ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
@@ -48,20 +48,6 @@ TAKEN = "another loop over the same loader took this one's place. Use a Loader f
 _READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20  # bytes that are read beyond half a window
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
 _SHOWN_KEYS = 16  # of the awaited batch in a message
-
-
-class Batches(Iterator[TakenBatch]):
-    """Batches of a pipeline, until `Pipeline.batches` is called again.
-
-    Raises SampleError for a bad sample that is not replaced, the error of a read at the first batch
-    that lacks its samples, and WdstrainError if the pipeline was closed.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    def __next__(self) -> TakenBatch:
-        return self._pipeline.next_of(self)
 
 
 class Pipeline:
@@ -110,7 +96,7 @@ class Pipeline:
             in_flight=limits.batches + 1,
             needed_fields=needed,
             skip_unreadable=options.on_error != "raise",
-            cache=options.cache,
+            cache=open_cache(options.cache_dir, options.cache_limit),
         )
         self._reader = Reader(index, plans, options.rank, read_options)
         self._decoder = decoder = Decoder(
@@ -133,7 +119,7 @@ class Pipeline:
         self._assembler = BatchAssembler(index, options, columns, needed, sources)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
-        self._newest: Callable[[], Batches | None] = lambda: None  # weak
+        self._taker: Callable[[], object] = lambda: None  # weak
         self._epoch = -1  # that was requested last
         self._position: tuple[int, int] | None = None  # of the next batch
         self._is_taking = False  # remains True if an exception comes while a batch is taken
@@ -147,20 +133,10 @@ class Pipeline:
         """Number of decoding threads or processes."""
         return self._workers.count
 
-    def totals(self) -> StageTotals:
-        """Return what the stages took since the pipeline was made."""
-        read = self._reader.stats
-        return replace(
-            self._totals,
-            bytes=read.bytes,
-            reread=read.reread,
-            fetched=read.fetch.fetched,
-            cached=read.fetch.cached,
-            retries=read.fetch.retries,
-            read_seconds=read.read_seconds,
-            shuffle_seconds=read.shuffle_seconds,
-            copies=self._slots.copies,
-        )
+    def totals(self) -> dict[str, float]:
+        """Return what the stages took since the pipeline was made, by the names of `StageTotals`."""
+        totals = {**vars(self._totals), **vars(self._reader.stats)}
+        return {**totals, "copies": self._slots.copies}
 
     def lock_pages(self) -> None:
         """Page-lock the memory of batches for copies to a CUDA device."""
@@ -168,8 +144,8 @@ class Pipeline:
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, step: int, until: int | None = None) -> Batches:
-        """Return the batches from this one on, over the ends of epochs. Earlier ones end.
+    def begin(self, taker: object, epoch: int, step: int, until: int | None = None) -> None:
+        """Let `taker` take the batches from this one on, over the ends of epochs; no other may.
 
         until: the epoch at which reading ahead stops. By default nothing is read ahead if the same
         epoch is requested twice in a row. Raises WdstrainError after `close`.
@@ -184,15 +160,16 @@ class Pipeline:
                 if until is None and epoch == self._epoch:
                     until = epoch + 1
                 self._begin((epoch, step), until)
-            self._epoch = epoch
-            batches = Batches(self)
-            self._newest = weakref.ref(batches)
-            return batches
+            self._epoch, self._taker = epoch, weakref.ref(taker)
 
-    def next_of(self, batches: Batches) -> TakenBatch:
-        """Return the next batch, for `batches`."""
+    def take(self, taker: object) -> TakenBatch:
+        """Return the next batch.
+
+        Raises SampleError for a bad sample that is not replaced, the error of a read at the first
+        batch that lacks its samples, and WdstrainError if the pipeline was closed or has a new taker.
+        """
         with self._lock:
-            if self._newest() is not batches:
+            if self._taker() is not taker:
                 raise WdstrainError(TAKEN)
             if self.closed or self._is_taking or self._position is None:
                 raise WdstrainError(OVER)
@@ -296,7 +273,7 @@ class Pipeline:
             stage = f"Stage hand-off: {self._workers.describe()}\n{waiting}"
         else:
             first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
-            keys = ", ".join(self._index.keys(awaited.ids[:_SHOWN_KEYS]))
+            keys = ", ".join(awaited.keys[:_SHOWN_KEYS])
             stage = (
                 f"Stage decode: the awaited samples are {keys}{f' and {more} more' * (more > 0)}; "
                 f"the first is in {self._index.shard_with(first).shown} at offset "

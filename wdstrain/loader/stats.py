@@ -9,20 +9,26 @@ that would need the most time if it ran alone.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
+from wdstrain.reader.fetch import ReadStats
 from wdstrain.report import pages
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import cores
 
+_log = logging.getLogger("wdstrain")
+
 _LARGEST_STALL = 0.1  # share of waiting up to which the loop is the bottleneck
 _LEAST_COMPUTING = 0.4  # share of its time in which a decoder computes, below which it waits
-_LINE_LENGTH = 120  # most characters of a line of the log
+_shorten = partial(textwrap.shorten, width=120, placeholder=" ...")  # a line of the log
 _MOST_REASONS = 20  # reasons of bad samples that are counted separately
 _LOGGED_REASONS = 3
 _KEPT_FINDINGS = 100  # bad samples that are kept for the report; all are counted
@@ -99,23 +105,16 @@ class Report(dict[str, Any]):
 
 
 @dataclass
-class StageTotals:
+class StageTotals(ReadStats):
     """Counts and seconds of the stages. Seconds of all decoders are added up."""
 
-    bytes: int = 0  # read from storage
-    fetched: int = 0  # bytes of these that came from servers
-    cached: int = 0  # bytes of these that came from the cache
-    retries: int = 0  # repeated requests
-    read_seconds: float = 0.0  # the reader waited for storage, and verified checksums
     parse_seconds: float = 0.0  # tasks were built from plan and index
-    shuffle_seconds: float = 0.0  # a batch waited until its part of the window was read
     decode_seconds: float = 0.0
     compute_seconds: float = 0.0  # processor time of decoding and collating
     queued_seconds: float = 0.0  # decoders waited for a processor
     collate_seconds: float = 0.0  # decoded rows became a batch
     handoff_seconds: float = 0.0  # a decoded batch that the loop waited for was on its way
     copies: int = 0  # batches that were copied because the loop kept many
-    reread: int = 0  # samples that were read again because their checksum was wrong
 
 
 @dataclass
@@ -135,10 +134,9 @@ class EpochStats(StageTotals):
     bad_reasons: dict[str, int] = field(default_factory=dict)
     bad_samples: list[Finding] = field(default_factory=list)
 
-    def set_stages(self, before: StageTotals, now: StageTotals) -> None:
+    def set_stages(self, before: Mapping[str, float], now: Mapping[str, float]) -> None:
         """Take the differences of two totals as the counts and seconds of the stages."""
-        for name, value in vars(now).items():
-            setattr(self, name, value - getattr(before, name))
+        vars(self).update({name: value - before[name] for name, value in now.items()})
 
     def add_bad(self, findings: list[Finding]) -> None:
         """Count bad samples by field and reason, and keep the first of them."""
@@ -267,12 +265,15 @@ class EpochStats(StageTotals):
             f"{self.decoders} decoder{'s' * (self.decoders != 1)}; {self.verdict}"
         )
 
+    def log(self) -> None:
+        """Log the texts above."""
+        _log.info("%s", self.line)
+        if self.bad_line:
+            _log.info("%s", self.bad_line)
+        _log.debug("%s", self.details)
+
     def report(self) -> Report:
         """Return all values, with stall and verdict, as JSON-able data."""
         findings = [finding._asdict() for finding in self.bad_samples]
         values = {**asdict(self), "bad_samples": findings}
         return Report({**values, "stall": self.stall, "verdict": self.verdict})
-
-
-def _shorten(text: str) -> str:
-    return textwrap.shorten(text, _LINE_LENGTH, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""Memory between reading and decoding: each read has one contiguous block.
+"""Places in the memory between reading and decoding: each read has one contiguous block.
 
 A block is freed when the last of its samples is released. The memory is sized for the worst case.
 The system provides a page when it is first written, and blocks are taken from the front, so the
@@ -10,29 +10,23 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 
-from wdstrain.memory import Memory
 from wdstrain.order.order import Ints
 
-_PAGE = 4096
+PAGE = 4096
 
 
 class Blocks:
-    """Shared memory for reads. memory: its bytes. held: bytes of the blocks in use."""
+    """Blocks of a memory. held: bytes of the blocks in use."""
 
     def __init__(self, size: int) -> None:
-        """size: most bytes in use, and lost between blocks. Raises WdstrainError without memory."""
-        self.memory = Memory(-(-size // _PAGE) * _PAGE)
-        self.reset()
-
-    def reset(self) -> None:
-        """Free all blocks."""
+        """size: bytes of the memory."""
         self.held = 0
-        self._free = [(0, self.memory.size)]  # extents, sorted
+        self._free = [(0, size)]  # extents, sorted
         self._used: dict[int, list[int]] = {}  # end and samples left, by the start of a block
 
     def take(self, nbytes: int, samples: int) -> int | None:
         """Return the start of a block for a read of some samples; None if there is no room."""
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = -(-nbytes // PAGE) * PAGE
         for number, (start, stop) in enumerate(self._free):
             if size <= stop - start:
                 self._free[number : number + 1] = [(start + size, stop)] * (start + size < stop)

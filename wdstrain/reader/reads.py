@@ -6,7 +6,7 @@ forward. They are merged by the first batch that needs them. Epochs follow each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
@@ -15,6 +15,7 @@ import numpy as np
 
 from wdstrain.order.order import Ints, Order, Places
 from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.offsets import Members
 from wdstrain.storage.remote import is_remote, range_size
 
 READ_SAMPLES = 4096  # most samples in one read
@@ -49,10 +50,41 @@ class Read:
         return self.nbytes < self.stop - self.start
 
 
+def sample_members(index: Index, ids: Ints, needed_fields: Collection[str] | None) -> Members:
+    """Return the members of samples; an offset counts from the beginning of its sample.
+
+    needed_fields: fields of the members; None: all.
+    """
+    members = index.offsets.members_of(ids, needed_fields)
+    return members._replace(offset=members.offset - index.offsets.start[ids][members.row])
+
+
+def of_rows(members: Members, start: int, stop: int) -> Members:
+    """Return the members of the samples [start, stop) of these."""
+    first = members.first[start : stop + 1]
+    own = slice(int(first[0]), int(first[-1]))
+    _, row, *columns = (column[own] for column in members)
+    return Members(first - first[0], row - start, *columns)
+
+
 def read_bytes(index: Index) -> int:
     """Return the most bytes of one read. A single larger sample is still read as a whole."""
     # Several remote reads are in flight.
     return range_size() if any(is_remote(shard.path) for shard in index.shards) else LOCAL_BYTES
+
+
+def epochs(
+    orders: Callable[[int], Order], epoch: int, step: int, until: int | None
+) -> Iterator[tuple[Order, int, int]]:
+    """Yield (order, first step, number of batches before its step 0) from (epoch, step) on.
+
+    orders: returns the order of an epoch. until: the first epoch that is left out; None: no end.
+    """
+    before = -step
+    while epoch != until:
+        order = orders(epoch)
+        yield order, step, before
+        before, epoch, step = before + order.steps, epoch + 1, 0
 
 
 def reads(
@@ -63,19 +95,13 @@ def reads(
     step: int,
     until: int | None,
 ) -> Iterator[Read]:
-    """Yield the reads of a rank from (epoch, step) up to epoch `until`; None: there is no end.
-
-    orders: returns the order of an epoch.
-    """
-    before = -step  # batches before step 0 of the epoch
-    while epoch != until:
-        order = orders(epoch)
+    """Yield the reads of a rank from (epoch, step) up to epoch `until`; see `epochs`."""
+    for order, first_step, before in epochs(orders, epoch, step, until):
         lanes = (
-            lane_reads(index, order, rank, lane, step, before)
+            lane_reads(index, order, rank, lane, first_step, before)
             for lane in range(order.lanes_per_rank)
         )
         yield from merge(*lanes, key=lambda read: read.first_batch)
-        before, epoch, step = before + order.steps, epoch + 1, 0
 
 
 def lane_reads(
