@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 3285,
     "loader": 1241,
     "shards": 2421,
-    "decode": 1419,
+    "decode": 1438,
     "storage": 1203,
     "reader": 519,
     "cli": 739,

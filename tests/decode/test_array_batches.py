@@ -368,3 +368,43 @@ def test_arrays_of_equal_size_in_another_order_are_not_exchanged(tmp_path: Path)
             assert np.array_equal(batch["x"][row], values(int(key[1:])))
             assert np.array_equal(batch["y"][row], -values(int(key[1:])))
     loader.close()
+
+
+# --- heads of .npy files ---
+
+
+def with_head(array: Any, *, padding: int = 64, version: int = 1) -> bytes:
+    """Return a .npy file whose head has other padding, or another version, than numpy writes now."""
+    kind = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {array.shape}, }}"
+    width = 2 if version == 1 else 4
+    fill = -(8 + width + len(kind) + 1) % padding
+    head = kind.encode() + b" " * fill + b"\n"
+    length = len(head).to_bytes(width, "little")
+    return b"\x93NUMPY" + bytes((version, 0)) + length + head + array.tobytes()
+
+
+HEADS: dict[str, Any] = {
+    "plain": npy,
+    "old padding": lambda array: with_head(array, padding=16),
+    "version 2": lambda array: with_head(array, version=2),
+    "Fortran": lambda array: npy(np.asfortranarray(array)),
+    "big-endian": lambda array: npy(array.astype(">f4")),
+}
+
+
+@pytest.mark.parametrize("first", HEADS)
+def test_arrays_with_other_heads_in_a_batch_have_their_values(tmp_path: Path, first: str) -> None:
+    names = [first, *HEADS, *HEADS]
+    samples = [(f"n{n:02d}", {"x.npy": HEADS[name](values(n))}) for n, name in enumerate(names)]
+    samples[4] = ("n04", {"x.npy": npy(values(4))[:-4]})
+    samples[5] = ("n05", {"x.npy": npy(values(5).T[:20])})
+    samples[6] = ("n06", {})
+    write_tar(tmp_path / "a.tar", [(key, parts | {"txt": b"x"}) for key, parts in samples])
+    options: dict[str, Any] = {"on_error": "mark", "max_errors": 1.0, "shuffle": False}
+    with wt.Loader(tmp_path, {"x": FIELDS["x"]}, batch_size=11, **options) as loader:
+        (batch,) = loader
+        bad = {4, 5, 6} | {row for row, name in enumerate(names) if name == "big-endian"}
+        assert loader.report()["bad"] == len(bad)
+    for row, name in enumerate(names):
+        expected = np.zeros(SHAPE, np.float32) if row in bad else values(row)
+        assert np.array_equal(batch["x"][row].numpy(), expected), name

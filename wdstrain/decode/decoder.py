@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.fields import Field, Image, read_field, torch_has
+from wdstrain.decode.fields import Field, Image, Json, NumpyArray, read_field, torch_has
 from wdstrain.decode.jpeg_batch import EncodedImages
+from wdstrain.decode.labels import LabelField
 from wdstrain.decode.masks import Mask
 from wdstrain.decode.task import BadSample, Result, Task, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
@@ -33,6 +34,7 @@ from wdstrain.shards.values import Array
 Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
 Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
 
+_NOT_RANDOM = (Json, NumpyArray, LabelField)  # fields that use no random numbers
 _MUCH_IDLE = 0.05  # of the computing time of a batch
 _DEFAULT_COLLATE = (None, default_collate)
 
@@ -114,7 +116,9 @@ class Decoder:
         self, task: Task, columns: Mapping[str, Array], bad: dict[int, BadSample]
     ) -> dict[str, list[Any]]:
         """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
-        draws = uniform(task.draws, DRAWS, "sample", self.seed, task.epoch)
+        fields = (self.fields or {}).values()
+        count = 0 if all(type(field) in _NOT_RANDOM for field in fields) else DRAWS
+        draws = uniform(task.draws, count, "sample", self.seed, task.epoch)
         draws.flags.writeable = False  # all fields of a sample share its numbers
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
@@ -158,13 +162,14 @@ class Decoder:
         bad: Mapping[int, BadSample],
         draws: Draws,
     ) -> set[int]:
-        """Decode plain JPEGs by one call of C. Returns the rows that are done.
+        """Decode plain JPEGs or equal arrays by one call of C. Returns the rows that are done.
 
         Rows that fail here are decoded again one by one, which finds the reason. So are values that
         are missing or beyond the memory: offsets may come from a hostile index file.
         """
-        if type(field) is not Image or column is None:  # a user's subclass may decode differently
+        if type(field) not in (Image, NumpyArray) or column is None:  # a user's class may differ
             return set()
+        assert isinstance(field, (Image, NumpyArray))
         _, offset, size = places
         is_inside = (offset >= 0) & (size >= 0) & (offset <= self.arena.size - size)
         rows = [row for row in np.flatnonzero(is_inside).tolist() if row not in bad]

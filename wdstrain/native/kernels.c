@@ -29,6 +29,21 @@ void checksum_runs(crc_function crc32, int64_t count, const uint64_t *address, c
     clear_wide_registers();
 }
 
+/* --- arrays --- */
+
+/* Copy the rest of each of `count` files that has this head and `row` bytes behind it to its place
+ * in `to`; copied[i] says whether file i has. `to` holds `count` places of `row` bytes. */
+void copy_arrays(int64_t count, const uint64_t *address, const int64_t *size,
+                 const unsigned char *head, int64_t head_size, unsigned char *const *to,
+                 int64_t row, unsigned char *copied) {
+    for (int64_t i = 0; i < count; i++) {
+        const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
+        copied[i] = size[i] == head_size + row && !memcmp(data, head, (size_t)head_size);
+        if (copied[i])
+            memcpy(to[i], data + head_size, (size_t)row);
+    }
+}
+
 /* --- pixels --- */
 
 /* Copy `rows` rows of `size` bytes with the bytes of each row in reverse order. `to` and `from`

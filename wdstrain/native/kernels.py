@@ -74,6 +74,7 @@ def _declare(library: Any, keeping_gil: Any) -> None:
     library.orientation = keeping_gil.orientation
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "checksum_runs": (None, (array, integer, *[array] * 3)),
+        "copy_arrays": (None, (integer, *[array] * 3, integer, array, integer, array)),
         "reverse_rows": (None, (array, array, integer, integer)),
         "copy_pixels": (None, (array, array, *[integer] * 4)),
         "orientation": (c_int, (array, integer)),
