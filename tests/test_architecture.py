@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1241,
     "shards": 2421,
     "decode": 1438,
-    "storage": 1203,
+    "storage": 1197,
     "reader": 519,
     "cli": 739,
     "runtime": 399,

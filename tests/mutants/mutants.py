@@ -128,9 +128,22 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
     "storage/local.py": ("tests/storage/test_replaced_shards.py",),
     "storage/http.py": (
+        "tests/storage/test_http.py::test_redirects_do_not_pass_secrets_to_other_hosts",
         "tests/storage/test_odd_servers.py",
         "tests/storage/test_http.py",
         "tests/storage/test_replaced_shards.py",
+    ),
+    "storage/retries.py": (
+        "tests/storage/test_odd_servers.py::test_a_loader_waits_for_the_next_window_when_a_quota_is_nearly_used",
+        "tests/storage/test_odd_servers.py::test_a_wait_that_the_server_asks_for_is_no_silence",
+        "tests/storage/test_odd_servers.py::test_all_processes_of_a_machine_wait_when_one_was_refused",
+        "tests/storage/test_odd_servers.py::test_ranges_grow_until_a_stated_quota_suffices",
+        "tests/storage/test_http.py",
+    ),
+    "storage/secrets.py": (
+        "tests/storage/test_odd_servers.py::test_addresses_that_expired_are_renewed_once_for_all_files",
+        "tests/storage/test_odd_servers.py::test_each_signed_address_is_renewed_by_itself",
+        "tests/storage/test_http.py",
     ),
     "storage/cache.py": (
         "tests/storage/test_cache.py::test_a_part_with_wrong_bytes_does_not_become_a_shard",
@@ -358,7 +371,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "storage/retries.py": [
         ("announced-wait", "if silent >= limit and not asked:", "if silent >= limit or not asked:"),
-        ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] > min('),
+        ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] < min('),
         ("wait-of-others", "max(begin, os.stat(", "min(begin, os.stat("),
         ("range-for-quota", "max([least, *", "min([least, *"),
     ],

@@ -21,11 +21,9 @@ def read_whole(path: str) -> bytes | None:
     """Return a small file, local or remote; None if it does not exist."""
     if is_remote(path):
         return read_remote(path)
-    try:
-        with open(path, "rb", opener=regular) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
+        return file.read()
+    return None
 
 
 def regular(path: str, flags: int) -> int:

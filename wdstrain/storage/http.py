@@ -240,6 +240,7 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
+            response.close()
             target, response = address, _send(address, address, headers)
         for _ in range(_REDIRECTS):
             location = response.headers.get("Location")
@@ -264,13 +265,12 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
 
     Raises TemporaryError for a status that a retry may fix.
     """
+    server, silence = server_of(target), silence_limit()
+    secret = _secret_headers(address) if server_of(address) == server else {}
+    client = f"{server} {sorted(secret.items())}"
+    if wait := seconds_to_wait(client):
+        raise TemporaryError("the limit of requests is reached", wait)
     try:
-        server = server_of(target)
-        secret = _secret_headers(address) if server_of(address) == server else {}
-        client = f"{server} {sorted(secret.items())}"
-        if wait := seconds_to_wait(client):
-            raise TemporaryError("the limit of requests is reached", wait)
-        silence = silence_limit()
         response = _pool_manager(target).request(
             "GET",
             without_user(target),
@@ -361,8 +361,7 @@ def _secret_headers(address: str) -> dict[str, str]:
             raise UsageError(f"{name}: must be printable ASCII. Correct it.")
     if token and address.startswith(f"{hub_endpoint()}/"):
         headers["Authorization"] = f"Bearer {token}"
-    user = urlsplit(address).netloc.rpartition("@")[0]
-    if user:
+    if user := urlsplit(address).netloc.rpartition("@")[0]:
         headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
     return headers
 

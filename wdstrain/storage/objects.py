@@ -139,11 +139,10 @@ def remove(path: str) -> None:
 def _is_stored(path: str, sha256: str, size: int) -> bool:
     """Return whether an object has this size, and this checksum in its metadata."""
     request, options = _obstore().get, {"head": True}
-    try:
+    with suppress(MissingError):
         present = _ask(path, "its metadata was not sent", request, writes=True, options=options)
-    except MissingError:
-        return False
-    return bool(present.meta["size"] == size and present.attributes.get(_SHA256) == sha256)
+        return bool(present.meta["size"] == size and present.attributes.get(_SHA256) == sha256)
+    return False
 
 
 def _obstore() -> Any:

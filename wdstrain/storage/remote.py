@@ -81,9 +81,8 @@ def shown_path(path: str) -> str:
 
 def name_of(path: str) -> str:
     """Return the name of a file in its folder, local or remote."""
-    if is_http(path):  # in other addresses all characters are literal
-        return os.path.basename(unquote(urlsplit(path).path))
-    return os.path.basename(path)
+    # In addresses that are not http all characters are literal.
+    return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
 
 
 def range_size() -> int:
@@ -292,8 +291,7 @@ class RemoteStream(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        if not self.closed:
-            self._file.close()
+        self._file.close()
         super().close()
 
 
@@ -320,15 +318,13 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
 
 def _read_object(path: str) -> bytes | None:
     """Return a small object, read in ranges; None if it does not exist."""
-    try:
-        with RemoteFile(path, first_bytes=ALL_BYTES) as file:
-            if file.size <= memory() // 4:
-                return file.read(0, file.size)
-    except MissingError:
-        return None
-    raise StorageError(
-        f"{path} has {file.size} bytes, too many to hold at once. Check the address."
-    )
+    with suppress(MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
+        if file.size > memory() // 4:
+            raise StorageError(
+                f"{path} has {file.size} bytes, too many to hold at once. Check the address."
+            )
+        return file.read(0, file.size)
+    return None
 
 
 SCHEMES = {
