@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wdstrain.conversion.classes import RANGE, shown
-from wdstrain.errors import UsageError
+from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, Classes, ColumnInfo
 
 _LARGEST = 3.4028234663852886e38  # of a float32, the type of numbers in training
@@ -74,7 +74,7 @@ def flag_label(column: LabelCells, names: tuple[str, ...]) -> ColumnInfo:
         try:
             text = value.strip().capitalize() if isinstance(value, str) else value
             column.values[row] = flags.number(text) == 1
-        except ValueError:
+        except SampleError:
             column.refuse(row, "which is not true or false")
     return ColumnInfo(column.name, "flag", "json", column.name, FLAG_CLASSES)
 

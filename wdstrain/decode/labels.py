@@ -53,7 +53,8 @@ class LabelField:
     names: columns or fields to look for; with an index, the fields that hold the value. entry: of
     their JSON. kind: "class", "multi", "number" or "text". classes: names, in the order of the
     delivered numbers. stored: names in the order of the numbers in the shards, if it differs.
-    by_name: a text that is the name of a class and the number of another means the name.
+    by_name: a text that is the name of a class and the number of another means the name, as it does
+    in JSON.
     is_finite: an infinite or NaN number makes a sample bad. is_bound: names are fields.
     is_joined: only a column joins the numberings of its sets.
     """
@@ -78,16 +79,10 @@ class LabelField:
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str | None:
         """Write the value to `out`, or return a text. Raises SampleError for another value."""
-        try:
-            return self._read(data, out)
-        except ValueError as error:
-            raise SampleError(str(error)) from None
-
-    def _read(self, data: memoryview, out: Array | None) -> str | None:
         if self.kind == "text" and self.entry is None:
             return bytes(data).decode("utf-8-sig")
         if self.is_joined:
-            raise ValueError("the joined sets number its classes differently, and it has no column")
+            raise SampleError("the joined sets number its classes differently, and it has no column")
         value = scalar(data, self.entry, number_of if self.kind == "number" else None)
         if out is None:
             return text_of(value)
@@ -95,7 +90,7 @@ class LabelField:
         return None
 
     def delivered(self, value: Any) -> Any:
-        """Return a class, number or list in the shards as the batch has it. Raises ValueError."""
+        """Return a class, number or list in the shards as the batch has it. Raises SampleError."""
         if self.kind == "number":
             return self._checked(value)
         if self.kind == "class":
@@ -103,7 +98,7 @@ class LabelField:
         places = [self._positions.get(name, -1) for name in names_of(value)]
         if -1 in places:
             name = str(value[places.index(-1)])[:80]
-            raise ValueError(f"{name!r} is none of the {len(self.classes)} classes")
+            raise SampleError(f"{name!r} is none of the {len(self.classes)} classes")
         flags = np.zeros(len(self.classes), np.float32)
         flags[places] = 1
         return flags
@@ -111,9 +106,9 @@ class LabelField:
     def _checked(self, value: Any) -> float:
         number = number_of(value)
         if self.is_finite and not math.isfinite(number):
-            raise ValueError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
+            raise SampleError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
         if _LARGEST < abs(number) < math.inf:
-            raise ValueError(f"{str(value)[:80]} is more than a float32 holds")
+            raise SampleError(f"{str(value)[:80]} is more than a float32 holds")
         exact = value if type(value) is int else number
         if abs(number) > 1 << 24 and not is_exact(exact, self.dtype):
             self._warned  # noqa: B018
@@ -177,9 +172,8 @@ def text(names: str = "txt") -> Field:
 
 def field_of(info: ColumnInfo, **options: Any) -> LabelField:
     """Return the field that reads a label of an index."""
-    by_name = info.entry is not None
     place = (info.field,), info.task, info.entry
-    return LabelField(*place, info.classes, by_name=by_name, is_bound=True, **options)
+    return LabelField(*place, info.classes, by_name=False, is_bound=True, **options)
 
 
 def reader_of(info: ColumnInfo) -> str:
@@ -348,9 +342,8 @@ class LabelColumn:
     def rows(self, ids: Ints) -> Array | list[Any]:
         """Return the values of these samples, in memory of their own. ids: int64[b]"""
         if isinstance(self.values, np.ndarray):
-            values = self.values[ids]
-            values = values if self.numbers is None else self.numbers[values]
-            return np.asarray(values.astype(self.dtype))
+            values: Array = self.values[ids]
+            return (values if self.numbers is None else self.numbers[values]).astype(self.dtype)
         rows = self.values.take(pa.array(ids))
         if not self.count:
             return list(rows.to_pylist())
@@ -419,7 +412,7 @@ def _classes(field: LabelField, column: Column) -> LabelColumn | None:
         field, values = numbered(field, column), range(len(values))
     try:
         numbers = np.array([field.delivered(value) for value in values], np.int64)
-    except (ValueError, IndexError):
+    except (SampleError, IndexError):
         return None
     return LabelColumn(np.asarray(coded.indices), numbers=numbers)
 
@@ -427,11 +420,9 @@ def _classes(field: LabelField, column: Column) -> LabelColumn | None:
 def is_exact(values: Any, dtype: str) -> bool:
     """Return whether no neighboring whole numbers become one number of a dtype."""
     numbers = np.asarray(values)
-    large = np.abs(numbers.astype(np.float64)) > (1 << (24 if dtype == "float32" else 53))
-    large &= np.abs(numbers.astype(np.float64)) < 1 << 63
-    return not large.any() or bool(
-        (numbers[large].astype(dtype).astype(numbers.dtype) == numbers[large]).all()
-    )
+    size = np.abs(numbers.astype(np.float64))
+    large = numbers[(size > (1 << (24 if dtype == "float32" else 53))) & (size < 1 << 63)]
+    return bool((large.astype(dtype).astype(numbers.dtype) == large).all())
 
 
 def _warn_of_digits(name: str, dtype: str) -> None:

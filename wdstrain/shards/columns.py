@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.shards.kinds import (
     KINDS,
     LONGEST_TEXT,
@@ -265,7 +265,7 @@ def typed(columns: Iterable[Column], labels: Iterable[ColumnInfo]) -> tuple[Colu
 def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType) -> pa.Array:
     """Return function(value) of each value, computed once for each different value.
 
-    Null where it raises ValueError, and for lists. arrow: type of the result.
+    Null where it raises SampleError, and for lists. arrow: type of the result.
     """
     if pa.types.is_nested(values.type):
         return pa.nulls(len(values), arrow)
@@ -274,7 +274,7 @@ def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType)
     for value in coded.dictionary.to_pylist():
         try:
             results.append(function(value))
-        except ValueError:
+        except SampleError:
             results.append(None)
     return pa.array(results, arrow).take(coded.indices)
 

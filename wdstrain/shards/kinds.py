@@ -25,6 +25,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from wdstrain.errors import SampleError
+
 Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
 
 NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
@@ -67,7 +69,7 @@ class ColumnInfo:
     def read(self) -> Callable[[Any], Any]:
         """Function from a value in the shards to the value of the column, of classes to their number.
 
-        It raises ValueError for a value that the label cannot have.
+        It raises SampleError for a value that the label cannot have.
         """
         if self.is_class:
             return classes_of(self.classes, by_name=self.entry is not None).number
@@ -128,7 +130,7 @@ class Kind:
 
     described: for people. arrow: type of its column; None: it has none. python, items: type of a
     value of JSON or of a field, and types of the items of a list, that make a column one of this
-    kind. read: such a value as the column holds it; raises ValueError for others. dtype: in a
+    kind. read: such a value as the column holds it; raises SampleError for others. dtype: in a
     batch; "": as the field says, or a list. is_class: a sample has one of `classes`. can_be_label:
     an index may declare it.
     """
@@ -183,7 +185,7 @@ class Classes:
         self._numbers = {name: number for number, name in reversed(list(enumerate(names)))}
 
     def number(self, value: Any) -> int:
-        """Return the number of a class. Raises ValueError for a value that is none."""
+        """Return the number of a class. Raises SampleError for a value that is none."""
         named = self._numbers.get(spelled(value)) if isinstance(value, _SCALARS) else None
         if named is None and isinstance(value, bool):  # True is 1, also where that is a name
             named = self._numbers.get(str(int(value)))
@@ -193,10 +195,10 @@ class Classes:
             return named
         if number is None:
             known = f" and none of the {self._count} classes" if self._count else ""
-            raise ValueError(f"{str(value)[:80]!r} is not a whole number{known}")
+            raise SampleError(f"{str(value)[:80]!r} is not a whole number{known}")
         if is_number:
             return number
-        raise ValueError(
+        raise SampleError(
             f"{number} is not a class: they are 0 to {self._count - 1 if self._count else 'n'}"
         )
 
@@ -208,14 +210,14 @@ def classes_of(names: tuple[str, ...], *, by_name: bool) -> Classes:
 
 
 def number_of(value: Any) -> float:
-    """Return a number, or a text that is one. Raises ValueError for other values."""
+    """Return a number, or a text that is one. Raises SampleError for other values."""
     try:
         # Python reads 1_0 as 10, and refuses a lone _.
         number = float("_" if isinstance(value, str) and "_" in value else value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{str(value)[:80]!r} is not a number") from None
+        raise SampleError(f"{str(value)[:80]!r} is not a number") from None
     if math.isinf(number) and isinstance(value, str) and "inf" not in value.lower():
-        raise ValueError(f"{value[:80]} is more than a float32 holds")
+        raise SampleError(f"{value[:80]} is more than a float32 holds")
     return number
 
 
@@ -229,16 +231,16 @@ def spelled(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a text, or a number or flag as text. Raises ValueError for other values."""
+    """Return a text, or a number or flag as text. Raises SampleError for other values."""
     if isinstance(value, (dict, list)) or value is None:
-        raise ValueError(f"{str(value)[:80]!r} is not a text")
+        raise SampleError(f"{str(value)[:80]!r} is not a text")
     return str(spelled(value))
 
 
 def names_of(value: Any) -> list[str]:
-    """Return the names in a list. Raises ValueError for other values."""
+    """Return the names in a list. Raises SampleError for other values."""
     if not isinstance(value, list):
-        raise ValueError(f"{str(value)[:80]!r} is not a list of classes")
+        raise SampleError(f"{str(value)[:80]!r} is not a list of classes")
     return [str(spelled(name)) for name in value]
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 import pyarrow.compute as pc
 
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.shards.columns import Column, ColumnBuilder
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo, Place, classes_of, names_of
@@ -85,6 +85,6 @@ def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> l
         return []
     if isinstance(value, list):
         return names_of(value)
-    with suppress(ValueError, IndexError):  # tables store names, which may look like numbers
+    with suppress(SampleError, IndexError):  # tables store names, which may look like numbers
         return [classes[classes_of(tuple(classes), by_name=entry is not None).number(value)]]
     return [str(value)]
