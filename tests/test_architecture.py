@@ -52,7 +52,7 @@ BUDGETS = {
     "shards": 2422,
     "decode": 1432,
     "storage": 1197,
-    "reader": 519,
+    "reader": 520,
     "cli": 739,
     "runtime": 399,
     "tuning": 455,

@@ -415,7 +415,11 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("neighbor", "self._free[at][0] == stop:", "self._free[at][0] >= stop:"),
     ],
     "reader/run.py": [
-        ("first-failed", "self._failed_batch <= batch.number", "self._failed_batch == batch.number"),
+        (
+            "first-failed",
+            "self._failed_batch <= batch.number",
+            "self._failed_batch == batch.number",
+        ),
         ("before-failed", "read.batch < batch", "read.batch <= batch"),
         ("all-arrived", "(table[0, start:stop] >= 0).all()", "(table[0, start:stop] >= 0).any()"),
     ],

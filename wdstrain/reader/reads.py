@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,8 @@ def of_rows(members: Members, start: int, stop: int) -> Members:
     """Return the members of the samples [start, stop) of these."""
     first = members.first[start : stop + 1]
     own = slice(int(first[0]), int(first[-1]))
-    _, row, *columns = (column[own] for column in members)
-    return Members(first - first[0], row - start, *columns)
+    columns: tuple[Any, ...] = tuple(column[own] for column in members)
+    return Members(first - first[0], columns[1] - start, *columns[2:])
 
 
 def read_bytes(index: Index) -> int:
