@@ -84,6 +84,7 @@ class WeightedPlan(Plan):
         order = fractional[np.lexsort((random, self.strata[fractional]))]
         del random, fractional
         steps = np.cumsum(rest[order], dtype=np.int64)
+        del rest
         steps += _ONE // 2
         steps //= _ONE
         whole[order] += np.diff(steps, prepend=0).astype(np.int32)
@@ -106,7 +107,6 @@ class WeightedPlan(Plan):
         )
         further -= further > 0
         ids, numbers, moments = self._further_occurrences(further)
-        del further
         # First occurrences are spread evenly, in their order; further ones are put between them.
         even = (np.arange(len(first)) + 0.5) / len(first)
         places = np.searchsorted(even, moments)
@@ -132,15 +132,11 @@ class WeightedPlan(Plan):
         # The epoch has so many rounds; a sample occurs in evenly spaced ones, once in each.
         shards = len(self.counts)
         rounds = max(int(further.max()), -(-len(ids) // (shards * _TOGETHER)))
-        turns = self._uniform(ids, "round")
-        turns += numbers
-        turns *= rounds / further[ids]
+        turns = (self._uniform(ids, "round") + numbers) * (rounds / further[ids])
         whole_turns = np.minimum(turns.astype(np.int64), rounds - 1)
         del turns
         shard = np.repeat(np.arange(shards, dtype=np.int32), self.counts)[ids]
-        moments = self._uniform(whole_turns * shards + shard, "moment")
-        moments += whole_turns
-        moments /= rounds
+        moments = (self._uniform(whole_turns * shards + shard, "moment") + whole_turns) / rounds
         order = np.lexsort((ids, moments))
         return ids[order], numbers[order] + np.int32(1), moments[order]
 
