@@ -304,7 +304,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "shards/index.py": [
-        ("read-verified", "crc32(data) != crcs[member]", "crc32(data) == 0"),
+        ("read-verified", "crc32(value) != crc", "crc32(value) == 0"),
         ("gap-is-read", "(between > gap)", "(between <= gap)"),
     ],
     "shards/resolve.py": [

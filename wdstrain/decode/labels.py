@@ -82,7 +82,9 @@ class LabelField:
         if self.kind == "text" and self.entry is None:
             return bytes(data).decode("utf-8-sig")
         if self.is_joined:
-            raise SampleError("the joined sets number its classes differently, and it has no column")
+            raise SampleError(
+                "the joined sets number its classes differently, and it has no column"
+            )
         value = scalar(data, self.entry, number_of if self.kind == "number" else None)
         if out is None:
             return text_of(value)

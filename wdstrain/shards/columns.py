@@ -33,7 +33,6 @@ from wdstrain.shards.kinds import (
     ColumnInfo,
     Place,
     kind_of_value,
-    spelled,
 )
 from wdstrain.shards.values import npy_array, parsed_json, scalar
 
@@ -220,7 +219,7 @@ def _joined(first: Column, columns: Sequence[Column]) -> Column | None:
         return None
     classes = () if kind == "class" else filled[0].classes
     info = replace(filled[0].info, kind=kind, classes=classes)
-    return Column.of(info, pa.concat_arrays([_cast(column, kind) for column in columns]))
+    return Column.of(info, pa.concat_arrays([_cast(column, info) for column in columns]))
 
 
 def _common_kind(kinds: Collection[str]) -> str:
@@ -232,16 +231,11 @@ def _common_kind(kinds: Collection[str]) -> str:
     return "text" if {"class", "multi", NOT_A_COLUMN}.isdisjoint(kinds) else NOT_A_COLUMN
 
 
-def _cast(column: Column, kind: str) -> pa.Array:
-    """Return the values of a column as values of another kind."""
-    arrow, values = KINDS[kind].arrow, column.values
-    if column.kind == kind:
-        return values
-    if kind == NOT_A_COLUMN or values.null_count == len(values):
-        return pa.nulls(len(values), arrow)
-    if kind == "text":
-        return pa.array([spelled(value) for value in values.to_pylist()], arrow)
-    return values.cast(arrow, safe=False)  # also of the texts nan and inf
+def _cast(column: Column, info: ColumnInfo) -> pa.Array:
+    """Return the values of a column as values of the kind of `info`."""
+    if column.kind == info.kind or (column.kind, info.kind) == ("integer", "number"):
+        return column.values.cast(KINDS[info.kind].arrow, safe=False)
+    return as_label(column, info).values
 
 
 def as_label(column: Column, info: ColumnInfo) -> Column:

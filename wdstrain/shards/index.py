@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -40,7 +41,8 @@ _RUN = 8 << 20  # bytes of one read of several values
 class Index:
     """A set of shards in order. Sample ids count through them from 0.
 
-    offsets: the rows of the samples, with their columns. labels: the labels of all shards. info: how the set was made (JSON values).
+    offsets: the rows of the samples, with their columns. labels: the labels of all shards. info:
+    how the set was made (JSON values).
     shard_labels: if joined indexes have different labels, the labels of each shard in its own
     index; else empty. A class number in a shard counts in the classes of its own label, and
     `labels` are then the ones whose classes could be joined by name.
@@ -339,23 +341,26 @@ def _read(
     for part in np.split(ids, edges) if len(ids) else ():
         shard = index.shard_with(int(part[0]))
         members = index.offsets.members_of(part, fields)
-        names = [index.fields[number] for number in members.field.tolist()]
-        gap = _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP
         with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
-            values = _values(source, members, gap)
-            first, crcs = members.first.tolist(), members.crc.tolist()
-            for row, number in enumerate(part.tolist()):
-                sample = {}
-                for member in range(first[row], first[row + 1]):
-                    name, data = names[member], bytes(next(values))
-                    if crcs[member] and crc32(data) != crcs[member]:
-                        raise ShardError(
-                            f"{shard.shown}: the field {name} of sample "
-                            f"{printable(index.key(number))} at offset {members.offset[member]} "
-                            f"has another crc32 than the index says. Run: wdstrain verify"
-                        )
-                    sample[name] = data
-                yield number, sample
+            verified = _verified(index, shard, part, members, source)
+            for number, count in zip(part.tolist(), np.diff(members.first).tolist(), strict=True):
+                yield number, dict(islice(verified, count))
+
+
+def _verified(
+    index: Index, shard: Shard, ids: Ints, members: Members, source: Source
+) -> Iterator[tuple[str, bytes]]:
+    """Yield (field, bytes) of members of a shard. Raises ShardError for another crc32."""
+    values = _values(source, members, _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP)
+    names = [index.fields[number] for number in members.field.tolist()]
+    rows = (ids[members.row].tolist(), members.offset.tolist(), members.crc.tolist())
+    for number, offset, crc, name, value in zip(*rows, names, values, strict=True):
+        if crc and crc32(value) != crc:
+            raise ShardError(
+                f"{shard.shown}: the field {name} of sample {printable(index.key(number))} at "
+                f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
+            )
+        yield name, bytes(value)
 
 
 def _values(source: Source, members: Members, gap: int) -> Iterator[memoryview]:
