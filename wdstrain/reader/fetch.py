@@ -23,7 +23,7 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.cache import Cache, CachedFile
 from wdstrain.storage.local import LocalFile, open_source
-from wdstrain.storage.remote import RemoteFile, is_remote
+from wdstrain.storage.remote import MOST_RANGE, RemoteFile, is_remote
 
 # Why the bytes of a sample cannot be used: the field that differs, "" for the whole sample; a reason.
 Bad = tuple[str, str]
@@ -84,7 +84,8 @@ class Fetcher:
         self._stats, self._lock, self._most_files = stats, lock, most_files
         self._files: dict[str, LocalFile | RemoteFile] = {}
         self.is_ranged, self._stopping = True, threading.Event()
-        self._scratch = private_memory(read_bytes(index))  # takes memory when it is written
+        # Later reads may be larger. Memory is taken when it is written.
+        self._scratch = private_memory(max(read_bytes(index), MOST_RANGE))
 
     def read(self, read: Read, block: int) -> dict[int, Bad | BaseException]:
         """Read into a block and verify. Return what is wrong, by position of the sample in the read.

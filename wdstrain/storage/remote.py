@@ -24,11 +24,18 @@ from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
 from wdstrain.storage.http import HttpResponse, check_address, is_http, read_small
 from wdstrain.storage.objects import PREFIXES, MissingError, ObjectResponse
-from wdstrain.storage.retries import Retries, TemporaryError, request_bytes, server_of
+from wdstrain.storage.retries import (
+    MOST_RANGE,
+    Retries,
+    TemporaryError,
+    request_bytes,
+    server_of,
+)
 from wdstrain.storage.secrets import redacted, renew_addresses
 
 __all__ = [
     "ALL_BYTES",
+    "MOST_RANGE",
     "SCHEMES",
     "RemoteFile",
     "RemoteStream",

@@ -37,6 +37,7 @@ from wdstrain.storage.secrets import describe_error, redacted
 
 TIMEOUT = "WDSTRAIN_NETWORK_TIMEOUT"
 PAUSE = "WDSTRAIN_RETRY_PAUSE"
+MOST_RANGE = 64 << 20  # bytes that a range grows to for a quota of requests
 RETRIED = (HTTPError, HTTPException, OSError)  # errors that another attempt may fix
 
 _FIRST_PAUSE = 0.1  # seconds before the first retry
@@ -48,7 +49,6 @@ _UNLOGGED = 1.0  # seconds of waiting that are not logged: most faults are over 
 _LONGEST_WAIT = 86_400.0  # seconds after which a server is asked again, whatever it asks for
 _RESERVE = 32  # requests of a quota that are not sent: so many may be in flight, or a tenth of it
 _RATE = 360_000_000  # bytes per second: 300 MB/s last for a quota, with smaller requests at first
-_MOST_BYTES = 64 << 20  # of a range, for any quota
 _NUMBERS = re.compile(r";\s*([rtqw])=([0-9]{1,9})(?![0-9])")
 
 Result = TypeVar("Result")
@@ -174,7 +174,7 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
     stated = {name: int(number) for name, number in _NUMBERS.findall(";".join(items))}
     quota, wait = stated.get("q", 0), float(stated.get("t", 0))
     if quota and status == 206:  # of the server that sends the bytes
-        _range_bytes[client] = min(_MOST_BYTES, _RATE * stated.get("w", 0) // quota)
+        _range_bytes[client] = min(MOST_RANGE, _RATE * stated.get("w", 0) // quota)
     with suppress(InvalidHeader, ValueError, OverflowError):
         wait = Retry().parse_retry_after(headers.get("Retry-After", "")) or wait
     is_refused = status in (429, 503)
