@@ -118,8 +118,7 @@ class ColumnBuilder:
         """Return (place, value) of the columns that a field holds; nothing if it cannot be read."""
         if not self.reads(field):
             return []
-        values = self._values_in(field, data)
-        wanted = self._wanted
+        wanted, values = self._wanted, self._values_in(field, data)
         return values if wanted is None else [pair for pair in values if pair[0] in wanted]
 
     def _values_in(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
@@ -246,8 +245,7 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
         if info.kind == "class":
             values = pa.DictionaryArray.from_arrays(values, pa.array(info.classes, pa.string()))
         values = values.cast(kind.arrow)
-    typed = replace(column, name=info.name, kind=info.kind, values=values)
-    return replace(typed, classes=info.classes)
+    return replace(column, name=info.name, kind=info.kind, classes=info.classes, values=values)
 
 
 def typed(columns: Iterable[Column], labels: Iterable[ColumnInfo]) -> tuple[Column, ...]:

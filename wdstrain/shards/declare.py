@@ -222,10 +222,10 @@ def _check_values(index: Index, raw: Column, declared: Column, label: ColumnInfo
     number = int(np.flatnonzero(wrong)[0])
     shard = index.shard_with(number)
     value = str(raw.values[number].as_py())[:80]
-    rule = "a number" if label.kind == "number" else f"one of the {len(label.classes)} classes"
-    if label.kind == "multi":
-        rule = f"a list of the {len(label.classes)} classes"
+    classes = f"of the {len(label.classes)} classes"
+    rule = {"number": "a number", "multi": f"a list {classes}"}.get(label.kind, f"one {classes}")
     raise UsageError(
         f"{shard.shown}: {printable(raw.name)} of sample {printable(index.key(number))!r} is "
-        f"{printable(value)!r}, which is not {rule} ({int(wrong.sum())} such samples). Name all classes, or another kind."
+        f"{printable(value)!r}, which is not {rule} ({int(wrong.sum())} such samples). Name all "
+        f"classes, or another kind."
     )
