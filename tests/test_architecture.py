@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 4498,
     "inspection": 3285,
     "loader": 1241,
-    "shards": 2414,
+    "shards": 2413,
     "decode": 1432,
     "storage": 1197,
     "reader": 520,

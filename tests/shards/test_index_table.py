@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,20 @@ def test_indexing_again_reads_the_columns_of_shards_that_changed(packed: Path) -
     assert [row["price"] for row in new] == [0.0, 1.0, 2.0, 3.0]
     assert [row["year"] for row in new] == [None] * 4
     assert after["code"].to_pylist()[14:] == before["code"].to_pylist()[20:]
+
+
+def test_a_pickled_index_holds_only_its_own_samples_and_columns(packed: Path) -> None:
+    """Worker processes get an index by pickling; its arrays are views of those of the whole set."""
+    index = wt.open(packed)
+    part, chosen = index.pick([2]), index.where("year >= 2030")
+    assert b"k019" in pickle.dumps(index)
+    for one, first in ((part, 20), (chosen, 30)):
+        data = pickle.dumps(one)
+        assert b"k019" not in data
+        copy = pickle.loads(data)
+        assert copy.table.equals(one.table)
+        assert [c.kind for c in copy.columns] == [c.kind for c in index.columns]
+        assert copy[0]["__key__"] == f"k{first:03d}"
 
 
 def test_sets_with_other_numbers_for_their_classes_are_joined_by_name(tmp_path: Path) -> None:
