@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1241,
     "shards": 2413,
     "decode": 1432,
-    "storage": 1197,
+    "storage": 1196,
     "reader": 520,
     "cli": 739,
     "runtime": 399,

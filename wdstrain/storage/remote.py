@@ -311,10 +311,8 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
 
     A dropped connection continues at the byte where it broke, and a shard that ends early is an
     error. webdataset itself reads from a pipe to curl, which takes a partial response for the whole
-    shard. The signature is webdataset's.
-
-    Raises UsageError for other addresses and modes. Reading raises
-    ShardError or StorageError.
+    shard. The signature is webdataset's. Raises UsageError for other addresses and modes. Reading
+    raises ShardError or StorageError.
     """
     if mode != "rb":
         raise UsageError(f'{redacted(url)}: mode={mode!r} is not supported. Use mode="rb".')

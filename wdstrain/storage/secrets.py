@@ -113,15 +113,13 @@ def _run(command: str, address: str) -> str:
     return done.stdout.strip()
 
 
-class _SecretFilter(logging.Filter):
-    """Log filter that removes the secrets of addresses."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if (shown := scrubbed(text)) != text:
-            record.msg, record.args, record.exc_info = shown, (), None
-        return True
+def _without_secrets(record: logging.LogRecord) -> bool:
+    """Remove the secrets of addresses from a log record. Returns True: it is logged."""
+    text = record.getMessage()
+    if (shown := scrubbed(text)) != text:
+        record.msg, record.args, record.exc_info = shown, (), None
+    return True
 
 
 for _module in ("connection", "connectionpool", "util.retry", "poolmanager"):
-    logging.getLogger(f"urllib3.{_module}").addFilter(_SecretFilter())
+    logging.getLogger(f"urllib3.{_module}").addFilter(_without_secrets)
