@@ -6,6 +6,8 @@ import io
 import json
 import os
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,41 @@ def test_a_scan_of_a_read_only_folder_is_cached_in_the_user_cache(
     (tmp_path / "cache2").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
     assert [scanned_samples(shards), scanned_samples(shards)] == [21, 21]
+
+
+def test_processes_that_start_together_share_one_scan(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for the ranks of a machine: the lock of a file holds between both."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    reported: list[str] = []
+    barrier = threading.Barrier(3)
+
+    def start() -> int:
+        barrier.wait(30)
+        return len(open_index(f"{server.url}/part-{{000..002}}.tar", note=reported.append))
+
+    with serving(shards, delay=0.1) as server, ThreadPoolExecutor(3) as threads:
+        counts = [future.result(60) for future in [threads.submit(start) for _ in range(3)]]
+    assert counts == [21] * 3
+    assert len([line for line in reported if "scanned the headers of 21 samples" in line]) == 1
+    assert all("wdstrain index" in line for line in reported)
+
+
+def test_a_scan_that_fails_continues_where_it_ended(shards: Path) -> None:
+    whole = (shards / "part-002.tar").read_bytes()
+    os.truncate(shards / "part-002.tar", 512)
+    with pytest.raises(ShardError, match="part-002.tar ends"):
+        open_index(shards)
+    (shards / "part-002.tar").write_bytes(whole)
+    assert scanned_samples(shards) == 1
+    assert len(open_index(shards)) == 21
+
+
+def test_a_scan_of_some_shards_keeps_that_of_the_others(shards: Path) -> None:
+    assert scanned_samples(shards / "part-000.tar") == 7
+    assert scanned_samples(shards / "part-001.tar") == 13
+    assert [scanned_samples(shards), scanned_samples(shards)] == [1, 0]
 
 
 @pytest.mark.parametrize("replaced", [1, 2])

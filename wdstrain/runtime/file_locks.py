@@ -12,15 +12,15 @@ import os
 _locked: set[int] = set()  # descriptors
 
 
-def lock_file(path: str) -> int | None:
+def lock_file(path: str, *, wait: bool = False) -> int | None:
     """Return the descriptor of a file after locking it; None if another has the lock.
 
-    The file is created if it is missing. Raises OSError.
+    wait: until the other has released it. The file is created if it is missing. Raises OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):
             return None

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_document import FORMAT_ERRORS
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.tar import SkippedMembers, samples, skipped_text
+from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import user_cache
 from wdstrain.storage.local import LocalFile, Source, is_state
@@ -36,7 +36,6 @@ from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, s
 _THREADS = 16  # remote shards that are examined at the same time
 _HIDDEN = ".wdstrain"  # folder beside shards without an index, for the result of a scan
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress, which is stored then
-_POLL = 0.1  # seconds between two tries to get the lock of a scan
 _ADVICE = "An index beside them saves this: wdstrain index"
 
 _log = logging.getLogger("wdstrain")
@@ -99,18 +98,22 @@ def recall(paths: Sequence[str]) -> Index:
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
     folder, missing, parts = beside(paths[0], ""), set(map(name_of, paths)), list[Index]()
     for place in _places(folder):
-        with suppress(ShardError, OSError, *FORMAT_ERRORS):
-            index = load(os.path.join(place, INDEX_NAME), base=folder)
-            states = index.info["states"]
-            index = index.pick(i for i, s in enumerate(index.shards) if s.name in missing)
-            shards = [replace(s, tag=str(states.get(s.name) or "")) for s in index.shards]
-            with ThreadPoolExecutor(_THREADS) as threads:
-                unchanged = list(threads.map(is_unchanged, shards))
-            parts.append(replace(index, shards=tuple(shards)).pick(np.flatnonzero(unchanged)))
-            missing -= set(parts[-1].shard_numbers)
+        index = _stored(place, folder)
+        index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in missing)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            unchanged = list(threads.map(is_unchanged, index.shards))
+        parts.append(index.pick(np.flatnonzero(unchanged)))
+        missing -= set(parts[-1].shard_numbers)
         if not missing:
             break
     return picked(_joined(parts), paths)
+
+
+def remember(parts: Iterable[Index]) -> None:
+    """Store the indexes of shards whose headers were read, for later calls of `recall`."""
+    for folder, known in groupby(parts, key=lambda part: beside(part.shards[0].path, "")):
+        with _only_scan_of(folder, _log.debug):
+            _remember(_joined(list(known)), folder)
 
 
 def scan(paths: Iterable[str]) -> Index:
@@ -133,7 +136,14 @@ def scan_shard(
     )
     with file as source:
         rows = list(islice(samples(source.read, source.size, shown_path(path), skipped), most))
-        shard = Shard(path, len(rows), source.size, tag=source.version or "")
+        return index_of(path, rows, source.size, source.version, skipped)
+
+
+def index_of(
+    path: str, rows: list[Sample], size: int, tag: str | None, skipped: SkippedMembers
+) -> Index:
+    """Return the index of a shard of `size` bytes whose headers were read. tag: its state."""
+    shard = Shard(path, len(rows), size, tag=tag or "")
     return Index((shard,), Offsets.of(rows), info={"ignored": dict(skipped)})
 
 
@@ -185,24 +195,18 @@ def _joined(parts: Sequence[Index]) -> Index:
     index = join([part for part in parts if part.shards] or [Index((), Offsets.of([]))])
     if "made" in index.info:  # recalled
         return index
-    ignored = Counter[str]()
-    for part in parts:
-        ignored.update(part.info.get("ignored", {}))
+    ignored = sum((Counter(part.info.get("ignored")) for part in parts), Counter[str]())
     info = {"made": "scanned from headers"} | ({"ignored": dict(ignored)} if ignored else {})
     return replace(index, info=info)
 
 
-def _in_cache(folder: str) -> str:
-    """Return the path in the user's cache folder for a scan of `folder`."""
-    place = folder if is_remote(folder) else os.path.abspath(folder)
-    name = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    return user_cache("indexes", name)
-
-
 def _places(folder: str) -> list[str]:
-    """Return the folders where a scan of `folder` may be stored, the best first."""
-    cached = _in_cache(folder)
-    return [cached] if is_remote(folder) else [os.path.join(folder, _HIDDEN), cached]
+    """Return the folders where a scan of `folder` may be stored: the user's cache is the last."""
+    hidden, place = [os.path.join(folder, _HIDDEN)], os.path.abspath(folder)
+    if is_remote(folder):
+        hidden, place = [], folder
+    name = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    return [*hidden, user_cache("indexes", name)]
 
 
 @contextmanager
@@ -211,27 +215,45 @@ def _only_scan_of(folder: str, log: Note) -> Iterator[None]:
 
     The system releases the lock of a process that dies.
     """
-    lock, path = None, f"{_in_cache(folder)}.lock"
+    lock, path = None, f"{_places(folder)[-1]}.lock"
     with suppress(OSError):  # without a cache folder, each process scans
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock = lock_file(path)
         if lock is None:
             log(f"waiting for the scan of {shown_path(folder)} by another process. {_ADVICE}")
-        while lock is None:
-            time.sleep(_POLL)
-            lock = lock_file(path)
+            lock = lock_file(path, wait=True)
     try:
         yield
     finally:
         unlock_file(lock)
 
 
+def _stored(place: str, folder: str) -> Index:
+    """Return the scan of `folder` that a place holds, with the states of the shards as their tags."""
+    with suppress(ShardError, OSError, *FORMAT_ERRORS):
+        index = load(os.path.join(place, INDEX_NAME), base=folder)
+        states = index.info["states"]
+        shards = (replace(s, tag=str(states.get(s.name) or "")) for s in index.shards)
+        return replace(index, shards=tuple(shards))
+    return Index((), Offsets.of([]))
+
+
 def _remember(index: Index, folder: str) -> str | None:
-    """Store the result of a scan of `folder`; return where, or None if no place can be written."""
-    states = {shard.name: shard.tag or None for shard in index.shards}
+    """Store the result of a scan of `folder` beside earlier ones of its other shards.
+
+    Returns the place, or None if none can be written.
+    """
     for place in _places(folder):
-        with suppress(OSError, StorageError):
+        with suppress(OSError, WdstrainError):
             os.makedirs(place, exist_ok=True)
-            save_index(replace(index, info={**index.info, "states": states}), place)
+            former, fresh = _stored(place, folder), index.shard_numbers
+            others = [
+                number
+                for number, shard in enumerate(former.shards)
+                if shard.name not in fresh and (is_remote(folder) or os.path.exists(shard.path))
+            ]
+            whole = _joined([former.pick(others), index])
+            states = {shard.name: shard.tag or None for shard in whole.shards}
+            save_index(replace(whole, info={**whole.info, "states": states}), place)
             return place
     return None

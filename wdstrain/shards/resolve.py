@@ -63,7 +63,11 @@ def open_shards(
     """
     index, meant = _opened(urls, _log.warning, may_be_short=may_be_short)
     if split is not None:
-        return index.pick(_numbers_of(index, split))
+        numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
+        if not numbers:
+            names = ", ".join(filter(None, index.splits)) or "none"
+            raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
+        return index.pick(numbers)
     if unless and set(unless) <= set(index.splits):
         return index
     for address, paths in meant.items():
@@ -195,15 +199,6 @@ def _opened(
         for paths, index in groups_of(every)
     ]
     return join_once(parts), meant
-
-
-def _numbers_of(index: Index, split: str) -> list[int]:
-    """Return the numbers of the shards of a split."""
-    numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
-    if not numbers:
-        names = ", ".join(filter(None, index.splits)) or "none"
-        raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
-    return numbers
 
 
 def _several_splits(address: str, shards: list[Shard]) -> UsageError:

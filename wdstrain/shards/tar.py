@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from wdstrain.errors import ShardError
 from wdstrain.report.printing import printable
@@ -60,17 +60,6 @@ class CompressedError(ShardError):
     """A shard is no plain tar, but a compressed file."""
 
 
-class Source(Protocol):
-    """Bytes of a tar. size: of all of them; a larger number while a stream has not ended.
-
-    `walk` reads at ascending offsets, and after a zero block the end and the block before it.
-    """
-
-    size: int
-
-    def read(self, offset: int, length: int) -> bytes: ...
-
-
 class Member(NamedTuple):
     """A regular file of a tar. data: its bytes, if the tar is read forward."""
 
@@ -96,7 +85,10 @@ class Sample(NamedTuple):
 
 
 class Window:
-    """Source over a function that reads at any offset. One read brings many headers."""
+    """Bytes of a tar over a function that reads at any offset. One read brings many headers.
+
+    size: of all bytes; a larger number while a stream has not ended.
+    """
 
     def __init__(self, read: Read, size: int) -> None:
         self.size = size
@@ -162,9 +154,15 @@ def samples(
     """
     source, skipped = Window(read, size), SkippedMembers() if skipped is None else skipped
     check_plain(source.read(0, BLOCK), shard)
-    for key, fields in grouped(walk(source, skipped), shard, skipped):
-        members = list(fields.values())
-        yield Sample(key, members[0].start, members[-1].stop, _places(fields))
+    yield from placed(walk(source, skipped), shard, skipped)
+
+
+def placed(members: Iterable[Member], shard: str, skipped: SkippedMembers) -> Iterator[Sample]:
+    """Yield the positions of the samples of members. Raises ShardError as `samples` does."""
+    for key, fields in grouped(members, shard, skipped):
+        places = [(name, member.offset, member.size) for name, member in fields.items()]
+        held = list(fields.values())
+        yield Sample(key, held[0].start, held[-1].stop, places)
 
 
 def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]) -> bool:
@@ -178,10 +176,10 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
 
     source, skipped = Window(read, len(data) + len(END)), SkippedMembers()
     try:
-        held = dict(grouped(walk(source, skipped), "", skipped))
+        held = list(placed(walk(source, skipped), "", skipped))
     except ShardError:
         return False
-    return {name: _places(group) for name, group in held.items()} == {key: list(fields)}
+    return [(sample.key, sample.fields) for sample in held] == [(key, list(fields))]
 
 
 def reraise(error: Exception) -> None:
@@ -251,18 +249,14 @@ def _named(members: Iterable[Member], skipped: SkippedMembers) -> Iterator[tuple
             yield *parts, member
 
 
-def _places(fields: dict[str, Member]) -> list[tuple[str, int, int]]:
-    """Return (field, offset of the data, size) of the members of a sample."""
-    return [(name, member.offset, member.size) for name, member in fields.items()]
-
-
 # --- members --------------------------------------------------------------------------------------
 
 
-def walk(source: Source, skipped: SkippedMembers, offset: int = 0) -> Iterator[Member]:
+def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[Member]:
     """Yield the regular files of a tar whose next header is at `offset`. Counts other members.
 
-    Raises Fault where the tar breaks a rule, with the offset. A member of a stream may end early.
+    The source is read at ascending offsets; after a zero block, to the end and at the block before
+    it. Raises Fault where the tar breaks a rule, with the offset. A member of a stream may end early.
     """
     start, extra = offset, Extra()
     try:
@@ -302,7 +296,7 @@ def walk(source: Source, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
         raise
 
 
-def _payload(source: Source, length: int, offset: int) -> bytes:
+def _payload(source: Window, length: int, offset: int) -> bytes:
     """Return the data of the extension header at `offset`, with its padding."""
     if length > _EXTENSION_LIMIT:
         raise Fault(
@@ -315,7 +309,7 @@ def _payload(source: Source, length: int, offset: int) -> bytes:
     return payload
 
 
-def _cut_inside(source: Source, described: str, data: int, length: int) -> Fault:
+def _cut_inside(source: Window, described: str, data: int, length: int) -> Fault:
     """Return the fault of a member that runs beyond the end.
 
     described: its name in the error. data, length: offset and size of its data.
@@ -326,7 +320,7 @@ def _cut_inside(source: Source, described: str, data: int, length: int) -> Fault
     )
 
 
-def _check_end(source: Source, offset: int, *, is_extended: bool) -> None:
+def _check_end(source: Window, offset: int, *, is_extended: bool) -> None:
     """Raise Fault unless the zero block at `offset` begins a valid end of the tar.
 
     Concatenated tars and shards that lost a part to zeros are refused. is_extended: the block
@@ -356,7 +350,7 @@ def _check_end(source: Source, offset: int, *, is_extended: bool) -> None:
         )
 
 
-def _is_padding(source: Source, offset: int, zeros: int) -> bool:
+def _is_padding(source: Window, offset: int, zeros: int) -> bool:
     """Return whether tar may have written the zeros from `offset` to the end of a shard.
 
     Tar fills up its last record. A record has 20 blocks, or the number given to `tar -b`; `tar -A`

@@ -8,7 +8,6 @@ decompressor.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from wdstrain.runtime.machine import memory
 from wdstrain.shards.tar import (
     Member,
     SkippedMembers,
+    Window,
     check_plain,
     compression_of,
     grouped,
@@ -35,23 +35,16 @@ from wdstrain.storage.remote import (
     RemoteFile,
     RemoteStream,
     is_remote,
-    name_of,
     shown_path,
 )
 
 _READ = 1 << 20  # bytes of one read
-_COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _PART = 16 << 20  # bytes that are reserved at a time, because a header may promise too many
 
 
 def shown(path: str) -> str:
     """Return a path for messages: without secrets, and with printable characters."""
     return printable(shown_path(path))
-
-
-def has_compressed_name(path: str) -> bool:
-    """Return whether the name of a shard says that it is compressed."""
-    return _COMPRESSED.search(name_of(path)) is not None
 
 
 @contextmanager
@@ -71,6 +64,12 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
         else:
             check_plain(head, shown(path))  # zip
             yield raw
+
+
+def remote_file_of(stream: BinaryIO) -> RemoteFile | None:
+    """Return the file that a stream of `open_tar` reads; None if it is local or compressed."""
+    raw = getattr(stream, "raw", None)
+    return raw.file if isinstance(raw, RemoteStream) else None
 
 
 def _open(path: str, cache: Cache | None) -> io.BufferedReader:
@@ -147,15 +146,14 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
         yield Member(*member[:4], data)
 
 
-class _Forward:
-    """Source over a stream, whose size is known at its end.
+class _Forward(Window):
+    """Bytes of a tar from a stream, whose size is known at its end.
 
     Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before it.
     """
 
     def __init__(self, stream: BinaryIO, shard: str) -> None:
-        self.size = ALL_BYTES
-        self._stream, self._shard = stream, shard
+        self.size, self._stream, self._shard = ALL_BYTES, stream, shard
         self._position, self._last = 0, b""  # the last two blocks before the position
 
     def read(self, offset: int, length: int) -> bytes:

@@ -32,7 +32,7 @@ INDEX_NAME = "index.json"
 UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output folder
 SWAPPING = ".swapping"  # its name while the shards are put in place
 
-_COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
+COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _SOURCES = {
     **dict.fromkeys((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq"), "table"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
@@ -190,7 +190,7 @@ def _expand_folder(path: Path) -> list[str]:
     if tars:
         return tars
     check_finished(str(path))
-    compressed = sorted(entry.name for entry in path.iterdir() if _COMPRESSED.search(entry.name))
+    compressed = sorted(entry.name for entry in path.iterdir() if COMPRESSED.search(entry.name))
     if compressed:
         raise UsageError(
             f"{path}: {compressed[0]} is compressed, and offsets need plain tars. Unpack it first, "
@@ -210,7 +210,7 @@ def _expand_remote(address: str) -> list[str]:
     if any(character in path for character in "*?[") and is_object(address):
         return _matching_objects(address)
     # "?" as a pattern is the beginning of a query.
-    is_file = path.endswith((".tar", ".json")) or _COMPRESSED.search(path)
+    is_file = path.endswith((".tar", ".json")) or COMPRESSED.search(path)
     if any(character in path for character in "*[") or (query.endswith(".tar") and not is_file):
         raise UsageError(
             f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or "

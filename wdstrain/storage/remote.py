@@ -274,7 +274,7 @@ class RemoteStream(io.RawIOBase):
     """A remote file, or its copy in the cache, as a raw binary stream."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self._file, self._position = file, 0
+        self.file, self._position = file, 0
 
     def readable(self) -> bool:
         return True
@@ -283,22 +283,22 @@ class RemoteStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = max(0, offset + (0, self._position, self._file.size)[whence])
+        self._position = max(0, offset + (0, self._position, self.file.size)[whence])
         return self._position
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = self._file.size
+        size = self.file.size
         count = max(0, min(len(buffer), size - self._position))
         if count:  # object stores refuse an empty range
-            self._file.read_into(memoryview(buffer)[:count], self._position, last=size)
+            self.file.read_into(memoryview(buffer)[:count], self._position, last=size)
         self._position += count
         return count
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
         super().close()
 
 

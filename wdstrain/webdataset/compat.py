@@ -22,22 +22,30 @@ from torch.utils.data import IterableDataset
 from webdataset import cache, compat, filters, handlers, shardlists
 from webdataset.pipeline import DataPipeline
 
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.runtime.options import integer
+from wdstrain.shards.header_scans import index_of, recall, remember
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import IndexFiles, open_shards
+from wdstrain.shards.resolve import groups_of, open_shards
 from wdstrain.shards.tar import (
     CompressedError,
     Member,
     SkippedMembers,
     is_not_sample,
+    placed,
     skipped_text,
 )
-from wdstrain.shards.tar_stream import has_compressed_name, members, open_tar, samples, shown
-from wdstrain.storage.addresses import expand, is_json
+from wdstrain.shards.tar_stream import (
+    members,
+    open_tar,
+    remote_file_of,
+    samples,
+    shown,
+)
+from wdstrain.storage.addresses import COMPRESSED, expand, is_json
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
@@ -100,17 +108,20 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             "rename_files changes which members make a sample": rename_files is not None,
             "they are drawn with replacement": is_resampled,
         }
-        given = next((reason for reason, holds in reasons.items() if holds), "")
         raises = handler in (handlers.reraise_exception, filters.reraise_exception)
-        index, paths, reason = _resolve(_addresses(urls), given, raises=raises)
+        index, paths, reason = _resolve(
+            _addresses(urls), next(filter(reasons.get, reasons), ""), raises=raises
+        )
         logged, shuffle = LoggedHandler(handler), bool(shardshuffle)
         ranks = (0, 1) if nodesplitter is None else rank_of(None, None)
         folder = os.environ.get("WDS_CACHE", cache_dir)
         size = int(os.environ.get("WDS_CACHE_SIZE", cache_size))
         stored: dict[str, Any] = {}
         if folder is not None and size:
-            limit = size if size > 0 else None
-            stored = {"cache_dir": os.path.expanduser(folder), "cache_limit": limit}
+            stored = {
+                "cache_dir": os.path.expanduser(folder),
+                "cache_limit": size if size > 0 else None,
+            }
         if index is not None:
             counted = _CountedSamples(
                 index,
@@ -134,10 +145,11 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
             "resumed. Damage is noticed when a shard is read.",
             reason.rstrip("."),
         )
-        if is_resampled:
-            self.append(shardlists.ResampledShards(paths))
-        else:
-            self.append(ShardList(paths, shuffle=shuffle, seed=self.seed))
+        self.append(
+            shardlists.ResampledShards(paths)
+            if is_resampled
+            else ShardList(paths, shuffle=shuffle, seed=self.seed)
+        )
         by_count = filters.slice(ranks[0], None, ranks[1])
         for splitter in (by_count if nodesplitter in _BY_COUNT else nodesplitter, workersplitter):
             if splitter:
@@ -188,8 +200,8 @@ class LoggedHandler:
     def __init__(self, handler: Handler) -> None:
         self._handler, self._skipped = handler, 0
 
-    def __call__(self, error: Exception) -> None:
-        """Return to go on. Raises PassEnds, or the error."""
+    def __call__(self, error: Exception) -> Any:
+        """Return None to go on. Raises PassEnds, or the error."""
         go_on = bool(self._handler(error))
         self._skipped += 1
         if self._skipped <= 5 or self._skipped & (self._skipped - 1) == 0:
@@ -207,15 +219,13 @@ class LoggedHandler:
         try:
             return function(name)
         except Exception as error:
-            self(error)
-            return None
+            return self(error)
 
 
 def _origin_of(path: str) -> dict[str, str]:
     """Return the entries of a sample that say where it comes from, as webdataset names them."""
-    if is_remote(path):
-        return {"__url__": redacted(path)}
-    return {"__url__": path, "__local_path__": path}
+    local = {} if is_remote(path) else {"__local_path__": path}
+    return {"__url__": shown_path(path), **local}
 
 
 class ShardList(IterableDataset[dict[str, str]]):
@@ -253,29 +263,38 @@ class WholeShards:
         self._select, self._rename = select_files or bool, rename_files or str  # keep all names
 
     def __call__(self, shards: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
-        cache = open_cache(**self._cache_options)
+        cache, passed = open_cache(**self._cache_options), dict[str, Index]()
         with suppress(PassEnds):
             for shard in shards:
                 try:
-                    yield from self._samples(shard["url"], cache)
+                    yield from self._samples(shard["url"], cache, passed)
                 except WdstrainError as error:  # the sample before it is incomplete, and left out
                     self._handler(error)
+            remember(passed.values())
 
-    def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
-        skipped = SkippedMembers()
+    def _samples(
+        self, path: str, cache: Cache | None, passed: dict[str, Index]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard. passed: gets its index if it is a plain tar of a server."""
+        skipped, heads = SkippedMembers(), list[Member]()
         with open_tar(path, cache) as stream:
-            files = self._selected(members(stream, shown(path), skipped))
+            files = self._selected(members(stream, shown(path), skipped), heads)
             for sample in samples(files, shown(path), skipped, _origin_of(path), self._handler):
                 if sample.get("__bad__"):
                     skipped['samples with the field "__bad__"'] += 1
                 else:
                     yield sample
+            if file := remote_file_of(stream):
+                with suppress(ShardError):  # torn samples, which the handler skipped
+                    rows = placed(heads, shown(path), SkippedMembers())
+                    passed[path] = index_of(path, list(rows), file.size, file.tag, skipped)
         if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown(path), reasons)
 
-    def _selected(self, files: Iterable[Member]) -> Iterator[Member]:
-        """Yield the selected members under their new names."""
+    def _selected(self, files: Iterable[Member], heads: list[Member]) -> Iterator[Member]:
+        """Yield the selected members under their new names. heads: gets all, without their data."""
         for member in files:
+            heads.append(member._replace(data=b""))
             if not is_not_sample(member.name):  # such members are counted under their own names
                 name = self._handler.result(self._rename, member.name)
                 if name is None or not self._handler.result(self._select, name):
@@ -349,10 +368,9 @@ def _reason(paths: list[str]) -> str:
     """Return why shards cannot be split by count before any is opened; "" if they can."""
     if len(set(paths)) < len(paths):
         return "some are named several times"
-    for path in filter(has_compressed_name, paths):
+    for path in (path for path in paths if COMPRESSED.search(name_of(path))):
         return f"{shown(path)} is compressed"
-    files = IndexFiles()
-    for path in filter(is_remote, paths):
-        if not is_json(path) and files.shards(path)[0][1] is None:
-            return f"{shown(path)} has no index beside it (wdstrain index makes one)"
+    for bare, index in groups_of(path for path in paths if is_remote(path) and not is_json(path)):
+        if index is None and len(recall(bare).shards) < len(bare):
+            return f"{shown(bare[0])} has no index beside it (wdstrain index makes one)"
     return ""
