@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 3285,
     "loader": 1241,
     "shards": 2413,
-    "decode": 1432,
+    "decode": 1387,
     "storage": 1196,
     "reader": 520,
     "cli": 739,

@@ -465,8 +465,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "decode/decoder.py": [
         (
             "draws-each-epoch",
-            '"sample", self.seed, task.epoch)\n        draws',
-            '"sample", self.seed, 0)\n        draws',
+            'uniform(task.draws, count, "sample", self.seed, task.epoch)',
+            'uniform(task.draws, count, "sample", self.seed, 0)',
         ),
     ],
     "decode/workers.py": [

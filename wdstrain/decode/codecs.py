@@ -141,8 +141,7 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
                 f"it has the color mode {image.mode}: a mask must have one channel of class numbers"
             )
         numbers = np.asarray(image, np.uint8 if image.mode == "1" else None)
-        is_png = image.format == "PNG" and image.mode == "L"
-        depth = bytes(data[24:25])[0] if is_png else 8
+        depth = data[24] if image.format == "PNG" and image.mode == "L" else 8
         # Pillow stretches gray values of 2 and 4 bits to 0 to 255
         return numbers // (255 // (2**depth - 1)) if depth in (2, 4) else numbers
 
@@ -170,8 +169,11 @@ def _loaded_picture(data: bytes | memoryview) -> Iterator[Image.Image]:
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise many types of errors
-        is_known = not isinstance(error, UnidentifiedImageError)
-        reason = str(error) if is_known else "no image of a known format"
+        reason = (
+            "no image of a known format"
+            if isinstance(error, UnidentifiedImageError)
+            else str(error)
+        )
         raise SampleError(f"{reason} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error
 
 
@@ -191,8 +193,7 @@ def _check_before_decoding(image: Image.Image, data: bytes | memoryview) -> None
             f"it has no end marker: the end of the picture is missing ({len(data)} bytes)"
         )
     if image.format == "TIFF":  # every tile is decoded whole
-        tags = getattr(image, "tag_v2", {})
-        width, height = (tags.get(tag, 0) for tag in (322, 323))
+        width, height = (getattr(image, "tag_v2", {}).get(tag, 0) for tag in (322, 323))
         if width * height > max(4 * pixels, _STRIP_PIXELS):
             raise SampleError(
                 f"tiles of {width} x {height} pixels for a picture of "

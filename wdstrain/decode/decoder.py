@@ -36,7 +36,6 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in or
 
 _NOT_RANDOM = (Json, NumpyArray, LabelField)  # fields that use no random numbers
 _MUCH_IDLE = 0.05  # of the computing time of a batch
-_DEFAULT_COLLATE = (None, default_collate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +76,20 @@ class Decoder:
         if self.transform is not None:
             lists = {"": self._run_transform(self.transform, task, bad_rows, own_process)}
         elif self.fields is not None:
-            lists = self._decode_fields(task, columns, bad_rows)
+            lists = self._decode_fields(self.fields, task, columns, bad_rows)
         else:
-            lists = self._copies(task)
+            samples = self._samples(task)
+            lists = {
+                name: [bytes(sample[name]) if name in sample else None for sample in samples]
+                for name in self.field_names
+            }
         rows_done, values = time.perf_counter(), dict[str, Any]()
-        rows = [*columns.values(), *lists.values()]
-        bad = substitute(sorted(bad_rows.values()), task.ids, rows, self.on_error)
+        bad = substitute(
+            sorted(bad_rows.values()),
+            task.ids,
+            [*columns.values(), *lists.values()],
+            self.on_error,
+        )
         if all(sample.substitute >= 0 for sample in bad):
             try:
                 values = self._collate(lists)
@@ -92,8 +99,17 @@ class Decoder:
         idle = finished - started - cpu_seconds
         # Asking costs 5 us, so batches that computed nearly all the time do not ask.
         queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * cpu_seconds else 0.0
-        times = (started, rows_done, finished, cpu_seconds, queued)
-        return Result(task.batch_number, task.slot, values, bad, *times)
+        return Result(
+            task.batch_number,
+            task.slot,
+            values,
+            bad,
+            started,
+            rows_done,
+            finished,
+            cpu_seconds,
+            queued,
+        )
 
     def _collate(self, lists: dict[str, list[Any]]) -> dict[str, Any]:
         """Return the batch values of the rows. Raises SampleError."""
@@ -113,21 +129,27 @@ class Decoder:
     # --- fields -----------------------------------------------------------------------------------
 
     def _decode_fields(
-        self, task: Task, columns: Mapping[str, Array], bad: dict[int, BadSample]
+        self,
+        fields: Mapping[str, Field],
+        task: Task,
+        columns: Mapping[str, Array],
+        bad: dict[int, BadSample],
     ) -> dict[str, list[Any]]:
         """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
-        fields = (self.fields or {}).values()
-        count = 0 if all(type(field) in _NOT_RANDOM for field in fields) else DRAWS
+        count = 0 if all(type(field) in _NOT_RANDOM for field in fields.values()) else DRAWS
         draws = uniform(task.draws, count, "sample", self.seed, task.epoch)
-        draws.flags.writeable = False  # all fields of a sample share its numbers
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
-        for name, field in (self.fields or {}).items():
+        for name, field in fields.items():
             column, values = columns.get(name), [None] * len(task.ids)
             if column is None:
                 lists[name] = values
             places = self._first_of(task, field.names)
-            done = self._decode_together(field, places, column, bad, draws)
+            done = (
+                set()
+                if column is None
+                else self._decode_together(field, places, column, bad, draws)
+            )
             for row, (number, offset, size) in enumerate(places.T.tolist()):
                 if row in done or row in bad:
                     continue
@@ -139,7 +161,12 @@ class Decoder:
                     member = self.field_names[number]
                     values[row] = _checked(read_field(field, member, view, out, draws[row]))
                 except Exception as error:  # a user's field may raise anything
-                    bad[row] = BadSample(row, member or name, _reason(error, view))
+                    hint = (
+                        "; it is gzip data: pack fields uncompressed"
+                        if bytes(view[:2]) == b"\x1f\x8b"
+                        else ""
+                    )
+                    bad[row] = BadSample(row, member or name, f"{reason_of(error)}{hint}")
         return lists
 
     def _first_of(self, task: Task, names: tuple[str, ...]) -> Ints:
@@ -158,7 +185,7 @@ class Decoder:
         self,
         field: Field,
         places: Ints,
-        column: Array | None,
+        column: Array,
         bad: Mapping[int, BadSample],
         draws: Draws,
     ) -> set[int]:
@@ -167,9 +194,9 @@ class Decoder:
         Rows that fail here are decoded again one by one, which finds the reason. So are values that
         are missing or beyond the memory: offsets may come from a hostile index file.
         """
-        if type(field) not in (Image, NumpyArray) or column is None:  # a user's class may differ
+        # a user's subclass may decode differently
+        if not isinstance(field, (Image, NumpyArray)) or type(field) not in (Image, NumpyArray):
             return set()
-        assert isinstance(field, (Image, NumpyArray))
         _, offset, size = places
         is_inside = (offset >= 0) & (size >= 0) & (offset <= self.arena.size - size)
         rows = [row for row in np.flatnonzero(is_inside).tolist() if row not in bad]
@@ -184,18 +211,15 @@ class Decoder:
         """Return the values of each sample by field, in the order of the shard."""
         samples: list[dict[str, memoryview]] = [{} for _ in task.ids]
         members, view = task.members, self.arena.view
-        columns = (members.row, members.field, members.offset, members.size)
-        for row, field, offset, size in zip(*(column.tolist() for column in columns), strict=True):
+        for row, field, offset, size in zip(
+            members.row.tolist(),
+            members.field.tolist(),
+            members.offset.tolist(),
+            members.size.tolist(),
+            strict=True,
+        ):
             samples[row][self.field_names[field]] = view[offset : offset + size]
         return samples
-
-    def _copies(self, task: Task) -> dict[str, list[Any]]:
-        """Return copies of all values by field, None where a sample lacks the field."""
-        samples = self._samples(task)
-        return {
-            name: [bytes(sample[name]) if name in sample else None for sample in samples]
-            for name in self.field_names
-        }
 
     def _run_transform(
         self, transform: Transform, task: Task, bad: dict[int, BadSample], own_process: bool
@@ -222,9 +246,12 @@ class Decoder:
                 )
                 self._check_example(examples[row])
             except Exception as error:  # the user's function may raise anything
-                is_ours, kind = isinstance(error, _NoExample), type(error).__name__
-                reason = f"{'' if is_ours else f'transform raised {kind}: '}{reason_of(error)}"
-                bad[row] = BadSample(row, "", reason)
+                source = (
+                    ""
+                    if isinstance(error, _NoExample)
+                    else f"transform raised {type(error).__name__}: "
+                )
+                bad[row] = BadSample(row, "", f"{source}{reason_of(error)}")
         return examples
 
     def _check_example(self, example: Any) -> None:
@@ -234,7 +261,7 @@ class Decoder:
                 "transform returned None, and each sample must give an example; "
                 "filter samples when they are packed (wdstrain convert tars --where)"
             )
-        if self.collate_fn in _DEFAULT_COLLATE and not isinstance(example, Mapping):
+        if self.collate_fn in (None, default_collate) and not isinstance(example, Mapping):
             raise _NoExample(
                 f"transform returned {type(example).__name__}; an example must be a dict of values "
                 "by name, or a value that your own collate_fn takes"
@@ -245,25 +272,14 @@ class _NoExample(Exception):
     """A transform returned a value that is no example. The message gives the reason."""
 
 
-def _reason(error: Exception, view: memoryview) -> str:
-    """Return why a value cannot be decoded."""
-    is_gzip = bytes(view[:2]) == b"\x1f\x8b"
-    return f"{reason_of(error)}{'; it is gzip data: pack fields uncompressed' * is_gzip}"
-
-
 def _checked(value: Any) -> Any:
-    """Return the value of a field as it is collated: with numbers in this machine's byte order.
-
-    Raises SampleError for an array of numbers that torch does not support.
-    """
-    if not _is_numeric(value):
-        return value
-    if not torch_has(value.dtype):
+    """Return the value. Raises SampleError for an array of numbers that torch does not support."""
+    if _is_numeric(value) and not torch_has(value.dtype):
         raise SampleError(
             f"it is an array of {value.dtype}, which torch does not support; "
             "store it as float64 or complex128"
         )
-    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+    return value
 
 
 def _stacked(values: list[Any]) -> Any:
@@ -278,8 +294,10 @@ def _stacked(values: list[Any]) -> Any:
 
 def _tensor(value: Any) -> Any:
     """Return arrays of numbers as tensors, anything else as it is."""
-    # torch takes no negative strides, and warns of read-only memory
-    return torch.from_numpy(np.require(value, None, ["C", "W"])) if _is_numeric(value) else value
+    if not _is_numeric(value):
+        return value
+    # torch takes no other byte order and no negative strides, and warns of read-only memory
+    return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
 
 
 def _is_numeric(value: Any) -> bool:
@@ -307,11 +325,10 @@ def _collate_examples(examples: list[Any], collate_fn: Collate | None) -> dict[s
         return dict(batch)
     except Exception as error:
         reason = reason_of(error)
-        message = f"collate_fn raised {type(error).__name__}: {reason}"
-        if collate_fn in _DEFAULT_COLLATE:
-            message = (
-                f"the examples of this batch cannot be stacked: {reason.rstrip('. ')}. "
-                "Return values of one shape, or give the Loader a collate_fn, which makes a batch of "
-                "the list of its examples"
-            )
-        raise SampleError(message) from error
+        if collate_fn not in (None, default_collate):
+            raise SampleError(f"collate_fn raised {type(error).__name__}: {reason}") from error
+        raise SampleError(
+            f"the examples of this batch cannot be stacked: {reason.rstrip('. ')}. "
+            "Return values of one shape, or give the Loader a collate_fn, which makes a batch of "
+            "the list of its examples"
+        ) from error

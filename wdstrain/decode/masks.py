@@ -37,8 +37,9 @@ class Mask:
         numbers = decode_mask(data)
         self._check(numbers)
         if out is not None and self.size is not None:
-            box = region(len(numbers), numbers.shape[1], self.size, self.augment, draws)
-            top, left, height, width = box
+            top, left, height, width = region(
+                len(numbers), numbers.shape[1], self.size, self.augment, draws
+            )
             rows = top + _nearest(height, self.size[0])
             columns = left + _nearest(width, self.size[1])
             numbers = numbers[rows[:, None], columns]

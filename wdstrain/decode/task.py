@@ -98,12 +98,10 @@ def substitute(
     good = sorted(set(range(len(ids))) - {sample.row for sample in bad})
     if on_error == "raise" or (on_error == "replace" and not good):
         return bad
-    replaced = []
-    for sample in bad:
-        # of no good row before it, the number is -1: the last good row
-        row = sample.row if on_error == "mark" else good[bisect(good, sample.row) - 1]
+    # of no good row before it, the number is -1: the last good row
+    sources = [b.row if on_error == "mark" else good[bisect(good, b.row) - 1] for b in bad]
+    for sample, source in zip(bad, sources, strict=True):
         for column in columns:
             empty = 0 if isinstance(column, np.ndarray) else None
-            column[sample.row] = empty if on_error == "mark" else column[row]
-        replaced.append(sample._replace(substitute=int(ids[row])))
-    return replaced
+            column[sample.row] = empty if on_error == "mark" else column[source]
+    return [b._replace(substitute=int(ids[row])) for b, row in zip(bad, sources, strict=True)]

@@ -27,8 +27,7 @@ Draws = npt.NDArray[np.float64]
 # order of a sample's random numbers
 _TRIES = 10  # numbers 0 to 19: area and aspect ratio of up to ten crops
 _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, _POLICY_DRAWS = 20, 21, 22, 23
-_DRAWS_OF_POLICY = 4
-DRAWS = _POLICY_DRAWS + _DRAWS_OF_POLICY  # random numbers of one sample, in [0, 1)
+DRAWS = _POLICY_DRAWS + 4  # random numbers of one sample, in [0, 1)
 
 SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image
 RATIO = (3 / 4, 4 / 3)  # width / height of a random crop
@@ -105,9 +104,12 @@ class Augment:
 def check_range(name: str, value: object) -> tuple[float, float]:
     """Return (low, high) of the option `scale` or `ratio`. Raises UsageError."""
     highest, rule = (1.0, "<= 1") if name == "scale" else (math.inf, "finite")
-    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if is_pair and all(isinstance(end, (int, float)) for end in value):  # type: ignore[attr-defined]
-        low, high = map(float, value)  # type: ignore[call-overload]
+    if (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(end, (int, float)) for end in value)
+    ):
+        low, high = map(float, value)
         if 0 < low <= high <= highest and high < math.inf:
             return low, high
     raise UsageError(f"{name}={value!r}: must be (low, high) with 0 < low <= high and high {rule}.")
@@ -237,29 +239,19 @@ def _changed(
     return operation(image, -magnitude if sign < 0.5 and number in _SIGNED else magnitude)
 
 
-def _affine(
-    image: Image.Image, matrix: tuple[float, float, float, float, float, float]
-) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
-
-
-def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    return lambda image, magnitude: kind(image).enhance(1 + magnitude)
-
-
 # in the order in which torchvision draws them: identity, shears, translations, rotation, brightness,
 # color, contrast, sharpness, posterize, solarize, autocontrast, equalize
 _OPERATIONS: tuple[Operation, ...] = (
     lambda image, _: image,
-    lambda image, m: _affine(image, (1, m, 0, 0, 1, 0)),
-    lambda image, m: _affine(image, (1, 0, 0, m, 1, 0)),
-    lambda image, m: _affine(image, (1, 0, -int(m), 0, 1, 0)),
-    lambda image, m: _affine(image, (1, 0, 0, 0, 1, -int(m))),
-    lambda image, m: image.rotate(m, Image.Resampling.NEAREST),
-    _enhance(ImageEnhance.Brightness),
-    _enhance(ImageEnhance.Color),
-    _enhance(ImageEnhance.Contrast),
-    _enhance(ImageEnhance.Sharpness),
+    lambda image, m: image.transform(image.size, Image.Transform.AFFINE, (1, m, 0, 0, 1, 0)),
+    lambda image, m: image.transform(image.size, Image.Transform.AFFINE, (1, 0, 0, m, 1, 0)),
+    lambda image, m: image.transform(image.size, Image.Transform.AFFINE, (1, 0, -int(m), 0, 1, 0)),
+    lambda image, m: image.transform(image.size, Image.Transform.AFFINE, (1, 0, 0, 0, 1, -int(m))),
+    lambda image, m: image.rotate(m),
+    lambda image, m: ImageEnhance.Brightness(image).enhance(1 + m),
+    lambda image, m: ImageEnhance.Color(image).enhance(1 + m),
+    lambda image, m: ImageEnhance.Contrast(image).enhance(1 + m),
+    lambda image, m: ImageEnhance.Sharpness(image).enhance(1 + m),
     lambda image, m: ImageOps.posterize(image, 8 - round(m)),
     lambda image, m: ImageOps.solarize(image, math.ceil(255 - m)),
     lambda image, _: ImageOps.autocontrast(image),

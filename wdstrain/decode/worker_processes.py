@@ -1,38 +1,37 @@
 """The pool of worker processes, those of a torch DataLoader, and what they share with this process.
 
 Messages are the DataLoader's sampler, which runs in this process. The decoder is its data set.
-Torch therefore handles dead workers, start methods and shutdown.
+Torch therefore handles dead workers, start methods and shutdown. By default it gives tasks to the
+workers by turns: a worker on a busy core holds all others back. Here the next idle worker gets the
+next message (`in_order=False`, from torch 2.7 on), and `Pool` restores the order.
 
-By default torch gives tasks to the workers by turns. A worker on a busy core then holds all others
-back. Here the next idle worker gets the next message (`in_order=False`, from torch 2.7 on), and
-`Pool` restores the order.
-
-A `multiprocessing.Queue` leaves every write to a thread. In a worker that thread and the decoder
-then compete for the GIL at every image. Its locks also do not survive a Ctrl-C or the death of a
-worker: the next process that takes the lock waits forever. The queue and the event here have the
-methods that the DataLoader calls, and neither threads nor locks. A message lies in anonymous shared
-memory, and only its number goes through a queue.
+A `multiprocessing.Queue` leaves every write to a thread, which competes with the decoder for the GIL.
+Its locks do not survive a Ctrl-C or the death of a worker: the next process that takes the lock waits
+forever. The queue and the event here have the methods that the DataLoader calls, and neither threads
+nor locks. A message lies in anonymous shared memory, and only its number goes through a queue.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, suppress
-from functools import partial
 from itertools import islice
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from queue import Empty
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.task import BadSample, Result, Task
 from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits, Pool
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
@@ -54,6 +53,7 @@ _MOST_BUFFERS = 1024  # of one system call
 # A larger tensor is sent by torch, as a file in memory of its own: that takes 0.1 ms, and copies
 # nothing in the thread that takes the batches.
 _MOST_COPIED = 1 << 20
+_PICKLED_BY_NAME = (FunctionType, type, type(functools.cache(len)))  # as a name in a module
 
 
 class WorkerProcesses(Pool):
@@ -67,11 +67,8 @@ class WorkerProcesses(Pool):
     def __init__(self, decoder: Decoder, limits: InFlightLimits, context: str | None) -> None:
         """context: start method; None: Python's default."""
         super().__init__(decoder, limits)
-        self._context, self._sampler, self._memory = (
-            context,
-            _NextItem(),
-            MessageMemory(limits.messages),
-        )
+        self._context, self._sampler = context, _NextItem()
+        self._memory = MessageMemory(limits.messages)
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None  # of the DataLoader
@@ -87,11 +84,10 @@ class WorkerProcesses(Pool):
         # A traceback may hold the iterator. Dropping it would then not end the workers: they would
         # wait for tasks, and the exit of this process for them.
         iterator, self._iterator, self._loader = self._iterator, None, None
-        end = time.monotonic()
+        # Torch waits 5 s for one worker after another, if their transforms hang.
+        end = time.monotonic() + (END_SECONDS if iterator is not None else 0.0)
         with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
             if iterator is not None:
-                # Torch waits 5 s for one worker after another, if their transforms hang.
-                end += END_SECONDS
                 iterator._workers_done_event.set()
                 for queue in iterator._index_queues:
                     queue.put(None)
@@ -111,25 +107,21 @@ class WorkerProcesses(Pool):
         if self._loader is not None:
             iter(self._loader)
             return
-        try:
-            with DeferSignals():  # hooks of Python around a fork would swallow a Ctrl-C
-                context = multiprocessing.get_context(self._context)
-                self._loader = DataLoader(
-                    _DecodingDataset(self._decoder, self._memory),
-                    batch_size=None,  # a message has whole batches
-                    sampler=self._sampler,
-                    num_workers=self.count,
-                    prefetch_factor=PREFETCH,
-                    persistent_workers=True,
-                    in_order=torch.__version__ < "2.7",
-                    worker_init_fn=_begin_worker,
-                    multiprocessing_context=interruptible_context(context, self._processes),
-                    generator=torch.Generator(),  # so that torch's global one does not advance
-                )
-                self._iterator = iter(self._loader)
-        except BaseException:
-            self.close()
-            raise
+        with DeferSignals():  # hooks of Python around a fork would swallow a Ctrl-C
+            context = multiprocessing.get_context(self._context)
+            self._loader = DataLoader(
+                _DecodingDataset(self._decoder, self._memory),
+                batch_size=None,  # a message has whole batches
+                sampler=self._sampler,
+                num_workers=self.count,
+                prefetch_factor=PREFETCH,
+                persistent_workers=True,
+                in_order=torch.__version__ < "2.7",
+                worker_init_fn=_begin_worker,
+                multiprocessing_context=interruptible_context(context, self._processes),
+                generator=torch.Generator(),  # so that torch's global one does not advance
+            )
+            self._iterator = iter(self._loader)
 
     def _send(self, number: int, tasks: list[Task]) -> None:
         self._sampler.item = self._memory.write(number, tasks)
@@ -151,11 +143,12 @@ def _leave_workers() -> None:
     Torch would end them when the child drops its iterator, and multiprocessing when the child exits.
     The parent's loop would then wait forever.
     """
-    process_module: Any = multiprocessing.process
     for pool in list(_instances):
         if pool._iterator is not None:
             pool._iterator._shutdown = True
-        process_module._children.difference_update(pool._processes)
+        multiprocessing.process._children.difference_update(  # type: ignore[attr-defined]
+            pool._processes
+        )
 
 
 os.register_at_fork(after_in_child=_leave_workers)
@@ -176,10 +169,10 @@ class WorkerDeathsAsErrors(ContextDecorator):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
-            reason = str(error).splitlines()[0].rstrip(". ")
             raise WdstrainError(
-                f"a worker process of the loader died ({reason}). If the system killed it for "
-                f"memory, lower num_workers or batch_size; the output of dmesg says so."
+                f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If "
+                f"the system killed it for memory, lower num_workers or batch_size; the output of "
+                f"dmesg says so."
             ) from error
 
 
@@ -219,9 +212,8 @@ class _DecodingDataset(Dataset[_Item]):
 def _begin_worker(_: int) -> None:
     """Set up a worker process. SIGUSR2 prints its Python stack, also while C code keeps the GIL."""
     child_process.set_up_worker()
-    faulthandler.register(
-        signal.SIGUSR2, file=2, all_threads=False
-    )  # not sys.stderr: a notebook's has no descriptor
+    # not sys.stderr: a notebook's has no descriptor
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
 
 
 class MessageMemory:
@@ -337,6 +329,74 @@ def interruptible_context(context: BaseContext, started: list[BaseProcess]) -> B
     started: gets every process that the context starts.
     """
     changed = child_process.recording_context(context, started)
-    changed.Queue = partial(MessageQueue, context)  # type: ignore[method-assign, assignment]
+    changed.Queue = functools.partial(MessageQueue, context)  # type: ignore[method-assign, assignment]
     changed.Event = EndEvent  # type: ignore[method-assign, assignment]
     return changed
+
+
+def check_picklable(
+    fields: Mapping[str, object] | None,
+    functions: Mapping[str, object],
+    method: str | None,
+) -> None:
+    """Raise UsageError if a field or function cannot be sent to worker processes.
+
+    A forked worker inherits everything. A spawned worker receives its parts by pickle, which sends
+    functions and classes as names to import. A lambda has no such name. A function of a notebook
+    has one that a worker cannot import: only the worker's start would fail, with a traceback. Code
+    itself is not sent: it would take along the globals that it refers to.
+
+    functions: by the name of their option. method: start method; None for Python's default.
+    """
+    method = multiprocessing.get_context(method).get_start_method()
+    if method == "fork":
+        return
+    parts = {f"fields[{name!r}]": field for name, field in (fields or {}).items()} | {**functions}
+    multiprocessing.context.set_spawning_popen(_NoProcess())  # type: ignore[arg-type]
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            for name in parts:
+                # Protocol 5 hands the buffers of large arrays over instead of copying them.
+                _CheckingPickler(nowhere, 5, True, lambda _: None).dump(parts[name])
+    except Exception as error:  # pickling runs code of the object, which may raise anything
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise UsageError(
+            f"{name} cannot be sent to worker processes, which {method} starts: {reason}. Use "
+            f"num_workers=0, a function or class at the top of a .py file that you import, or "
+            f"multiprocessing_context='fork'."
+        ) from None
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+class _CheckingPickler(ForkingPickler):
+    """Pickler that refuses names which workers cannot import, and leaves out tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):  # torch would move it to shared memory
+            return int, ()
+        is_by_name = isinstance(obj, _PICKLED_BY_NAME) and obj.__module__ == "__main__"
+        if is_by_name and not _can_import_main():
+            name = f"the {'class' if isinstance(obj, type) else 'function'} {obj.__name__!r}"
+            raise pickle.PicklingError(
+                f"{'a lambda' if obj.__name__ == '<lambda>' else name} is of a notebook, a prompt or "
+                f"python -c, from where they cannot import it"
+            )
+        return NotImplemented
+
+
+class _NoProcess:
+    """Process that is being started, for pickling: locks and shared memory can be sent to it."""
+
+    DupFd = staticmethod(int)
+    duplicate_for_child = staticmethod(int)
+
+
+def _can_import_main() -> bool:
+    """Return whether multiprocessing can import `__main__` in a spawned worker."""
+    main = sys.modules["__main__"]
+    # after python -m; the __main__ of a package is not imported
+    name = main.__spec__.name.rpartition(".")[2] if main.__spec__ is not None else ""
+    file = getattr(main, "__file__", None) or ""
+    is_ipython = os.path.basename(file) in ("ipython", "ipython.exe")
+    return os.path.isfile(file) and not is_ipython and name != "__main__"

@@ -23,8 +23,8 @@ from wdstrain.runtime.machine import cores, memory, processes
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
 
-_Message = tuple[int, list[Task]]  # number and tasks
-_Answer = tuple[int, list[Any]]  # number of the message and its results, or -1 and an error
+# Number of a message, and its tasks. In an answer, the results; or -1, and the error of a decoder.
+_Message = tuple[int, list[Any]]
 
 PREFETCH = 2  # messages that a decoder has at a time
 _MEMORY_SHARE = 16  # batches in flight may take 1/16 of the memory
@@ -58,11 +58,11 @@ def in_flight_limits(
 
     slot_bytes: bytes of a batch slot. read_bytes: mean bytes of a batch as read from its shards.
     """
-    limit = max(_MIN_BYTES, memory() // processes() // _MEMORY_SHARE)
-    fits = limit // max(1, int(slot_bytes + read_bytes))
+    most_bytes = max(_MIN_BYTES, memory() // processes() // _MEMORY_SHARE)
     batches_per_message = min(
         _MESSAGE_SAMPLES // batch_size, _MESSAGE_BATCHES, _MESSAGE_BYTES // max(1, slot_bytes)
     )
+    fits = most_bytes // max(1, int(slot_bytes + read_bytes))
     return limits_of(num_workers, cores(), fits, max(1, batches_per_message))
 
 
@@ -124,7 +124,7 @@ class Pool(ABC):
         """Give a message to the decoders, without waiting."""
 
     @abstractmethod
-    def _receive(self) -> _Answer:
+    def _receive(self) -> _Message:
         """Wait for the next answer. Raises the error of a decoder."""
 
 
@@ -138,8 +138,6 @@ class DecoderThreads(Pool):
     def __init__(self, decoder: Decoder, limits: InFlightLimits) -> None:
         super().__init__(decoder, limits)
         self._threads: list[threading.Thread] = []
-        self._todo, self._done = SimpleQueue[_Message | None](), SimpleQueue[_Answer]()
-        self._is_closed = False
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         return super().run(tasks) if self._limits.decoders else map(self._decoder, tasks)
@@ -173,16 +171,13 @@ class DecoderThreads(Pool):
         self.close()
         for thread in self._threads:  # they may still write to a slot
             thread.join()
-        self._todo, self._done, self._is_closed = SimpleQueue(), SimpleQueue(), False
-        default = torch.get_num_threads()
-        queues = self._todo, self._done
+        self._todo, self._done = SimpleQueue[_Message | None](), SimpleQueue[_Message]()
+        self._is_closed, default = False, torch.get_num_threads()
         with DeferSignals():
             try:
                 for number in range(self.count):
                     name = f"wdstrain-decoder_{number}"
-                    thread = threading.Thread(
-                        target=self._work, args=queues, name=name, daemon=True
-                    )
+                    thread = threading.Thread(target=self._work, name=name, daemon=True)
                     thread.start()
                     self._threads.append(thread)
                 for _ in self._threads:
@@ -193,20 +188,20 @@ class DecoderThreads(Pool):
     def _send(self, number: int, tasks: list[Task]) -> None:
         self._todo.put((number, tasks))
 
-    def _receive(self) -> _Answer:
+    def _receive(self) -> _Message:
         number, results = self._done.get()
         if number < 0:
             raise results.pop()  # no variable: its traceback would refer to itself
         return number, results
 
-    def _work(self, todo: SimpleQueue[_Message | None], done: SimpleQueue[_Answer]) -> None:
+    def _work(self) -> None:
         """Decode messages until the end. This is the function of each thread."""
         torch.get_num_threads()  # otherwise the first computation would take the caller's number
         torch.set_num_threads(1)
-        done.put((0, []))  # ready
-        while (message := todo.get()) is not None and not self._is_closed:
+        self._done.put((0, []))  # ready
+        while (message := self._todo.get()) is not None and not self._is_closed:
             try:
-                done.put((message[0], [self._decoder(task) for task in message[1]]))
+                self._done.put((message[0], [self._decoder(task) for task in message[1]]))
             except BaseException as error:  # the loop raises it
-                done.put((-1, [error]))
+                self._done.put((-1, [error]))
             del message

@@ -13,7 +13,7 @@ import torch
 
 from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, fits_batch_memory
-from wdstrain.decode.pickling import check_picklable
+from wdstrain.decode.worker_processes import check_picklable
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.runtime.launch import Launch

@@ -16,7 +16,7 @@ from wdstrain.conversion.options import Options
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image
-from wdstrain.decode.pickling import check_picklable
+from wdstrain.decode.worker_processes import check_picklable
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import takes_rng
