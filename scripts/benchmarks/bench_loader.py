@@ -565,14 +565,12 @@ def throughput(
         start = f"{begin['first']:5.2f} s" if name not in limits else ""
         start += f" {begin['epoch']:6.2f} s" if name not in limits and case == "R2" else ""
         bench.say(case, f"{name:18} {_spread(found):31} {start}".rstrip())
-    bench.say(case, f"{'':20}CPU s / 1,000 samples   memory, peak   wait for a batch, p99")
+    bench.say(case, f"{'':18} CPU s / 1,000 samples   peak MB   p99 wait, ms")
     for name in rates.turns:
         cpu, wait, memory = (
             statistics.median(rates.costs[name][cost]) for cost in ("tree_cpu", "wait", "memory")
         )
-        bench.say(
-            case, f"{name:18} {cpu:16.4f} {memory / 1e6:17.0f} MB {wait * 1000:17.2f} ms".rstrip()
-        )
+        bench.say(case, f"{name:18} {cpu:21.4f} {memory / 1e6:9.0f} {wait * 1000:14.2f}")
     if any(shares):
         middle = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
         bench.say(case, f"of its processors' time other machines had {middle} in these turns")

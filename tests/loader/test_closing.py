@@ -282,6 +282,33 @@ class Hangs:
         return {"number": number}
 
 
+def test_close_ends_the_wait_of_a_loop_for_a_transform_that_hangs(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    hanging, ends = Hangs(6), list[str]()
+    loader = wt.Loader(tmp_path, transform=hanging, batch_size=4, shuffle=False)
+
+    def loop() -> None:
+        try:
+            drained_rows = sum(len(batch["__key__"]) for batch in loader)
+            ends.append(f"{drained_rows} samples")
+        except WdstrainError as error:
+            ends.append(str(error))
+
+    looping, closing = threading.Thread(target=loop), threading.Thread(target=loader.close)
+    looping.start()
+    assert hanging.begun.wait(30)
+    try:
+        closing.start()
+        looping.join(15)
+        is_over = not looping.is_alive()
+    finally:
+        hanging.released.set()
+    closing.join()
+    looping.join()
+    assert is_over
+    assert "was closed" in ends[0] or "stopped" in ends[0]
+
+
 @pytest.mark.slow
 def test_close_ends_though_a_transform_hangs(tmp_path: Path) -> None:
     """The transform may wait for a server of the user that never answers."""

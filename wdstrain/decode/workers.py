@@ -69,12 +69,13 @@ def in_flight_limits(
 def limits_of(num_workers: int, cores: int, fits: int, batches_per_message: int) -> InFlightLimits:
     """Return the limits for a machine. fits: batches that fit in memory.
 
-    Without workers there is a thread per core. Each worker has a message, each busy core has another
-    that waits. Half a message per busy core is ready before its turn: without it a slightly slower
-    worker would hold up the others.
+    Without workers there is a thread per core, and as many batches as workers would have in their
+    messages: while a thread is at a slow sample, the others decode the batches behind it. Each worker
+    has a message, each busy core has another that waits. Half a message per busy core is ready
+    before its turn: without it a slightly slower worker would hold up the others.
     """
     if not num_workers:
-        batches = max(2, min(PREFETCH * cores, fits))
+        batches = max(2, min(PREFETCH * cores * batches_per_message, fits))
         return InFlightLimits(batches, min(cores, batches))
     busy = min(num_workers, cores)
     wanted = num_workers + (PREFETCH - 1) * busy + max(2, busy // 2)
@@ -138,6 +139,7 @@ class DecoderThreads(Pool):
     def __init__(self, decoder: Decoder, limits: InFlightLimits) -> None:
         super().__init__(decoder, limits)
         self._threads: list[threading.Thread] = []
+        self._todo, self._done = SimpleQueue[_Message | None](), SimpleQueue[_Message]()
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         return super().run(tasks) if self._limits.decoders else map(self._decoder, tasks)
@@ -148,6 +150,10 @@ class DecoderThreads(Pool):
             f"decoder thread {number}:\n{thread_stack(thread.ident)}"
             for number, thread in enumerate(self._threads)
         )
+
+    def interrupt(self, error: Exception) -> None:
+        """Raise an error in the loop's thread if it waits for a result: a transform may hang."""
+        self._done.put((-1, [error]))
 
     def close(self) -> None:
         """End the threads. Tasks that no thread has begun are dropped.

@@ -294,7 +294,10 @@ class Pipeline:
         """
         if os.getpid() == self.process:
             self.closed = True
-            self._reader.close()  # before the lock, which a thread that waits for a batch holds
+            # Before the lock, which a thread that waits for a batch holds.
+            self._reader.close()
+            if isinstance(self._workers, DecoderThreads):
+                self._workers.interrupt(WdstrainError(OVER))
             with self._lock:
                 self._results, self._pending, self._run = iter(()), {}, None
                 self._workers.close()

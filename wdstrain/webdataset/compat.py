@@ -118,10 +118,7 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
         size = int(os.environ.get("WDS_CACHE_SIZE", cache_size))
         stored: dict[str, Any] = {}
         if folder is not None and size:
-            stored = {
-                "cache_dir": os.path.expanduser(folder),
-                "cache_limit": size if size > 0 else None,
-            }
+            stored = {"cache_dir": os.path.expanduser(folder), "cache_limit": max(size, 0) or None}
         if index is not None:
             counted = _CountedSamples(
                 index,
@@ -224,8 +221,7 @@ class LoggedHandler:
 
 def _origin_of(path: str) -> dict[str, str]:
     """Return the entries of a sample that say where it comes from, as webdataset names them."""
-    local = {} if is_remote(path) else {"__local_path__": path}
-    return {"__url__": shown_path(path), **local}
+    return {"__url__": shown_path(path)} | ({} if is_remote(path) else {"__local_path__": path})
 
 
 class ShardList(IterableDataset[dict[str, str]]):

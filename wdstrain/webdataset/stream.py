@@ -55,15 +55,17 @@ class Epochs:
     number of its first record. The system makes appending atomic.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
-        self._attach(os.memfd_create("wdstrain-epochs", os.MFD_CLOEXEC), 0)
+    def __init__(self, epoch: int = 0, handle: Any = None, changes: int = 0) -> None:
+        """handle: of the log that another process has; changes: those that it counted."""
+        if handle is None:
+            self._fd = os.memfd_create("wdstrain-epochs", os.MFD_CLOEXEC)
+        else:
+            self._fd = handle.detach()
+        weakref.finalize(self, os.close, self._fd)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
-        self.set(epoch)
-
-    def _attach(self, fd: int, changes: int) -> None:
-        self._fd, self._changes = fd, changes
-        self._begun = 0  # passes that this worker process began
-        weakref.finalize(self, os.close, fd)
+        self._changes, self._begun = changes, 0  # begun: passes that this worker process began
+        if handle is None:
+            self.set(epoch)
 
     def set(self, number: int) -> None:
         """Make `number` the next epoch, in every worker process."""
@@ -94,14 +96,8 @@ class Epochs:
     def __reduce__(self) -> tuple[Callable[..., Epochs], tuple[Any, ...]]:
         """A worker process that starts shares the log. Any other copy counts by itself."""
         if get_spawning_popen() is not None:
-            return _attached, (DupFd(self._fd), self._changes)
+            return Epochs, (0, DupFd(self._fd), self._changes)
         return Epochs, (self._numbers()[1],)
-
-
-def _attached(handle: Any, changes: int) -> Epochs:
-    epochs = object.__new__(Epochs)
-    epochs._attach(handle.detach(), changes)
-    return epochs
 
 
 class Stream(IterableDataset[dict[str, Any]]):
