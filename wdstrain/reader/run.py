@@ -125,15 +125,16 @@ class Run:
         # another, and the loop would switch to a reading thread for each.
         self._resume_below = reader.most_ahead - options.ahead // 4
         self._reads = reads(index, reader.orders, reader.rank, epoch, step, until)
-        self._batches = _planned_batches(reader, epoch, step, until)
+        # The generators must not refer to the reader: the memory must be freed without the GC.
+        self._batches = _planned_batches(
+            index, reader.orders, reader.rank, options.needed_fields, epoch, step, until
+        )
         # The loop's thread takes the lock directly and waits on a simple queue. A Ctrl-C inside a
         # Condition would leave the lock locked.
         self._lock = threading.RLock()
         self._turn = threading.Lock()  # held by the thread that takes the next read
-        self._loop_wakeup: SimpleQueue[None] = SimpleQueue()
-        self._reader_wakeup: SimpleQueue[None] = SimpleQueue()
-        self._is_waiting = False  # the loop waits for a batch
-        self._is_stopped = False
+        self._loop_wakeup, self._reader_wakeup = SimpleQueue[None](), SimpleQueue[None]()
+        self._is_waiting = self._is_stopped = False  # waiting: the loop, for a batch
         self._wanted = 0  # the batch that the loop requests
         self._paused_before: int | None = None  # first batch of the read that waits for memory
         self._counted_until = 0.0  # time up to which reading was counted
@@ -329,6 +330,7 @@ class Run:
             self._is_stopped = True
             # Frames of an error refer to this object, and the memory must be freed without the GC.
             self._failed_batch, self._error = inf, WdstrainError("")
+            self._stats = ReadStats()  # a thread that a server keeps is not counted any more
             self._loop_wakeup.put(None)
             self._reader_wakeup.put(None)
             for fetcher in self._fetchers:
@@ -336,8 +338,8 @@ class Run:
         end = time.monotonic() + STOP_PATIENCE
         for thread in self._threads:
             read = self._in_flight.get(thread)
-            is_local = read is not None and not is_remote(read.shard.path)
-            thread.join(None if is_local else max(0.0, end - time.monotonic()))
+            is_at_server = read is not None and is_remote(read.shard.path)
+            thread.join(max(0.0, end - time.monotonic()) if is_at_server else None)
         if self._cache is not None:
             self._cache.stop(max(0.0, end - time.monotonic()))
 
@@ -365,15 +367,20 @@ class Run:
 
 
 def _planned_batches(
-    reader: Reader, epoch: int, step: int, until: int | None
+    index: Index,
+    orders: Callable[[int], Order],
+    rank: int,
+    needed_fields: set[str] | None,
+    epoch: int,
+    step: int,
+    until: int | None,
 ) -> Iterator[ReadBatch]:
     """Yield the batches of a rank before they are read: offsets are those within the samples."""
-    index, needed_fields = reader.index, reader.options.needed_fields
-    for order, first_step, before in epochs(reader.orders, epoch, step, until):
+    for order, first_step, before in epochs(orders, epoch, step, until):
         count = max(1, _STEP_SAMPLES // order.batch_size)
         for first in range(first_step, order.steps, count):
             stop = min(first + count, order.steps)
-            ids, rng_ids, firsts, valid = order.delivery(reader.rank, first, stop)
+            ids, rng_ids, firsts, valid = order.delivery(rank, first, stop)
             keys, members = index.keys(ids), sample_members(index, ids, needed_fields)
             for number, (start, end) in enumerate(pairwise(firsts), before + first):
                 rows = slice(start, end)
