@@ -55,10 +55,11 @@ if TYPE_CHECKING:
     from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
-    from wdstrain.training.api import evaluate, train
     from wdstrain.training.callbacks import Callback
+    from wdstrain.training.evaluate import evaluate
     from wdstrain.training.export import export
     from wdstrain.training.inference import predict
+    from wdstrain.training.train import train
     from wdstrain.tuning.bench import bench
     from wdstrain.tuning.result import Bench
     from wdstrain.webdataset.compat import WebDataset
@@ -151,10 +152,11 @@ _NAMES = {
     "shards.index": "Index Shard",
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
-    "training.api": "evaluate train",
+    "training.evaluate": "evaluate",
     "training.callbacks": "Callback",
     "training.export": "export",
     "training.inference": "predict",
+    "training.train": "train",
     "tuning.bench": "bench",
     "tuning.result": "Bench",
 }

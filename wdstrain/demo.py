@@ -24,7 +24,7 @@ from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.inspection.verify.api import verify
 from wdstrain.report.terminal import Reporter
-from wdstrain.training.api import train
+from wdstrain.training.train import train
 
 _OPTIONS: dict[str, Any] = {
     "model": "small",
@@ -47,6 +47,10 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
     tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {images}")
     options = Options(split={"train": 0.8, "val": 0.2}, max_shard_samples=400, overwrite=True)
     index = convert(list_folder(images), shards, options).index
+    by_split = {
+        split: sum(shard.samples for shard in index.shards if shard.split == split)
+        for split in index.splits
+    }
     size = sum(shard.bytes for shard in index.shards)
     tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
     checked = verify(shards)
@@ -64,7 +68,7 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
     return [
         (
             "samples",
-            f"{len(index)} ({', '.join(f'{split} {n}' for split, n in _by_split(index).items())})",
+            f"{len(index)} ({', '.join(f'{split} {n}' for split, n in by_split.items())})",
         ),
         ("shards", str(len(index.shards))),
         ("MB", f"{size / 1e6:.1f}"),
@@ -107,13 +111,6 @@ def next_steps(folder: str) -> list[str]:
         f"{command} train shards/mine --out runs/mine --epochs 10",
         f"{command} info {os.path.join(folder, 'digits')}",
     ]
-
-
-def _by_split(index: Any) -> dict[str, int]:
-    return {
-        split: sum(shard.samples for shard in index.shards if shard.split == split)
-        for split in index.splits
-    }
 
 
 def _write_images(folder: str) -> int:

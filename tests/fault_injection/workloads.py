@@ -19,7 +19,6 @@ from wdstrain.errors import WdstrainError
 from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index
-from wdstrain.training.api import train
 from wdstrain.training.checkpoint import (
     BEST,
     FORMAT,
@@ -29,6 +28,7 @@ from wdstrain.training.checkpoint import (
     read_checkpoint,
     read_last,
 )
+from wdstrain.training.train import train
 
 BLOCK = 16 << 10  # of a cache, so that small shards have several
 

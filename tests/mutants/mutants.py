@@ -191,14 +191,14 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
         "tests/training/test_scores.py",
     ),
-    "training/train_step.py": (
+    "training/train.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
     "training/data.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
         "tests/training/test_data.py",
     ),
-    "training/run_state.py": ("tests/training/test_resuming.py",),
+    "training/run.py": ("tests/training/test_resuming.py",),
     "conversion/external_shuffle.py": ("tests/conversion/test_resuming.py",),
     "conversion/images.py": ("tests/conversion/test_resizing.py",),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
@@ -676,15 +676,24 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "decay = max(self._decay, (1 + step) / (10 + step))",
         ),
     ],
-    "training/train_step.py": [
+    "training/train.py": [
         ("mean-of-group", "losses.mean() / group)", "losses.mean())"),
-        ("seed-of-rank", "state.step, self._distributed.rank))", "state.step, 0))"),
+        ("seed-of-rank", "state.step, distributed.rank))", "state.step, 0))"),
         (
             "update-of-epoch",
-            "update = state.epoch * self._updates",
+            "update = state.epoch * run.updates",
             "update = state.epoch * run.steps",
         ),
-        ("unfreeze-epoch", "run.position.epoch >= first", "run.position.epoch > first"),
+        (
+            "unfreeze-epoch",
+            "state.epoch >= config.unfreeze_epoch",
+            "state.epoch > config.unfreeze_epoch",
+        ),
+        (
+            "validated-weights",
+            '"val": (run.scored_model, "validating")',
+            '"val": (run.model, "validating")',
+        ),
     ],
     "training/metrics.py": [
         (
@@ -719,7 +728,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             'self.best, self.since_best = metrics.get("val"), 1',
         ),
     ],
-    "training/run_state.py": [
+    "training/run.py": [
         (
             "raw-weights",
             'checkpoint.get("raw", checkpoint["model"])',
@@ -734,13 +743,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "finite-loss",
             "if not math.isfinite(loss) or not is_sound:",
             "if not math.isfinite(loss) and not is_sound:",
-        ),
-    ],
-    "training/trainer.py": [
-        (
-            "validated-weights",
-            '"val": (self.run.scored_model, "validating")',
-            '"val": (self.run.model, "validating")',
         ),
     ],
     "training/weights.py": [

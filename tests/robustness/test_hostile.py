@@ -27,7 +27,7 @@ import wdstrain as wt
 from tests.conftest import Sample, picture, write_shards, write_tar
 from wdstrain.cli.main import main
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.training.api import train
+from wdstrain.training.train import train
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n(run) print\n%%EOF\n"
 SMALL = {"epochs": 1, "batch_size": 4, "image_size": 16, "model": "small", "num_workers": 0}

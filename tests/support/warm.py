@@ -43,7 +43,7 @@ IMPORTED = (
     "wdstrain.inspection.info.api",
     "wdstrain.inspection.show.api",
     "wdstrain.inspection.verify.api",
-    "wdstrain.training.api",
+    "wdstrain.training.train",
     "wdstrain.training.inference",
     "wdstrain.training.prediction_table",
     "wdstrain.tuning.bench",

@@ -12,7 +12,7 @@ import torchvision
 from torch import Tensor, nn
 
 import wdstrain as wt
-from wdstrain.training.train_step import blocks_of, checkpointed
+from wdstrain.training.models import blocks_of, checkpointed
 
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "device": "cpu"}
 

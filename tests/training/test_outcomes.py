@@ -23,10 +23,10 @@ from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
-from wdstrain.training.api import train
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.epoch_report import verdict
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.train import train
 
 SAYS = ["kind", "shade", "tags", "light"]
 OPTIONS: dict[str, Any] = {

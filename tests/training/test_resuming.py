@@ -24,8 +24,8 @@ from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.training.api import TrainResult, train
 from wdstrain.training.checkpoint import read_checkpoint, read_last
+from wdstrain.training.train import TrainResult, train
 
 # Every part with a state of its own: dropout, momentum, an average, mixed images, accumulated
 # gradients, batch norms.

@@ -20,8 +20,8 @@ from tests.conftest import ROOT, flags, write_class_folder
 from tests.support.known_faults import known_fault
 from tests.support.small_runs import numbers
 from wdstrain.cli import main
-from wdstrain.training.api import train
 from wdstrain.training.checkpoint import read_checkpoint
+from wdstrain.training.train import train
 
 # No batch norm, which would see another part of a batch in each process; rank 3 has no sample of
 # the 13 for validation.

@@ -15,9 +15,10 @@ from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
-from wdstrain.training.api import evaluate, train
 from wdstrain.training.checkpoint import read_checkpoint
+from wdstrain.training.evaluate import evaluate
 from wdstrain.training.models import build
+from wdstrain.training.train import train
 
 
 @pytest.fixture(scope="module")

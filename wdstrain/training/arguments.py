@@ -19,12 +19,12 @@ from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
-from wdstrain.training.callbacks import Callback
-from wdstrain.training.config import Config, EvaluateOptions, PredictOptions
+from wdstrain.training.callbacks import Callback, check_callback
+from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
-from wdstrain.training.tasks import Criterion
+from wdstrain.training.tasks import Criterion, Task
 
 Path = str | os.PathLike[str]
 Fields = Mapping[str, Field] | None
@@ -165,6 +165,51 @@ def check_cache(options: Mapping[str, Any], index: Index) -> None:
     if not any(is_remote(shard.path) for shard in index.shards):
         names = ("cache_dir", "cache_limit")
         refuse_without_effect(options, names, "it is for shards on servers, and all are files here")
+
+
+def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None:
+    """Raise UsageError for objects of the user's that are none, and for options without effect."""
+    criterion, metrics = arguments.criterion, arguments.metrics
+    own = criterion if isinstance(criterion, Mapping) else {"criterion": criterion}
+    for name, value in own.items():
+        if value is not None and not callable(value):
+            raise UsageError(
+                f"criterion={value!r}: must be a function (outputs, target) -> loss, such as "
+                f"torch.nn.CrossEntropyLoss()."
+            )
+        if isinstance(criterion, Mapping) and name not in [head.name for head in task.heads]:
+            raise UsageError(
+                f"criterion names {name!r}, and the labels are "
+                f"{', '.join(head.name for head in task.heads)}."
+            )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
+            f'{{"kappa": torchmetrics.CohenKappa(...)}}.'
+        )
+    if not isinstance(arguments.optimizer, str) and not callable(arguments.optimizer):
+        raise UsageError(
+            "optimizer= must be a name, or a function of parameter groups that returns an optimizer, "
+            "such as lambda groups: torch.optim.Adam(groups, lr=1e-3)."
+        )
+    replaces_all = criterion is not None and len(own) >= len(task.heads)
+    if replaces_all or (criterion is not None and not isinstance(criterion, Mapping)):
+        for name in ("label_smoothing", "class_weights"):
+            if getattr(config, name) != OPTIONS[name].default:
+                raise UsageError(f"{name} has no effect with criterion=. Give it to the loss.")
+    for callback in arguments.callbacks:
+        check_callback(callback)
+
+
+def check_validation(arguments: TrainArguments, config: Config) -> None:
+    """Raise UsageError for arguments that need validation data. For a run that has none."""
+    if config.patience or config.schedule == "plateau" or config.monitor:
+        raise UsageError(
+            "patience, monitor and the schedule plateau need validation data. Give val=."
+        )
+    for name in ("val_fields", "val_transform"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{name} has no effect without validation data. Give val=.")
 
 
 def _class_names(classes: Any) -> Any:

@@ -16,7 +16,7 @@ from wdstrain.shards.label_values import recorded_counts
 from wdstrain.training.epoch_sums import STAGES, StageTimer
 from wdstrain.training.heads import NumberHead
 from wdstrain.training.metrics import is_maximized, metric_text
-from wdstrain.training.run_state import RunState
+from wdstrain.training.run import Run
 from wdstrain.training.tasks import Task
 
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
@@ -40,12 +40,12 @@ def stall_share(seconds: Mapping[str, float]) -> float:
     return (seconds["data"] + seconds["copy"]) / max(1e-9, sum(seconds.values()))
 
 
-def epoch_metrics(run: RunState, passes: Passes) -> dict[str, Any]:
+def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
     """Return the line of the epoch in metrics.jsonl. Collective.
 
     Seconds and verdict are those of the first process.
     """
-    state, sums = run.position, run.total_sums()
+    state, sums = run.state, run.total_sums()
     metrics = {"epoch": state.epoch, **_training_figures(run.task, sums, state.seconds)}
     metrics["left_out"] = run.loader.plan(state.epoch).left_out
     metrics["lr"] = run.optimizer.param_groups[0]["lr"]
@@ -177,7 +177,7 @@ class StepLog:
     seconds: by stage since the epoch was started here, as the loader's report has them.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self.timer = StageTimer(run.setup.device)
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -188,7 +188,7 @@ class StepLog:
 
     def update(self) -> None:
         """Show progress; look at the sums where enough time passed."""
-        run, state, now = self._run, self._run.position, time.monotonic()
+        run, state, now = self._run, self._run.state, time.monotonic()
         is_last = state.step >= run.steps
         if now - self._shown_at >= _LOOK_SECONDS or is_last:
             self._shown_at = now
@@ -202,7 +202,7 @@ class StepLog:
         )
 
     def _look(self, now: float, is_last: bool) -> None:
-        run, state = self._run, self._run.position
+        run, state = self._run, self._run.state
         window = self.timer.window(run.loader.report()["copy_seconds"])
         for seconds in (state.seconds, self.seconds, self._window):
             for name in STAGES:
@@ -225,13 +225,13 @@ class StepLog:
             run.check_loss(sums["loss"])
         if sums["skipped"] and run.scaler.get_scale() < 1:
             raise WdstrainError(
-                f"16 bits overflow at any scale of the loss, at step {run.position.step} of "
+                f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
                 f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
                 f"checkpoints are intact."
             )
 
     def _record(self, sums: Mapping[str, float], rate: float) -> None:
-        run, state = self._run, self._run.position
+        run, state = self._run, self._run.state
         line = {
             "epoch": state.epoch,
             "step": state.step,

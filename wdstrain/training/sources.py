@@ -14,8 +14,9 @@ from wdstrain.decode.labels import LabelField
 from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
+from wdstrain.training.arguments import TrainArguments
 from wdstrain.training.config import OPTIONS, Config
-from wdstrain.training.data import few_batches
+from wdstrain.training.data import TrainData, few_batches
 from wdstrain.training.field_source import FieldSource, field_source
 from wdstrain.training.inputs import InputSource, InputSpec, augments_batches
 from wdstrain.training.tasks import Task
@@ -96,6 +97,33 @@ def check_source(source: InputSource, config: Config, *, is_given: bool) -> None
             f"{given}: mixup, cutmix, color_jitter and random_erasing need a single input "
             f"uint8[3, height, width]. Leave them out."
         )
+
+
+def run_sources(
+    arguments: TrainArguments, data: TrainData, task: Task, config: Config
+) -> tuple[InputSource, InputSource]:
+    """Return the sources of the inputs for training and validation, checked against the options."""
+    val = data.val if data.val is not None else data.train
+    given = given_source(arguments.fields, arguments.transform, task, data.train, config)
+    train_source = given or default_source(config)
+    check_source(train_source, config, is_given=given is not None)
+    given_val = given_source(
+        arguments.val_fields,
+        arguments.val_transform,
+        task,
+        val,
+        config,
+        prefix="val_",
+        known=train_source.specs,
+    )
+    val_source = validation_source(train_source, given_val)
+    if given is not None:
+        try_samples(data.train, train_source, task, config)
+    if given_val is not None:
+        try_samples(val, val_source, task, config)
+    if data.val is not None and given_val is None:
+        check_no_randomness(data.val, val_source, task, config)
+    return train_source, val_source
 
 
 # --- validation -----------------------------------------------------------------------------------

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
-from wdstrain.report.terminal import Reporter
-from wdstrain.training.callbacks import Callback
+from wdstrain.report.terminal import Reporter, reporting
+from wdstrain.runtime.options import takes
+from wdstrain.shards.resolve import open_shards
+from wdstrain.training.arguments import EvaluateArguments, check_cache, given_options
 from wdstrain.training.config import Config
-from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.data import val_loader, with_task_labels
+from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.fsdp import is_sharded
 from wdstrain.training.inputs import ModelInputs
+from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.metrics import EvalMetrics
-from wdstrain.training.optim import OptimizerFactory, autocast
+from wdstrain.training.optim import autocast
 from wdstrain.training.previews import PreviewCollector
 from wdstrain.training.tasks import Criterion, Task
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserObjects:
-    """Objects of the user's that take the place of options, or run beside them.
+@takes(EvaluateArguments)
+@WorkerDeathsAsErrors()
+def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
+    """Return (task, metrics) of a checkpoint on shards; every sample counts once.
 
-    criterion: in place of the heads' losses; for each head by name, if there are several.
-    optimizer: makes the optimizer of parameter groups. metrics: torchmetrics by name.
+    Under torchrun all processes share the samples.
     """
-
-    criterion: Criterion | Mapping[str, Criterion] | None = None
-    optimizer: OptimizerFactory | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    callbacks: Sequence[Callback] = ()
+    distributed, options = DistributedContext(), given_options(arguments)
+    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
+    config, task = loaded.config, loaded.task
+    index = with_task_labels(open_shards(arguments.urls), task, undeclared=config.label is not None)
+    check_cache(options, index)
+    task.check(index)
+    source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=True)
+    device = device_of(config.device, distributed)
+    loader = val_loader(index, task, source, config, distributed)
+    with ExitStack() as stack:
+        reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
+        stack.callback(loader.close)
+        stack.enter_context(distributed.joined(device))
+        setup = Setup(
+            task=task,
+            config=config,
+            inputs=loaded.inputs,
+            device=device,
+            distributed=distributed,
+            reporter=reporter,
+            criterion=arguments.criterion,
+            metrics=arguments.metrics or {},
+        )
+        metrics, _ = evaluate_pass(loaded.model.to(device), loader, setup, "evaluating")
+    return task, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What training and evaluation of one task share."""
+    """What training and evaluation of one task share.
+
+    criterion: of the user's, in place of the heads' losses; for each head by name, if there are
+    several. metrics: torchmetrics by name.
+    """
 
     task: Task
     config: Config
@@ -47,7 +77,8 @@ class Setup:
     device: torch.device
     distributed: DistributedContext
     reporter: Reporter
-    objects: UserObjects = UserObjects()
+    criterion: Criterion | Mapping[str, Criterion] | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the outputs of a model for a batch."""
@@ -70,9 +101,9 @@ def evaluate_pass(
     all. details: "heads" with confusion matrices and the like, "gallery" with the worst and random
     predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
     """
-    task = setup.task
+    task, gather = setup.task, setup.distributed.gather
     model.eval()
-    metrics = EvalMetrics(task, setup.device, setup.objects.metrics)
+    metrics = EvalMetrics(task, setup.device, setup.metrics)
     previews = PreviewCollector(task, setup.inputs.picture)
     steps = len(loader) if limit is None else min(limit, len(loader))
     # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
@@ -85,7 +116,7 @@ def evaluate_pass(
             targets = task.targets(batch)
             if len(batch["__key__"]):  # the last batch of a process may hold none
                 outputs = setup.call(model, batch).float()
-                losses = task.losses(outputs, targets, criterion=setup.objects.criterion)
+                losses = task.losses(outputs, targets, criterion=setup.criterion)
                 metrics.update(outputs, targets, losses)
                 previews.add(batch, outputs, targets, losses)
             elif is_split:  # the processes complete the tensors of the model together
@@ -94,14 +125,13 @@ def evaluate_pass(
             check_stop()
             if step + 1 == steps < len(loader):
                 break
-    found, details = metrics.compute(setup.distributed.reduce)
+    values, details = metrics.compute(setup.distributed.reduce)
     bad = torch.tensor([loader.report()["bad"]], device=setup.device)
-    found["bad"] = float(setup.distributed.reduce(bad).item())
-    gallery = PreviewCollector.merged(setup.distributed.gather(previews.best()))
+    values["bad"] = float(setup.distributed.reduce(bad).item())
+    gallery = PreviewCollector.merged(gather(previews.best()))
     for name, numbers in previews.numbers.items():
-        parts = setup.distributed.gather(numbers.points)
-        details[name] = {"points": [point for part in parts for point in part]}
-    return found, {"heads": details, "gallery": gallery}
+        details[name] = {"points": [point for part in gather(numbers.points) for point in part]}
+    return values, {"heads": details, "gallery": gallery}
 
 
 def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -1,0 +1,388 @@
+"""A training run: its data, model, optimizer and position, and the checkpoints that hold them.
+
+Everything that can be wrong is found when a run is made, before its folder is touched: addresses,
+labels, classes, options, the model. `Run.start` then places the model on its device, and continues
+from the checkpoint if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.report.terminal import Reporter
+from wdstrain.training import weights as model_weights
+from wdstrain.training.arguments import TrainArguments, check_objects, check_validation
+from wdstrain.training.checkpoint import FORMAT, read_last
+from wdstrain.training.config import Config
+from wdstrain.training.data import TrainData, addresses, class_weights, train_loader, val_loader
+from wdstrain.training.distributed import (
+    DistributedContext,
+    device_of,
+    synchronize_batch_norms,
+)
+from wdstrain.training.epoch_sums import EpochSums, TrainerState
+from wdstrain.training.evaluate import Setup
+from wdstrain.training.fsdp import (
+    load_model_state,
+    load_optimizer_state,
+    local,
+    model_state,
+    optimizer_state,
+)
+from wdstrain.training.inputs import (
+    ModelInputs,
+    Normalization,
+    batch_augmentation,
+)
+from wdstrain.training.metrics import Monitor
+from wdstrain.training.models import blocks_of, build, call_factory, check_shapes
+from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
+from wdstrain.training.run_dir import CHECKPOINTS, RunDir, check_out
+from wdstrain.training.run_logger import RunLogger
+from wdstrain.training.sources import run_sources
+from wdstrain.training.stop_signals import CheckpointSchedule
+from wdstrain.training.tasks import Task
+
+
+class Run:
+    """State of a run. Callbacks get it.
+
+    setup: what it shares with evaluation. model: trained weights. average: their moving average, if
+    there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
+    parameters that are not trained. steps: batches of an epoch. updates: of the optimizer in an
+    epoch. state: position and history. sums: of the epoch so far. stop_reason: why the run ended.
+    write_error: of the last checkpoint, if it could not be written. data_error: of a loader; the
+    weights are sound.
+    """
+
+    def __init__(
+        self, arguments: TrainArguments, distributed: DistributedContext, reporter: Reporter
+    ) -> None:
+        """Open the data and make the model. Raises UsageError and ShardError."""
+        config, self.folder = _absolute(arguments.config()), os.fspath(arguments.out)
+        resume, self.arguments = arguments.resume, arguments
+        if distributed.leads:  # other ranks may see files that it has written already
+            check_out(self.folder, overwrite=arguments.overwrite, resume=resume)
+        self.data = data = TrainData.of(arguments.urls, arguments.val, config, arguments.fields)
+        self.config = config = replace(config, label=config.label or data.undeclared)
+        if data.val is None:
+            check_validation(arguments, config)
+        self.checkpoint, self.unreadable = (
+            read_last(os.path.join(self.folder, CHECKPOINTS)) if resume else (None, [])
+        )
+        checkpoint = self.checkpoint
+        self.task = task = data.task(checkpoint)
+        check_objects(arguments, config, task)
+        device = device_of(config.device, distributed)
+        train_source, val_source = run_sources(arguments, data, task, config)
+        torch.manual_seed(config.seed)
+        weights = config.weights if checkpoint is None else None  # a checkpoint has its own
+        self.model = _model(arguments, config, task, ModelInputs(train_source.specs), weights)
+        self.weights = None
+        if weights is not None:
+            self.weights = model_weights.load(self.model, config.model, weights)
+        self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
+        # lanes of the run that is resumed, so that it may have another number of processes
+        lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
+        self.loader = train_loader(data.train, task, train_source, config, distributed, lanes)
+        self.val_loader = None
+        if data.val is not None:
+            self.val_loader = val_loader(data.val, task, val_source, config, distributed)
+        if checkpoint is not None:
+            normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
+        else:
+            normalization = (self.weights and self.weights.normalization) or Normalization()
+        self.setup = Setup(
+            task=task,
+            config=config,
+            inputs=ModelInputs(val_source.specs, normalization),
+            device=device,
+            distributed=distributed,
+            reporter=reporter,
+            criterion=arguments.criterion,
+            metrics=arguments.metrics or {},
+        )
+        self.monitor, self.logger = Monitor(config, task), RunLogger(task)
+        self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
+        self.updates = math.ceil(self.steps / config.accumulate)
+        self.schedule = Schedule(config, self.updates)
+        self.checkpoints_due = CheckpointSchedule(config, distributed)
+        self.state, self.sums = TrainerState(), EpochSums(task, device)
+        self.stop_reason = ""
+        self._asked_to_stop: str | None = None
+        self.write_error: StorageError | None = None
+        self.data_error: WdstrainError | None = None
+
+    def check_agreement(self) -> None:
+        """Raise UsageError if the processes see different checkpoints, shards or options."""
+        distributed, checkpoint = self.setup.distributed, self.checkpoint
+        state = None if checkpoint is None else checkpoint["state"]
+        position = None if state is None else (state["epoch"], state["step"])
+        facts = (position, self.data.train.fingerprint, vars(self.config))
+        if any(other != facts for other in distributed.gather(facts)):
+            raise UsageError(
+                f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
+                f"different checkpoints in {self.folder}, different shards or different options. "
+                f"Give all of them the same, and a folder that all of them share."
+            )
+
+    def start(self) -> None:
+        """Place the model on its device, and make its optimizer. Collective."""
+        config, device, distributed = self.config, self.setup.device, self.setup.distributed
+        model = self.model
+        if config.channels_last and not config.fsdp:  # which splits contiguous tensors only
+            model = model.to(memory_format=torch.channels_last)
+        if config.sync_batchnorm:
+            model = synchronize_batch_norms(model, device, distributed.size)
+        self.average = ModelEMA(model, config.ema) if config.ema else None
+        self.model = distributed.place(model, device, shards=config.fsdp)
+        if self.average is not None:
+            self.average.model = distributed.place(self.average.model, device, shards=config.fsdp)
+        factory = self.arguments.optimizer
+        self.optimizer = make_optimizer(
+            self.model, config, None if isinstance(factory, str) else factory
+        )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+        self.class_weights = [
+            class_weights(self.data.train, head, config.class_weights, device)
+            for head in self.task.heads
+        ]
+        batch_augmentation(self.task, self.setup.inputs, config, 0)  # raises UsageError
+        self.blocks = blocks_of(self.model) if config.grad_checkpointing else []
+        self.started_at = time.monotonic()
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Make the callable that trains the model: compiled, and shared by all processes.
+
+        DDP knows only parameters that required gradients when it was made.
+        """
+        net = self.setup.distributed.spread(self.model, self.setup.device)
+        # Batches have one shape. Parts that FSDP splits run the same code with different shapes. Torch
+        # would compile it for dynamic shapes, which fails for batch norms.
+        self.net: Any = torch.compile(net, dynamic=False) if self.config.compile else net
+
+    def open_folder(self, stack: ExitStack) -> None:
+        """Open the folder of the run, and start its log. stack: closes both."""
+        arguments, data = self.arguments, self.data
+        val = addresses(arguments.val) if arguments.val is not None else None
+        text = self.config.toml({"train": addresses(arguments.urls), "val": val})
+        run_dir = RunDir(self.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
+        stack.callback(run_dir.close)
+        stack.callback(self.logger.close)
+        indexes = {"train": data.train} | ({"val": data.val} if data.val is not None else {})
+        self.logger.start(run_dir, self.config, self.state, indexes, self.steps)
+
+    def close(self) -> None:
+        """Close the loaders."""
+        self.loader.close()
+        if self.val_loader is not None:
+            self.val_loader.close()
+
+    # --- for callbacks ----------------------------------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process writes and reports."""
+        return self.setup.distributed.leads
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of further steps. Checkpoints keep it."""
+        return self.state.lr_scale
+
+    @lr_scale.setter
+    def lr_scale(self, value: float) -> None:
+        self.state.lr_scale = float(value)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step. Call it on every rank."""
+        self._asked_to_stop = reason
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call this method of each callback that has it."""
+        for callback in self.arguments.callbacks:
+            if (method := getattr(callback, hook, None)) is not None:
+                method(self, *arguments)
+
+    # --- what a run knows -------------------------------------------------------------------------
+
+    @property
+    def scored_model(self) -> nn.Module:
+        """The model that is validated and saved as the result: the average, if there is one."""
+        return self.average.model if self.average is not None else self.model
+
+    @property
+    def title(self) -> str:
+        """The current epoch, counted from 1."""
+        return f"epoch {self.state.epoch + 1}/{self.config.epochs}"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a callback ended the run in the middle of an epoch."""
+        return self._asked_to_stop is not None and self.state.step < self.steps
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the run is over; None if it goes on."""
+        if self._asked_to_stop is not None:
+            return self._asked_to_stop
+        reason, epochs = self.monitor.stop_reason(self.state.since_best), self.config.epochs
+        if reason is None and self.state.epoch >= epochs:
+            return "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
+        return reason
+
+    def total_sums(self) -> dict[str, float]:
+        """Return the sums of the epoch so far, of all processes."""
+        # before the first step the loader's report is that of the epoch before
+        bad = self.loader.report()["bad"] if self.state.step else 0
+        return self.sums.reduced(self.setup.distributed, bad)
+
+    def check_loss(self, loss: float) -> None:
+        """Raise WdstrainError if the loss or a weight is not finite.
+
+        The last loss may be finite although its step made weights that are not.
+        """
+        # Waits for the device.
+        finite = [local(weight.detach()).isfinite().all() for weight in self.model.parameters()]
+        is_sound = bool(torch.stack(finite).all()) if finite else True
+        if not math.isfinite(loss) or not is_sound:
+            hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
+            raise WdstrainError(
+                f"the loss is not finite at step {self.state.step} of {self.title}. {hint} "
+                f"lr={self.config.lr} or set clip_norm. Earlier checkpoints are intact."
+            )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint. A failure is reported, and kept in `write_error`. Collective."""
+        self.checkpoints_due.restart()
+        sums, state = self.total_sums(), self.state
+        self.check_loss(sums["loss"])
+        checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
+        if not self.is_leader:
+            return
+        try:
+            path = self.logger.save(checkpoint, state.epoch * self.steps + state.step, best=best)
+            self.write_error = None
+        except StorageError as error:
+            self.write_error = error
+            self.setup.reporter.line(f"{error} Training goes on.")
+            return
+        if path is not None:
+            self.call("on_checkpoint", path)
+
+
+def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a checkpoint holds. sums: of the epoch so far, of all processes. Collective."""
+    state = run.state
+    is_over = state.step >= run.steps
+    epoch, step = (state.epoch + 1, 0) if is_over else (state.epoch, state.step)
+    raw = {"raw": model_state(run.model)} if run.average is not None else {}
+    return {
+        "format": FORMAT,
+        "model": model_state(run.scored_model),
+        **raw,
+        "optimizer": optimizer_state(run.optimizer),
+        "scaler": run.scaler.state_dict(),
+        "state": dict(vars(state)),
+        "sums": dict(sums),
+        "loader": {**run.loader.state_dict(), "epoch": epoch, "step": step},
+        "val": run.val_loader.index.fingerprint if run.val_loader is not None else None,
+        "config": vars(run.config),
+        "task": run.task.state(),
+        "inputs": run.setup.inputs.state(),
+    }
+
+
+def resume(run: Run) -> None:
+    """Continue from the checkpoint, if there is one.
+
+    Raises UsageError that names what differs from it.
+    """
+    checkpoint, report = run.checkpoint, run.setup.reporter.line
+    if checkpoint is None:
+        return
+    for reason in run.unreadable:
+        report(f"{reason} The checkpoint before it is used.")
+    former = Config.of(checkpoint["config"])
+    _check_same(run, checkpoint, former)
+    run.loader.load_state_dict(checkpoint["loader"])
+    try:
+        load_model_state(run.model, checkpoint.get("raw", checkpoint["model"]))
+        if run.average is not None:
+            load_model_state(run.average.model, checkpoint["model"])
+        load_optimizer_state(run.optimizer, checkpoint["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"the checkpoint is of another model: {cause}. Use the same model, or another folder."
+        ) from error
+    run.scaler.load_state_dict(checkpoint["scaler"])
+    if former.epochs != run.config.epochs and run.config.schedule != "constant":
+        report(
+            f"epochs was {former.epochs}, is {run.config.epochs}: the learning rate follows "
+            f"the schedule of {run.config.epochs} epochs"
+        )
+    run.state = TrainerState(**checkpoint["state"])
+    run.state.history = list(run.state.history)
+    if run.is_leader:  # the sums of all processes
+        run.sums.load(checkpoint["sums"])
+    report(f"resuming at epoch {run.state.epoch + 1}, step {run.state.step} of {run.steps}")
+
+
+def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None:
+    """Raise UsageError if the checkpoint is of other options, labels, images or data."""
+    differences = former.differing(run.config)
+    if checkpoint["task"] != run.task.state():
+        learned = Task.from_state(checkpoint["task"])
+        differences.append(f"the task was {learned}, is {run.task}")
+    if checkpoint["inputs"] != run.setup.inputs.state():
+        inputs = ModelInputs.from_state(checkpoint["inputs"])
+        differences.append(f"the input was {inputs}, is {run.setup.inputs}")
+    val = run.val_loader.index.fingerprint if run.val_loader is not None else None
+    if checkpoint["val"] != val:
+        differences.append("the validation data differ")
+    if differences:
+        raise UsageError(
+            f"the checkpoint is of another run: {'; '.join(differences)}. "
+            f"Use the same values, or another folder."
+        )
+
+
+def _absolute(config: Config) -> Config:
+    """Return options with absolute paths, so that a run is resumed from any folder."""
+    paths: dict[str, str | None] = {"cache_dir": config.cache_dir}
+    if config.weights is not None and model_weights.is_file(config.weights):
+        paths["weights"] = config.weights
+    absolute: dict[str, Any] = {n: os.path.abspath(p) for n, p in paths.items() if p is not None}
+    return replace(config, **absolute)
+
+
+def _model(
+    arguments: TrainArguments, config: Config, task: Task, inputs: ModelInputs, weights: str | None
+) -> nn.Module:
+    """Return the model of a run, with random weights or those of timm."""
+    model, name = arguments.model, config.model
+    if isinstance(model, str):
+        net = build(
+            name,
+            task.outputs,
+            inputs.image_size or config.image_size,
+            pretrained=model_weights.uses_timm_weights(name, weights),
+            is_dense=task.is_dense,
+        )
+    else:
+        net = call_factory(model, name, task.outputs)
+    return check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))

@@ -1,0 +1,353 @@
+"""`wt.train`: a run from its first line to its report.
+
+Refuse everything before a file is written; build; epochs; steps; validate; save. The state of a run
+is its weights, the optimizer's state and a position: epoch and step. Order, images, learning rate
+and the random numbers of the model (dropout) are functions of the position: torch is seeded at every
+step. So a resumed run computes what the first run would have, bit for bit where the arithmetic is
+deterministic. Checkpoints are written between two optimizer steps.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
+from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.loader.device import to_device
+from wdstrain.order.rng import key
+from wdstrain.report.terminal import reporting
+from wdstrain.runtime.options import takes
+from wdstrain.training.arguments import TrainArguments
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.epoch_report import (
+    Passes,
+    StepLog,
+    best_sentence,
+    epoch_lines,
+    epoch_metrics,
+    samples_sentence,
+    verdict,
+)
+from wdstrain.training.epoch_sums import StepSnapshot
+from wdstrain.training.evaluate import evaluate_pass
+from wdstrain.training.inputs import batch_augmentation
+from wdstrain.training.models import checkpointed
+from wdstrain.training.optim import set_learning_rate
+from wdstrain.training.run import Run, resume
+from wdstrain.training.stop_signals import SignalHandler, Stopped, raise_stopped
+from wdstrain.training.tasks import Task
+from wdstrain.training.weights import set_frozen, train_mode
+
+
+@dataclass
+class TrainResult:
+    """Result of a run.
+
+    epochs: metrics of each epoch. best: validation metrics of the best epoch. model: with its
+    weights at the end. stop_reason: why training ended. monitor: the metric that chose the best.
+    """
+
+    folder: str
+    task: Task
+    model: nn.Module
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    stop_reason: str = ""
+    monitor: str = ""
+
+    @property
+    def val(self) -> dict[str, float]:
+        """Validation metrics of the last epoch."""
+        return self.epochs[-1].get("val", {}) if self.epochs else {}
+
+    def __repr__(self) -> str:
+        last = {name: round(value, 4) for name, value in self.val.items()}
+        return f"TrainResult({self.folder!r}, {len(self.epochs)} epochs, val={last})"
+
+
+@takes(TrainArguments)
+@WorkerDeathsAsErrors()
+def train(arguments: TrainArguments) -> TrainResult:
+    """Train a model, validate it after each epoch, and keep the run in the folder `out`.
+
+    Under torchrun every process calls this, and they share each batch. The first one writes. Raises
+    UsageError and ShardError before anything is written, and Stopped after a signal, when a
+    checkpoint was written.
+    """
+    distributed = DistributedContext()
+    with ExitStack() as stack:
+        reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
+        run = Run(arguments, distributed, reporter)
+        stack.callback(run.close)
+        stack.enter_context(_arithmetic(run.config, run.setup.device))
+        stack.enter_context(distributed.joined(run.setup.device))
+        run.check_agreement()
+        signals = stack.enter_context(SignalHandler().watched())
+        # inside the handler: between the two, a signal could end the process before it reports
+        stack.enter_context(distributed.explained())
+        run.start()
+        for line in _start_lines(run):
+            reporter.line(textwrap.fill(line, 79, subsequent_indent="  "))
+        resume(run)
+        if distributed.leads:
+            run.open_folder(stack)
+        _fit(run, signals)
+        distributed.wait()  # until the last checkpoint is there
+        reporter.line(f"training ended: {run.stop_reason}")
+        state, monitor = run.state, run.monitor.name
+        if state.history:
+            reporter.line(best_sentence(state.history, state.best, monitor))
+    return TrainResult(
+        run.folder,
+        run.task,
+        run.scored_model,
+        state.history,
+        state.best,
+        run.stop_reason,
+        monitor,
+    )
+
+
+def _start_lines(run: Run) -> Iterator[str]:
+    """Yield what a run trains, on which data and where."""
+    config, data, loaded = run.config, run.data, run.weights
+    parameters = list(run.model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    millions = f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
+    yield f"model {config.model}: {millions} parameters, on {run.setup.device}"
+    yield f"task: {run.task}"
+    yield f"training: {samples_sentence(data.train, run.task)}"
+    if data.val is not None:
+        yield f"validation: {samples_sentence(data.val, run.task)}"
+    else:
+        yield "no validation: give val=, a split val, or fold="
+    if loaded is not None:
+        fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
+        yield f"weights: {config.weights}{fresh}"
+    if run.frozen:
+        yield f"frozen: {len(run.frozen)} of {len(parameters)} parameter tensors"
+
+
+@contextmanager
+def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
+    """Set deterministic algorithms and TF32 for a run, and restore them after it."""
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    benchmark, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    if config.deterministic:
+        if device.type == "cuda":  # cuBLAS reads it when it is first used
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_float32_matmul_precision(precision)
+
+
+# --- epochs ---------------------------------------------------------------------------------------
+
+
+def _fit(run: Run, signals: SignalHandler) -> None:
+    """Train until all epochs are done, or validation stops improving, or a callback stops it.
+
+    After a signal a checkpoint is written and Stopped raised. After an error of the data one of the
+    last step is written, for a later resume; not with several processes: the others are within a
+    step, and a checkpoint needs all sums.
+    """
+    run.call("on_train_start")
+    try:
+        while (reason := run.end_reason) is None:
+            _train_epoch(run, signals)
+            if not run.is_stopped:
+                _finish_epoch(run, signals)
+        run.stop_reason = reason
+    except WdstrainError as error:
+        if error is run.data_error and run.setup.distributed.size == 1:
+            run.save()
+            if run.write_error is None:
+                run.setup.reporter.line(
+                    f"A checkpoint of {run.title}, step {run.state.step}, was written. "
+                    f"Resume continues from it."
+                )
+        raise
+    except Stopped:
+        run.save()
+        if run.write_error is not None:  # there is no checkpoint to announce
+            raise run.write_error from None
+        raise
+    if run.state.step:
+        run.save()
+    if run.write_error is not None:
+        raise run.write_error
+    run.call("on_train_end")
+
+
+def _train_epoch(run: Run, signals: SignalHandler) -> None:
+    """Train the rest of an epoch."""
+    state, config, device = run.state, run.config, run.setup.device
+    if state.step >= run.steps:  # only the validation is missing
+        return
+    if run.frozen and config.unfreeze_epoch is not None and state.epoch >= config.unfreeze_epoch:
+        set_frozen(run.model, ())
+        run.frozen = []
+        run.wrap()
+    train_mode(run.model)
+    epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
+    augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
+    batches, progress = to_device(epoch, device, augmentation), StepLog(run)
+    while state.step < run.steps:
+        state.step += _take_step(run, batches, signals, progress)
+        progress.update()
+        run.call("on_step_end")
+        if run.is_stopped:
+            break
+        if state.step < run.steps and run.checkpoints_due.is_due(state.step, signals):
+            run.save()
+    consumer = "GPU" if device.type == "cuda" else "model"
+    state.verdict = verdict(run.loader.report(), progress.seconds, consumer)
+    if state.step == len(run.loader):
+        next(batches, None)  # the loader compares what was planned and what was delivered
+
+
+def _finish_epoch(run: Run, signals: SignalHandler) -> None:
+    """Validate, record the metrics of the epoch, write a checkpoint, and report."""
+    state, title, report = run.state, run.title, run.setup.reporter.line
+    begin = time.monotonic()
+    passes = _validate(run, signals)
+    metrics = epoch_metrics(run, passes) | {"val_seconds": time.monotonic() - begin}
+    if passes and not state.history and (warning := run.monitor.check(metrics["val"])):
+        report(warning)
+    former = state.best, state.since_best
+    is_best = run.monitor.is_best(metrics.get("val"), state.best)
+    state.finish_epoch(metrics, is_best=is_best)
+    run.sums.clear()
+    run.save(best=is_best)
+    if is_best and run.write_error is not None:
+        state.best, state.since_best = former
+    try:
+        run.logger.epoch(state.history, passes["val"][1] if passes else {})
+    except StorageError as error:  # checkpoints count more, and were written before
+        report(f"{error} Training goes on.")
+    for line in epoch_lines(title, state.history, run.monitor.name):
+        report(line)
+    run.call("on_epoch_end", metrics)
+
+
+def _validate(run: Run, signals: SignalHandler) -> Passes:
+    """Validate the scored weights and, beside averaged ones, the trained weights."""
+    if run.val_loader is None:
+        return {}
+    models = {"val": (run.scored_model, "validating")}
+    if run.average is not None:
+        models["val_raw"] = (run.model, "validating without averaging")
+    passes, distributed = {}, run.setup.distributed
+    for name, (model, title) in models.items():
+        distributed.shared_buffers(model)
+        try:
+            passes[name] = evaluate_pass(
+                model,
+                run.val_loader,
+                run.setup,
+                title,
+                limit=run.config.limit_val_batches,
+                check_stop=partial(raise_stopped, signals, distributed),
+            )
+        except WdstrainError as error:
+            run.data_error = error
+            raise
+    return passes
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+def _take_step(
+    run: Run, batches: Iterator[dict[str, Any]], signals: SignalHandler, progress: StepLog
+) -> int:
+    """Take one step of the optimizer, and return the number of batches that it used."""
+    state, config, distributed = run.state, run.config, run.setup.distributed
+    group = min(config.accumulate, run.steps - state.step)
+    update = state.epoch * run.updates + state.step // config.accumulate
+    rate = run.schedule(update, run.monitor.plateaus(state.history)) * state.lr_scale
+    set_learning_rate(run.optimizer, config.lr * rate)
+    torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
+    run.optimizer.zero_grad(set_to_none=True)
+    snapshot = StepSnapshot(run.sums, run.model) if group > 1 else None
+    for turn in range(group):
+        # All processes must stop at the same step, and none within a step of the optimizer.
+        may_stop = distributed.size == 1 and turn == 0
+        try:
+            with signals.waiting() if may_stop else nullcontext():
+                batch = next(batches)
+        except WdstrainError as error:
+            run.data_error = error
+            if snapshot is not None:
+                snapshot.restore()
+            raise
+        progress.timer.lap("data")
+        with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
+            _backward(run, batch, group)
+        del batch
+        progress.timer.lap("compute")
+    _update_weights(run, update)
+    progress.timer.lap("optimizer")
+    return group
+
+
+def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
+    """Add the gradient of one batch of `group`."""
+    targets = run.task.targets(batch)
+    with checkpointed(run.blocks):
+        outputs = run.setup.call(run.net, batch)
+        losses = run.task.losses(
+            outputs,
+            targets,
+            smoothing=run.config.label_smoothing,
+            weights=run.class_weights,
+            criterion=run.setup.criterion,
+        )
+        loss = run.scaler.scale(losses.mean() / group)
+        loss.backward()  # type: ignore[no-untyped-call]
+    # The scaler skips a step that overflows 16 bits, and tries a smaller scale.
+    may_overflow = run.scaler.is_enabled()
+    run.sums.add(outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
+
+
+def _update_weights(run: Run, update: int) -> None:
+    """Change the weights, with clipped gradients. update: number of the step of the optimizer."""
+    config, parameters = run.config, run.model.parameters()
+    if config.clip_norm or config.clip_value:
+        run.scaler.unscale_(run.optimizer)
+    if config.clip_value:
+        nn.utils.clip_grad_value_(parameters, config.clip_value)
+    elif config.clip_norm:
+        nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+    scale = _loss_scale(run)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    if scale is not None and run.is_leader:  # other ranks skip the same steps
+        run.sums.add_skipped(cast(Tensor, _loss_scale(run)) < scale)
+    if run.average is not None:
+        run.average.update(run.model, update)
+
+
+def _loss_scale(run: Run) -> Tensor | None:
+    """Return the scale of the loss with fp16, without waiting for the device."""
+    if not run.scaler.is_enabled():
+        return None
+    return run.scaler.scale(torch.ones((), device=run.setup.device))
