@@ -47,9 +47,9 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4916,
     "training": 4401,
-    "inspection": 3285,
+    "inspection": 3290,
     "loader": 1243,
-    "shards": 2413,
+    "shards": 2443,
     "decode": 1390,
     "storage": 1196,
     "reader": 518,

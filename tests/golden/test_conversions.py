@@ -4,8 +4,8 @@ Users append to a set, resume, and compare checksums with another version. `CONV
 function per kind of source. `expected/conversions.json` has the hash of each file.
 
 Shards are hashed as they are. index.json and index.arrow are hashed by their content, because
-pyarrow may lay out the same table in other bytes (and the `id` of an index is a hash of these
-bytes). Sentences for people are left out. The sources are the same bytes with every
+pyarrow may lay out the same table in other bytes (and the `id` and `sha256` of an index are hashes
+of these bytes). Sentences for people are left out. The sources are the same bytes with every
 version of every library, and no image is encoded again.
 """
 
@@ -286,7 +286,7 @@ def content(path: Path) -> bytes | str:
         return "\n".join(rows)
     if path.name == "index.json":
         document = json.loads(path.read_text())
-        del document["wdstrain"]["id"]
+        del document["wdstrain"]["id"], document["wdstrain"]["sha256"]
         info = document["wdstrain"]["info"]
         info["ignored"] = list(info["ignored"].values())
         info["source"]["decided"] = len(info["source"].get("decided", []))

@@ -77,7 +77,7 @@ UNSEEN = known_fault("inspection/verify_misses_damaged_crc")
 FIELDS = ["png", "cls", "json"]
 
 
-@pytest.mark.parametrize("field", [pytest.param(field, marks=UNSEEN) for field in FIELDS])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_damaged_checksum_of_the_index_is_reported(packed: Path, field: str) -> None:
     change_table(packed, f"{field}.crc32", lambda sums: [sums[0] ^ 1, *sums[1:]])
     assert is_found(packed)
@@ -137,18 +137,15 @@ def change_the_sha256(document: Any, shards: list[Any]) -> None:
     shards[0]["sha256"] = "0" * 64
 
 
-EDITED = known_fault("inspection/renamed_class_in_index_json")
-
-
 @pytest.mark.parametrize(
     "edit",
     [
-        pytest.param(rename_a_class, marks=EDITED),
-        pytest.param(exchange_the_classes, marks=EDITED),
-        pytest.param(rename_the_label, marks=EDITED),
-        pytest.param(drop_the_label, marks=EDITED),
-        pytest.param(exchange_the_splits, marks=EDITED),
-        pytest.param(rename_a_split, marks=EDITED),
+        rename_a_class,
+        exchange_the_classes,
+        rename_the_label,
+        drop_the_label,
+        exchange_the_splits,
+        rename_a_split,
         change_the_sha256,
     ],
 )
@@ -159,7 +156,6 @@ def test_an_edit_of_one_index_file_is_reported(
     assert is_found(packed)
 
 
-@known_fault("inspection/renamed_class_in_index_json", raises=wt.UsageError)
 def test_a_renamed_class_is_counted_and_chosen_by_one_name(packed: Path) -> None:
     change_document(packed, rename_a_class)
     with contextlib.suppress(wt.ShardError):  # refused as a whole
@@ -270,7 +266,6 @@ def test_repair_says_that_labels_are_lost_with_the_document_of_the_index(
     assert wt.open(tmp_path / "repaired").labels == before.labels or "index" in said
 
 
-@DROPPED
 def test_indexing_again_after_the_table_is_lost_keeps_declared_columns(packed: Path) -> None:
     wt.index(packed, columns=["json.age"])
     before = [column.name for column in wt.open(packed).columns]

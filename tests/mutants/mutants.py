@@ -332,7 +332,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("newer-shard-is-read", "if not is_newer(new", "if is_newer(new"),
     ],
     "shards/index_io.py": [
-        ("identity-of-table", "if own == identity.encode()", "if own"),
+        ("identity-of-table", "if _id_in(data) != identity:", "if not _id_in(data):"),
     ],
     "shards/tar.py": [
         ("adjacent-fields", "(), key in keys", "(), key == keys"),

@@ -5,7 +5,9 @@ Two files lie beside the shards. `index.json` is for people and other tools (a s
 their classes, and how the set was made. `index.arrow` is an Arrow IPC file with one row per sample
 (`index_table`), uncompressed and memory-mapped.
 
-Both files carry the same `id`; a pair with different ids is refused. `index.json` is written last.
+Both files carry the same `id`; a pair with different ids is refused. `index.arrow` holds a copy of the
+document, and `index.json` the sha256 of `index.arrow`: `changed` compares them, and what one of the
+files lost is read from the other (`remains`). `index.json` is written last.
 Until then the table of the old `index.json` is kept under a hidden name, so that a complete index,
 old or new, exists at any moment.
 
@@ -19,7 +21,7 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +38,7 @@ from wdstrain.shards.index_document import (
     refusing,
 )
 from wdstrain.shards.index_table import from_batch, to_batch
-from wdstrain.shards.offsets import arrow_file, read_arrow_file
+from wdstrain.shards.offsets import Offsets, arrow_file, read_arrow_file
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
 from wdstrain.storage.local import state_of
@@ -50,7 +52,8 @@ def save_index(index: Index, folder: str) -> None:
     """Write index.arrow and then index.json into `folder`, the folder of the shards."""
     batch, document = _parts(index)
     _keep_former(folder)
-    table = arrow_file(batch, document["wdstrain"]["id"].encode())
+    table = arrow_file(batch, _identity(batch).encode() + b"\n" + json_bytes(document))
+    document["wdstrain"]["sha256"] = sha256(table).hexdigest()
     write_whole(os.path.join(folder, TABLE_NAME), table)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
     with suppress(OSError):
@@ -86,7 +89,7 @@ def _keep_former(folder: str) -> None:
     table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, FORMER_TABLE)
     with suppress(OSError, ShardError, *FORMAT_ERRORS):  # no index to keep
         document = read_document(os.path.join(folder, INDEX_NAME))
-        if _mapped_batch(table, document.identity) is not None:
+        if _id_in(_table_bytes(table)) == document.identity:
             with suppress(FileNotFoundError):
                 os.unlink(former)
             os.link(table, former)
@@ -111,6 +114,40 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
         if _identity(batch) != listed.identity:
             raise ValueError("its bytes differ from what was written")
         return _index(listed, batch), dict(document["extra"])
+
+
+def changed(path: str) -> str:
+    """Return how the index.json at `path` and its index.arrow differ from what was written, or "".
+
+    The text goes on after the path. Files of earlier versions cannot be compared. Raises ShardError
+    for files that cannot be read.
+    """
+    with refusing(path):
+        document = parsed(read_whole(path) or b"")
+        table = _table_of(path, document["wdstrain"]["id"])
+        written = read_arrow_file(table)[1].partition(b"\n")[2]
+        if written and document["wdstrain"].pop("sha256", "") != sha256(table).hexdigest():
+            return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
+        if written and document != parsed(written):
+            return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
+    return ""
+
+
+def remains(path: str) -> Index | None:
+    """Return what is left of a damaged index at `path`, None if nothing is.
+
+    The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
+    """
+    with suppress(ShardError), refusing(path):
+        batch, own = read_arrow_file(_table_bytes(beside(path, TABLE_NAME)))
+        identity, _, text = own.partition(b"\n")
+        if _identity(batch).encode() == identity:
+            return _index(Document.of(parsed(text), path), batch)
+    with suppress(ShardError):
+        document = find_document(path)
+        if document is not None:
+            return Index(document.shards, Offsets.of([]), document.labels, document.info)
+    return None
 
 
 def load(path: str, *, base: str | None = None) -> Index:
@@ -173,23 +210,21 @@ def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
 
 
 def _load(path: str, document: Document) -> Index:
-    table = beside(path, TABLE_NAME)
     with refusing(path):
         if document.version != VERSION:
             raise ValueError(f"version {document.version!r}; this wdstrain reads version {VERSION}")
-        batch = _mapped_batch(table, document.identity)
-        if batch is None:
-            with suppress(OSError, *FORMAT_ERRORS):
-                batch = _mapped_batch(beside(path, FORMER_TABLE), document.identity)
-        if batch is None:
-            raise ValueError(f"{redacted(table)} belongs to another index.json")
-    with refusing(table):
+        batch, _ = read_arrow_file(_table_of(path, document.identity))
+    with refusing(beside(path, TABLE_NAME)):
         return _index(document, batch)
 
 
 def _index(document: Document, batch: pa.RecordBatch) -> Index:
     """Return the index of checked files. Raises ValueError for rows that do not fit."""
     offsets = from_batch(batch, document.shards, document.fields, document.columns)
+    classes = {label.place: label.classes for label in document.labels if label.classes}
+    for column in offsets.columns:
+        if column.classes and column.classes != classes.get(column.place, column.classes):
+            raise ValueError(f"the classes of {column.name!r} are others in index.arrow")
     return Index(document.shards, offsets, document.labels, document.info)
 
 
@@ -225,18 +260,33 @@ def _identity(batch: pa.RecordBatch) -> str:
     return blake2b(arrow_file(batch), digest_size=8).hexdigest()
 
 
-def _mapped_batch(path: str, identity: str) -> pa.RecordBatch | None:
-    """Return the rows in the file at `path`; None if they have another id.
+def _table_of(path: str, identity: str) -> Any:
+    """Return the bytes of the index.arrow, or of the former one, that belongs to an index.json.
 
-    Raises ValueError for a file that is missing or damaged.
+    Raises ValueError if there is none, and for a file that is damaged.
     """
-    data: bytes | mmap.mmap | None
-    if is_remote(path):
-        data = read_whole(path)
-        if data is None:
-            raise ValueError(f"{redacted(path)} is not there")
-    else:
+    table = beside(path, TABLE_NAME)
+    data = _table_bytes(table)
+    if _id_in(data) != identity:
+        with suppress(OSError, *FORMAT_ERRORS):
+            former = _table_bytes(beside(path, FORMER_TABLE))
+            if _id_in(former) == identity:
+                return former
+        raise ValueError(f"{redacted(table)} belongs to another index.json")
+    return data
+
+
+def _id_in(table: Any) -> str:
+    """Return the id in an index.arrow. Raises ValueError for a file that is damaged."""
+    return read_arrow_file(table)[1].partition(b"\n")[0].decode()
+
+
+def _table_bytes(path: str) -> Any:
+    """Return the bytes of an index.arrow; a local file is mapped."""
+    if not is_remote(path):
         with open(path, "rb", opener=regular) as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    batch, own = read_arrow_file(data)
-    return batch if own == identity.encode() else None
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = read_whole(path)
+    if data is None:
+        raise ValueError(f"{redacted(path)} is not there")
+    return data

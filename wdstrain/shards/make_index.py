@@ -92,7 +92,7 @@ def _with_former(index: Index, document: Document, index_path: str) -> Index:
     former = Index((), Offsets.of([]))
     with suppress(ShardError):
         former = load(index_path)
-    places = {column.place for column in former.columns} | {label.place for label in labels}
+    places = dict.fromkeys(info.place for info in (*document.columns, *labels))
     parts, new = [], []
     for part in map(index.pick, ([number] for number in range(len(index.shards)))):
         (shard,), old = part.shards, picked(former, [part.shards[0].path])

@@ -25,8 +25,9 @@ from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
+from wdstrain.shards.index_io import changed
 from wdstrain.shards.resolve import IndexFiles, open_index, tars_of
-from wdstrain.storage.addresses import Urls, expand, is_json
+from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, expand, is_json
 from wdstrain.storage.remote import is_remote, shown_path
 
 _POLL = 0.1  # seconds between reports of progress
@@ -221,6 +222,10 @@ def _listed(urls: Urls, result: Verification) -> Shards:
         try:
             listed = dict(files.each(path))
             shards += listed.items()
+            where = path if is_json(path) else beside(path, INDEX_NAME)
+            reason = changed(where) if any(listed.values()) else ""
+            if reason and shown_path(where) not in [other.shard for other in result.findings]:
+                result.findings.append(Finding(shown_path(where), "", "", 0, reason))
             if is_json(path) and not is_remote(path):
                 reason = "lies beside the index, which does not list it"
                 result.findings += [
