@@ -5,6 +5,7 @@
     │   └── PlanError     samples, ranks, batch size and lanes that do not fit together
     ├── SourceError       empty or malformed input of a conversion
     ├── ShardError        missing, damaged or replaced shard or index
+    │   └── DamageError   sample whose bytes have another crc32 than the index says
     ├── SampleError       sample that cannot become an example
     └── StorageError      bytes that cannot be read or written
 
@@ -39,6 +40,10 @@ class SourceError(WdstrainError):
 
 class ShardError(WdstrainError):
     """A shard or its index is missing, damaged or replaced."""
+
+
+class DamageError(ShardError):
+    """The bytes of one sample of a shard have another crc32 than its index says."""
 
 
 class SampleError(WdstrainError):

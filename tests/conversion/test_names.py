@@ -15,7 +15,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.tables import attempt, write_images, write_table
 
 
@@ -87,7 +86,7 @@ def _hdf5(tmp_path: Path, names: list[str], out: Path) -> wt.Index:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("__background__/1", marks=known_fault("conversion/names_that_readers_skip")),
+        "__background__/1",
         "_background_/1",
         "__background/1",
         "background__/1",
@@ -145,7 +144,6 @@ FIELD_SOURCES = [_array_field, _hdf5_field, _renamed_field, _column_of_bytes]
 
 @pytest.mark.parametrize("source", FIELD_SOURCES)
 @pytest.mark.parametrize("name", ["__x__", "__x"])
-@known_fault("conversion/names_that_readers_skip")
 def test_no_field_gets_a_name_that_readers_take_for_a_note(
     tmp_path: Path, source: Callable[..., wt.Index], name: str
 ) -> None:
@@ -158,7 +156,7 @@ def test_no_field_gets_a_name_that_readers_take_for_a_note(
 @pytest.mark.parametrize("source", [_pack_field, *FIELD_SOURCES])
 @pytest.mark.parametrize(
     "name",
-    ["a/b", pytest.param("a\\b", marks=known_fault("conversion/windows_zip_merges_samples"))],
+    ["a/b", "a\\b"],
 )
 def test_no_field_has_a_slash_or_a_backslash_in_its_name(
     tmp_path: Path, source: Callable[..., wt.Index], name: str
@@ -169,12 +167,9 @@ def test_no_field_has_a_slash_or_a_backslash_in_its_name(
 
 # --- archives of Windows ---
 
-WINDOWS = known_fault("conversion/windows_zip_merges_samples")
-
 
 @pytest.mark.parametrize("folder", ["v1.2\\cat", "cat", "a\\b\\c", "C:\\x.y"])
 @pytest.mark.parametrize("system", [0, 3], ids=["made on Windows", "made on Unix"])
-@WINDOWS
 def test_a_backslash_in_a_zip_divides_folders(tmp_path: Path, folder: str, system: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for number in range(4):
@@ -191,7 +186,6 @@ def test_a_backslash_in_a_zip_divides_folders(tmp_path: Path, folder: str, syste
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-@WINDOWS
 def test_backslashes_in_a_tar_do_not_merge_samples_silently(tmp_path: Path, name: str) -> None:
     with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as archive:
         for number in range(3):

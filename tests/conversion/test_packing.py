@@ -73,7 +73,7 @@ def test_samples_are_shuffled_by_default_and_in_source_order_with_no_shuffle(
         index = pack(photos, tmp_path / "out", overwrite=True, **options)
         return [index.key(i) for i in range(len(index))]
 
-    listed = [item.key for item in list_folder(str(photos)).items]
+    listed = [item.key for item in list_folder(str(photos)).samples()]
     assert keys(shuffle=False) == listed == sorted(listed)
     assert keys() == keys() != listed
     assert keys(seed=1) != keys()
@@ -156,7 +156,7 @@ def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "notes.TXT").write_bytes(b"x")
     (photos / "lonely.png").write_bytes(picture(1))
     listing = list_folder(str(photos))
-    assert len(listing.items) == 22
+    assert len(list(listing.samples())) == 22
     assert listing.ignored == {
         "hidden or system files": 2,
         "*.txt": 1,
@@ -186,8 +186,8 @@ def test_linked_folders_are_followed_and_empty_folders_are_no_classes(
     (photos / "empty").mkdir()
     (photos / "__MACOSX").mkdir()
     listing = list_folder(str(photos))
-    assert listing.labels[0].classes == ("bird", "cat", "dog")
-    assert len(listing.items) == 25
+    assert listing.labels()[0].classes == ("bird", "cat", "dog")
+    assert len(list(listing.samples())) == 25
     assert listing.ignored == {"folders without images": 1, "hidden or system files": 1}
 
 
@@ -196,7 +196,7 @@ def test_folders_beside_the_splits_are_counted_and_are_no_classes(tmp_path: Path
         write_class_folder(tmp_path / "in" / split, {"a": 2, "b": 2})
     (tmp_path / "in" / "annotations").mkdir()
     listing = list_folder(str(tmp_path / "in"))
-    assert listing.labels[0].classes == ("a", "b")
+    assert listing.labels()[0].classes == ("a", "b")
     assert listing.ignored == {"folders beside the splits": 1}
 
 

@@ -48,7 +48,6 @@ def test_one_sample_by_a_condition_takes_one_request(requests: Callable[..., int
     assert requests(1, where="key == 'k03'") <= MOST_REQUESTS
 
 
-@known_fault("suspected/keys_read_all_bytes")
 def test_one_sample_by_its_key_takes_no_more_requests_than_by_a_condition(
     requests: Callable[..., int], tmp_path: Path
 ) -> None:

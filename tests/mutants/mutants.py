@@ -199,7 +199,8 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_data.py",
     ),
     "training/run.py": ("tests/training/test_resuming.py",),
-    "conversion/external_shuffle.py": ("tests/conversion/test_resuming.py",),
+    "conversion/listing.py": ("tests/conversion/test_sources.py",),
+    "conversion/collect.py": ("tests/conversion/test_converting.py",),
     "conversion/images.py": ("tests/conversion/test_resizing.py",),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
     "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
@@ -596,17 +597,16 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "np.lexsort((meta.rank[order], strata))",
         ),
     ],
-    "conversion/external_shuffle.py": [
-        (
-            "case-of-keys",
-            "self._folds.append(self._hashes.of(key.casefold()))",
-            "self._folds.append(self._hashes.of(key))",
-        ),
+    "conversion/listing.py": [
+        ("case-of-keys", "folded = hash(wanted.casefold())", "folded = hash(wanted)"),
+    ],
+    "conversion/collect.py": [
         (
             "identity-of-seed",
             "        options.seed,\n        options.shuffle,",
             "        0,\n        options.shuffle,",
         ),
+        ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
     ],
     "conversion/label_values.py": [
         (

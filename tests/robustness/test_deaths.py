@@ -260,7 +260,7 @@ def test_a_conversion_does_not_wait_for_a_process_killed_after_the_last_job(
     which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two idle processes holds a lock."""
-    results = jobs.run(Immediate(), 4, 2, lambda samples, size: None)
+    results = jobs.run(Immediate(), range(4), 2, lambda samples, size: None)
     assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
     victim, shut = (
         sorted(child.pid or 0 for child in multiprocessing.active_children())[which],

@@ -15,7 +15,6 @@ from wdstrain.conversion.classes import class_names
 from wdstrain.conversion.listing import Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.result import ConversionResult
-from wdstrain.conversion.resume import resumed_in_place
 from wdstrain.conversion.runner import convert
 from wdstrain.conversion.source_options import (
     ArraysOptions,
@@ -30,7 +29,7 @@ from wdstrain.conversion.sources.arrays import stream_arrays
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.hdf5 import stream_hdf5
 from wdstrain.conversion.sources.iterable import stream_samples
-from wdstrain.conversion.sources.shards import addresses_of, stated, stream_tars
+from wdstrain.conversion.sources.shards import stream_tars
 from wdstrain.conversion.sources.table import open_table
 from wdstrain.conversion.sources.torchvision import stream_torchvision
 from wdstrain.runtime.options import as_list, takes
@@ -89,10 +88,7 @@ def convert_arrays(options: ArraysOptions) -> Index:
 
 @takes(TarsOptions)
 def convert_tars(options: TarsOptions) -> Index:
-    """Pack samples of existing shards again: resized, shuffled, merged, split, with fewer fields.
-
-    With overwrite=True the output may be the folder of the source, if all its shards are named.
-    """
+    """Pack samples of existing shards again: resized, shuffled, merged, split, with fewer fields."""
     return run_conversion(options).index
 
 
@@ -105,11 +101,6 @@ def convert_torchvision(options: TorchvisionOptions) -> Index:
 def run_conversion(options: Any, note: Note | None = None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
     out = os.fspath(options.out)
-    if isinstance(options, TarsOptions):
-        options = replace(options, urls=addresses_of(options))
-        done = resumed_in_place(out, stated(options), options, options.progress)
-        if done is not None:
-            return done
     source = _SOURCES[type(options)](options, note or _ignore)
     for decision in source.source.get("decided", ()):
         (note or _ignore)(decision)

@@ -17,14 +17,14 @@ import io
 import json
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.conversion.listing import Part, field_name
+from wdstrain.conversion.listing import field_name
 from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG, ImageFormat
 from wdstrain.errors import SampleError
 
@@ -34,12 +34,38 @@ if TYPE_CHECKING:
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 
 
+class Pixels(NamedTuple):
+    """An image that is not encoded yet. value: a copy, because the source may reuse its memory."""
+
+    field: str
+    value: npt.NDArray[Any] | Image.Image
+    quality: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the pixels, about."""
+        value = self.value
+        return value.nbytes if isinstance(value, np.ndarray) else 3 * value.width * value.height
+
+
+def encode_all(images: list[Pixels], tick: Any = None) -> list[bytes | SampleError]:
+    """Return the bytes of images, or the error of one that its format cannot hold."""
+    made: list[bytes | SampleError] = []
+    for name, value, quality in images:
+        try:
+            made.append(_image(name, BY_EXTENSION[name.rpartition(".")[2]], value, quality))
+        except SampleError as error:
+            made.append(error)
+    return made
+
+
 def encode(
     name: str, value: Any, *, quality: int = 95, classes: Mapping[str, int] | None = None
-) -> Part:
-    """Return (field, bytes) of a value. classes: the number of each class by its name, if known.
+) -> tuple[str, bytes | Pixels]:
+    """Return (field, bytes) of a value, or (field, pixels) of an image that `encode_all` encodes.
 
-    Raises SampleError for a value that a field of this name cannot hold.
+    classes: the number of each class by its name, if known. Raises SampleError for a value that a
+    field of this name cannot hold.
     """
     name = field_name(name)
     kind = name.rpartition(".")[2]
@@ -62,7 +88,9 @@ def encode(
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
-        return name, _image(name, BY_EXTENSION[kind], value, quality)
+        if isinstance(value, np.ndarray) or type(value) is Image.Image:
+            return name, Pixels(name, value.copy(), quality)
+        return name, _image(name, BY_EXTENSION[kind], value, quality)  # an open file
     if kind == "npy":
         return name, _npy(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:

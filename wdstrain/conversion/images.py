@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +55,13 @@ class Recipe:
         """Return the recipe for images that were re-encoded by this one."""
         return Recipe(None, None, "magic")
 
-    def apply(self, parts: list[Part]) -> list[Part]:
+    def apply(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
         if self.only_looks:
             for field, data in parts:
                 if is_image(field) and format_of(data) is None:
                     self._image(field, data)  # raises
-            return parts
+            return list(parts)
         names = {field for field, _ in parts}
         made = []
         for field, data in parts:

@@ -1,16 +1,15 @@
-"""Sources of samples before they are packed.
+"""Samples and sources: what every kind of source yields before anything is packed.
 
-A `Listing` knows its samples before a byte of them is read: files of a folder, rows of a table with
-paths. A `Stream` is read once from start to end: arrays, HDF5, tars, tables with image bytes, any
-iterable. Samples that cannot be packed go to `BadSamples`, which raises or collects, so nothing is
-left out without being counted.
+A sample holds its bytes, the paths of its files, or pixels that a worker encodes. Samples that
+cannot be packed go to `BadSamples`, which raises or collects, so nothing is left out without being
+counted.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from wdstrain.storage.remote import is_remote
 # Files that operating systems leave in folders.
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
-_ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
+_ODD = re.compile(r"[.:]|//|^/|/$|^__[^/]*__/")  # in a path that may not be a key as it is
+_NOTE = re.compile(r"__[^/]*__/")  # readers take members that begin so for notes of the writer
 
 # Folders and shards of these names are splits.
 SPLITS = {
@@ -35,33 +35,23 @@ SPLITS = {
 Part = tuple[str, bytes]  # field and its bytes
 
 
-class FileSample(NamedTuple):
-    """A sample of a listing. parts: (field, bytes), or (field, path of a file to copy).
+class Sample(NamedTuple):
+    """A sample of a source.
 
-    group: samples of one group go to the same split. stratum: the class, for stratified splits and
-    for counting. row: its number in a table, from 1; 0: none. name: its name in the source, if the
-    key differs. identity: equal for samples with equal images. Without a group, these go to the
-    same split.
+    key None: its number becomes the key. parts: (field, content); the content is bytes, the path of
+    a file to copy, or `Pixels` that a worker encodes. Samples of one group go to the same split.
+    stratum: the class, for stratified splits and for counting. row: its number in the source, from
+    1; 0: none. name: its name in the source, if the key differs. identity: equal for samples with
+    equal images. Without a group, these go to the same split.
     """
 
-    key: str
-    parts: tuple[tuple[str, bytes | str], ...]
+    key: str | None
+    parts: Sequence[tuple[str, Any]]
     split: str = ""
     group: str = ""
     stratum: str = ""
     row: int = 0
     name: str = ""
-    identity: str = ""
-
-
-class StreamSample(NamedTuple):
-    """One sample of a stream. key None: its number becomes the key. identity: as in FileSample."""
-
-    key: str | None
-    parts: list[Part]
-    split: str = ""
-    group: str = ""
-    stratum: str = ""
     identity: str = ""
 
 
@@ -114,48 +104,37 @@ class BadSamples:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """The samples of a source in its order, and their labels. ignored: counts, by reason."""
+class Source:
+    """Samples in their order, and what is known of all of them.
 
-    name: str
-    items: list[FileSample]
-    labels: tuple[ColumnInfo, ...]
-    source: dict[str, Any]
-    ignored: dict[str, int] = field(default_factory=dict)
-    bad: list[BadSample] = field(default_factory=list)
-    root: str | None = None  # the folder that was listed, which the shards must not be put into
-    stratum: str = ""  # the name of the column that the strata are from
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A source that is read once.
-
-    entries: yields the good samples and adds the bad ones. labels: is called after the last sample.
-    total: number of samples; None: unknown. mark: identifies the input (sizes and times of files),
-    so that a resumed conversion uses the samples that it has read; None: it reads all again.
+    samples: yields all samples, good and bad. labels: is called after the last of them.
+    source: its provenance. total: number of samples; None: unknown. mark: identifies the input
+    (sizes and times of files), so that a resumed conversion uses the samples that it has read;
+    None: it reads all again. ignored: counts by reason, which grow while samples are read. resplit:
+    its splits may be drawn anew. root: a folder that the shards must not be put into. stratum: name
+    of the column that the strata are from. has_files: all contents are bytes and paths, and keys
+    are final, so that samples are packed from where they are.
     """
 
     name: str
-    entries: Callable[[BadSamples], Iterator[StreamSample]]
+    samples: Callable[[], Iterable[Sample | BadSample]]
     labels: Callable[[], tuple[ColumnInfo, ...]]
     source: dict[str, Any]
     total: int | None = None
     mark: str | None = None
-    ignored: dict[str, int] = field(default_factory=dict)  # grows while entries are read
-    resplit: bool = False  # splits of the source may be drawn anew
+    ignored: dict[str, int] = field(default_factory=dict)
+    resplit: bool = False
     root: str | None = None
     stratum: str = ""
-
-
-Source = Listing | Stream
+    has_files: bool = False
 
 
 class Keys:
     """Unique keys of samples. webdataset ends a key at the first dot of its base name."""
 
     def __init__(self) -> None:
-        self._given: dict[str, int] = {}  # key in lower case -> last number appended to it
+        # hash of a key in lower case -> last number appended to it; 64 bits take less memory
+        self._given: dict[int, int] = {}
 
     def key(self, path: str) -> str:
         """Return the key for a path without its extension.
@@ -163,22 +142,19 @@ class Keys:
         Dots of the base name become underscores. A name that was given before, in upper or lower
         case, gets -2, -3, ...
         """
-        wanted = tidy(path)
-        folded = wanted.casefold()
-        if folded not in self._given:
-            self._given[folded] = 0
-            return wanted
-        key, number = wanted, self._given[folded]
-        while key.casefold() in self._given:
+        wanted = key = tidy(path)
+        folded = hash(wanted.casefold())
+        number = self._given.get(folded, 0)
+        while hash(key.casefold()) in self._given:
             number += 1
             key = f"{wanted}-{number + 1}"
         self._given[folded] = number
-        self._given.setdefault(key.casefold(), 0)
+        self._given.setdefault(hash(key.casefold()), 0)
         return key
 
 
 def tidy(path: str) -> str:
-    """Return a key without "..", a root, a drive, or a dot in its base name."""
+    """Return a key without "..", a root, a drive, a dot in its base name, or a folder __x__."""
     if path and not _ODD.search(path):
         return path
     # Such parts would write outside of the folder that a shard is unpacked into.
@@ -186,21 +162,17 @@ def tidy(path: str) -> str:
         part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")
     ]
     base = parts.pop() if parts else ""
-    return "/".join([*parts, base.replace(".", "_") or "_"])
+    key = "/".join([*parts, base.replace(".", "_") or "_"])
+    return key[1:] if _NOTE.match(key) else key
 
 
 def field_name(name: str) -> str:
     """Return the name of a field as readers give it back. Raises SampleError if they would not."""
     lower = name.lower()
-    if (
-        not lower
-        or "/" in lower
-        or "\0" in lower
-        or lower.startswith(".")
-        or not lower.isprintable()
-    ):
+    if not lower.isprintable() or re.search(r"^$|^\.|^__|[/\\]", lower):
         raise SampleError(
-            f"{name!r} cannot be the name of a field: it follows a key and a dot, and has no slash"
+            f"{name!r} cannot be the name of a field: it follows a key and a dot, has no slash, and "
+            f"does not begin with two underscores"
         )
     return lower
 
@@ -246,13 +218,5 @@ def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:
 
 def file_mark(*paths: str) -> str:
     """Return sizes and times of files, for the mark of a stream."""
-    local = [path for path in paths if not is_remote(path)]
-    return repr(
-        [
-            paths,
-            [
-                (os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
-                for path in local
-            ],
-        ]
-    )
+    states = [(os.path.abspath(path), os.stat(path)) for path in paths if not is_remote(path)]
+    return repr([paths, [(path, state.st_size, state.st_mtime_ns) for path, state in states]])

@@ -19,9 +19,9 @@ from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.result import free_number
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.source_options import RemoveOptions
-from wdstrain.conversion.sources.shards import changed_field, read_keys, stored_samples
+from wdstrain.conversion.sources.shards import read_keys
 from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
-from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
+from wdstrain.errors import SourceError, StorageError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_sizes, load
@@ -255,11 +255,5 @@ def _subtracted(counts: Any, removed: dict[str, dict[str, int]]) -> dict[str, di
 
 def _samples(index: Index, ids: Ints) -> Iterator[tuple[str, list[Part]]]:
     """Yield (key, parts) of samples of one shard, read forward and compared with their crc32."""
-    for number, parts in stored_samples(index, ids):
-        key = index.key(number)
-        if field := changed_field(index, number, parts):
-            raise ShardError(
-                f"{index.shards[0].shown}: the bytes of the field {field} of sample '{key}' have "
-                f"another crc32 than the index says. The set is unchanged. Run: wdstrain verify"
-            )
-        yield key, parts
+    for number, fields in index.read(ids):
+        yield index.key(number), list(fields.items())

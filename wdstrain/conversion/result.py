@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import FileCatalog, SpanCatalog
+from wdstrain.conversion.catalog import Renamed, SampleMeta
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.sample_meta import SampleMeta
 from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.shard_writer import Packed
 from wdstrain.decode.formats import is_image
@@ -116,26 +115,24 @@ def read_result(out: str, index: Index) -> ConversionResult:
 class Tally:
     """Counts of the samples that were packed: by split and class, renamed, in several splits."""
 
-    def __init__(self, source: FileCatalog | SpanCatalog | None = None) -> None:
-        """source: for `add`: the samples as the source has them, before images were encoded."""
-        self._names = source.names if source is not None else {}
-        self._key = source.key if source is not None else str
+    def __init__(self, meta: SampleMeta, renamed: Renamed) -> None:
+        """meta, renamed: of the samples as the source has them, before images were encoded."""
+        self._meta, self._renamed = meta, renamed
         self._images: dict[str, list[Hashes]] = {}  # hashes of images, by split
         self.samples: ClassCounts = {}
         self.renamed: list[dict[str, str]] = []
 
-    def add(self, split: str, meta: SampleMeta, numbers: Ints, at: Ints) -> None:
-        """Count the samples of a shard. numbers: in `meta`. at: their numbers in the source."""
+    def add(self, split: str, numbers: Ints) -> None:
+        """Count the samples of a shard."""
         counts = self.samples.setdefault(split, {})
-        codes, sums = np.unique(meta.stratum[numbers], return_counts=True)
+        codes, sums = np.unique(self._meta.stratum[numbers], return_counts=True)
         for code, count in zip(codes, sums, strict=True):
-            name = meta.strata[code]
+            name = self._meta.strata[code]
             counts[name] = counts.get(name, 0) + int(count)
-        hashes = meta.image[numbers]
+        hashes = self._meta.image[numbers]
         self._images.setdefault(split, []).append(hashes[hashes != 0])
-        for n in at.tolist() if self._names else ():
-            if n in self._names:
-                self.renamed.append({"key": self._key(n), "name": self._names[n]})
+        rows = map(self._renamed.get, numbers.tolist()) if self._renamed else ()
+        self.renamed += [row for row in rows if row is not None]
 
     @property
     def divided(self) -> int:

@@ -19,9 +19,8 @@ from itertools import pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Catalog
+from wdstrain.conversion.catalog import Catalog, Hashes, SampleMeta
 from wdstrain.conversion.options import Options, check_splits
-from wdstrain.conversion.sample_meta import Hashes, SampleMeta
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
 from wdstrain.runtime.options import as_bytes

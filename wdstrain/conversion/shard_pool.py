@@ -1,8 +1,6 @@
 """Written shards of a plan, made by this process, by worker processes, or on a Ray cluster.
 
-Shards that an earlier run wrote are kept. Results come in the order of the tasks. A `Work` is
-picklable and is called with the number of a task. Forked workers inherit it, so that a list of
-millions of samples is not copied.
+Shards that an earlier run wrote are kept. Results come in the order of the tasks.
 """
 
 from __future__ import annotations
@@ -12,25 +10,23 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.conversion.catalog import Catalog
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import PlannedShard
-from wdstrain.conversion.shard_writer import Packed, identity, kept, write_shard
+from wdstrain.conversion.shard_writer import TEMPORARY, Packed, identity, kept, write_shard
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory import Memory
 from wdstrain.runtime import child_process
@@ -39,108 +35,96 @@ from wdstrain.runtime.options import as_bytes
 _RAY_RETRIES = 5  # of a task whose node or worker process was lost
 _POLL = 0.2  # seconds between reports of progress
 
+T = TypeVar("T", contravariant=True)
 R = TypeVar("R", covariant=True)
 Tick = Callable[[int, int], None]  # receives samples and bytes of one task so far
 Progress = Callable[[int, int], None]  # receives samples and bytes of all tasks so far
-Report = Callable[[int, int, int], None]  # receives samples written, samples in all, bytes
+Report = Callable[[int, int, int], None]  # receives samples written, bytes, samples in all
 
 
-@dataclass(frozen=True)
-class ShardJob:
-    """Samples to write into shards. write=False: shards are indexed but not written."""
+def write_shards(
+    catalog: Catalog,
+    recipe: Recipe,
+    folder: str,
+    plan: Sequence[PlannedShard],
+    options: Options,
+    bad: BadSamples,
+    report: Report,
+) -> Generator[Packed, None, None]:
+    """Yield the shards in order as they are written; with `resume`, existing ones are kept."""
+    marks = [identity(shard, catalog, recipe, bad.collect) for shard in plan]
+    existing = [
+        kept(folder, shard, mark) if options.resume else None
+        for shard, mark in zip(plan, marks, strict=True)
+    ]
+    missing = [number for number, part in enumerate(existing) if part is None]
+    total = sum(len(shard.numbers) for shard in plan)
+    before = sum(len(part.numbers) for part in existing if part is not None)
+    workers = min(max(1, len(missing)), options.processes(int(catalog.sizes.sum())))
+    memory = max(1 << 20, as_bytes(options.memory) // (8 * workers))
 
-    catalog: Catalog
-    recipe: Recipe
-    folder: str
-    write: bool = True
-
-    def run(
-        self, plan: Sequence[PlannedShard], options: Options, bad: BadSamples, report: Report
-    ) -> Generator[Packed, None, None]:
-        """Yield the shards in order as they are written; with `resume`, existing ones are kept."""
-        marks = [identity(shard, self.catalog, self.recipe, bad.collect) for shard in plan]
-        existing = [
-            kept(self.folder, shard, mark) if options.resume else None
-            for shard, mark in zip(plan, marks, strict=True)
-        ]
-        missing = [number for number, part in enumerate(existing) if part is None]
-        total = sum(len(shard.numbers) for shard in plan)
-        before = sum(len(part.numbers) for part in existing if part is not None)
-        workers = options.processes(int(self.catalog.sizes.sum()))
-        work = _WriteShards(
-            self,
-            [(plan[number], marks[number] if self.write else None) for number in missing],
-            bad.collect,
-            max(1 << 20, as_bytes(options.memory) // (8 * workers)),
+    def write(number: int, tick: Tick) -> Packed:
+        return write_shard(
+            folder,
+            plan[number],
+            catalog,
+            recipe,
+            collect=bad.collect,
+            memory=memory,
+            mark=marks[number],
+            tick=tick,
         )
 
-        def progress(done: int, size: int) -> None:
-            report(before + done, total, size)
+    def progress(done: int, size: int) -> None:
+        report(before + done, size, total)
 
-        done = run(work, len(missing), workers, progress, engine=options.engine)
-        with closing(done) as results:
+    try:
+        with closing(run(write, missing, workers, progress, engine=options.engine)) as results:
             for part in existing:
                 packed = next(results) if part is None else part
                 for sample in packed.bad:
                     bad.put(sample)
                 yield packed
             next(results, None)  # waits for the worker processes to end
-
-
-@dataclass(frozen=True)
-class _WriteShards:
-    """Task of the workers. shards: with the identity of each; None: it is only indexed."""
-
-    job: ShardJob
-    shards: list[tuple[PlannedShard, str | None]]
-    collect: bool
-    memory: int
-
-    def __call__(self, number: int, tick: Tick) -> Packed:
-        shard, mark = self.shards[number]
-        return write_shard(
-            self.job.folder,
-            shard,
-            self.job.catalog,
-            self.job.recipe,
-            collect=self.collect,
-            memory=self.memory,
-            mark=mark,
-            tick=tick,
-        )
+    finally:
+        for name in os.listdir(folder):
+            if name.endswith(TEMPORARY):  # of a worker that was killed
+                os.unlink(os.path.join(folder, name))
 
 
 # --- tasks, here or in worker processes or on a Ray cluster --------------------------------------
 
 
-class Work(Protocol[R]):
-    def __call__(self, number: int, tick: Tick) -> R: ...
+class Work(Protocol[T, R]):
+    def __call__(self, task: T, tick: Tick, /) -> R: ...
 
 
 def run(
-    work: Work[R], count: int, jobs: int, report: Progress, *, engine: str = "local"
+    work: Work[T, R], tasks: Iterable[T], jobs: int, report: Progress, *, engine: str = "local"
 ) -> Generator[R, None, None]:
-    """Yield the results of tasks 0 to count - 1, in order. Raises what a task raises."""
+    """Yield the results of tasks in order. Raises what a task raises.
+
+    jobs: worker processes, which inherit `work`, so that a list of millions of samples is not
+    copied. Tasks are pickled, and few of them are taken before their results.
+    """
     if engine == "ray":
-        return _on_ray(work, count, report)
-    if jobs == 1 or count <= 1:
-        return _here(work, count, report)
-    return _in_processes(work, count, min(jobs, count), report)
+        return _on_ray(work, tasks, report)
+    return _here(work, tasks, report) if jobs == 1 else _in_processes(work, tasks, jobs, report)
 
 
-def _here(work: Work[R], count: int, report: Progress) -> Generator[R, None, None]:
-    sums = np.zeros((count, 2), np.int64)
-    for number in range(count):
-        line = sums[number]
-        before = sums.sum(axis=0)
+def _here(work: Work[T, R], tasks: Iterable[T], report: Progress) -> Generator[R, None, None]:
+    done = last = (0, 0)
 
-        def tick(samples: int, size: int, line: Any = line, before: Any = before) -> None:
-            line[:] = samples, size
-            report(int(before[0]) + samples, int(before[1]) + size)
+    def tick(samples: int, size: int) -> None:
+        nonlocal last
+        last = done[0] + samples, done[1] + size
+        report(*last)
 
+    for task in tasks:
         with _one_thread():
-            result = work(number, tick)
+            result = work(task, tick)
         yield result
+        done = last
 
 
 @contextmanager
@@ -158,30 +142,47 @@ def _one_thread() -> Iterator[None]:
 
 
 def _in_processes(
-    work: Work[R], count: int, jobs: int, report: Progress
+    work: Work[T, R], tasks: Iterable[T], jobs: int, report: Progress
 ) -> Generator[R, None, None]:
-    board = Memory(16 * count)  # samples and bytes of each task so far, written by the workers
-    sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
+    most = 2 * jobs + 1  # few tasks wait, so that an error or an interrupt comes early
+    board = Memory(16 * most)  # samples and bytes of each waiting task so far, by the workers
+    sums, done = np.frombuffer(board.view, np.int64).reshape(-1, 2), np.zeros(2, np.int64)
     workers: list[BaseProcess] = []
     context = child_process.recording_context(multiprocessing.get_context("fork"), workers)
     pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
-    waiting: deque[Future[Any]] = deque()  # few, so that an interrupt waits for few tasks
+    waiting: deque[tuple[int, Future[Any]]] = deque()
+
+    def awaited() -> Any:
+        line, future = waiting.popleft()
+        while not future.done():
+            futures.wait([future], timeout=_POLL)
+            report(*(done + sums.sum(axis=0)).tolist())
+        result = future.result()
+        report(*(done + sums.sum(axis=0)).tolist())
+        done[:] += sums[line]
+        sums[line] = 0
+        return result
+
     try:
-        for number in range(count):
+        for number, task in enumerate(tasks):
             # Python warns of forks beside threads. Those of libraries are idle, and workers use
             # none.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                waiting.append(pool.submit(_do, number))
-            if len(waiting) > 2 * jobs:
-                yield _awaited(waiting.popleft(), sums, report)
+                waiting.append((number % most, pool.submit(_do, number % most, task)))
+            if len(waiting) == most:
+                yield awaited()
         while waiting:
-            yield _awaited(waiting.popleft(), sums, report)
+            yield awaited()
     except BrokenProcessPool as error:
         raise WdstrainError(
             "a worker process was killed, perhaps because memory ran out. Lower num_workers, then "
             "run this again with resume=True."
         ) from error
+    except BaseException:
+        for worker in workers:  # a shard may take minutes, and is written again
+            worker.kill()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         _wait_for_end(workers)
@@ -202,15 +203,6 @@ def _wait_for_end(workers: list[BaseProcess]) -> None:
                     worker.kill()
 
 
-def _awaited(future: Future[Any], sums: npt.NDArray[Any], report: Progress) -> Any:
-    while not future.done():
-        futures.wait([future], timeout=_POLL)
-        report(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
-    result = future.result()
-    report(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
-    return result
-
-
 _mine: tuple[Any, Memory] | None = None  # in a worker: its work, and the parent's progress
 
 
@@ -223,18 +215,18 @@ def _begin(work: Any, board: Memory) -> None:
         torch.set_num_threads(1)  # each worker has one core, and a fork loses torch's threads
 
 
-def _do(number: int) -> Any:
+def _do(line: int, task: Any) -> Any:
     assert _mine is not None
     work, board = _mine
-    line = np.frombuffer(board.view, np.int64)[2 * number : 2 * number + 2]
+    sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
 
     def tick(samples: int, size: int) -> None:
-        line[:] = samples, size
+        sums[line] = samples, size
 
-    return work(number, tick)
+    return work(task, tick)
 
 
-def _on_ray(work: Work[R], count: int, report: Progress) -> Generator[R, None, None]:
+def _on_ray(work: Work[T, R], tasks: Iterable[T], report: Progress) -> Generator[R, None, None]:
     try:
         import ray
     except ImportError:
@@ -244,7 +236,7 @@ def _on_ray(work: Work[R], count: int, report: Progress) -> Generator[R, None, N
     shared = ray.put(work)
 
     @ray.remote(max_retries=_RAY_RETRIES)
-    def do(work: Any, number: int, place: str) -> tuple[Any, int, int]:
+    def do(work: Any, task: Any, place: str) -> tuple[Any, int, int]:
         os.chdir(place)  # relative paths mean the same file on every node
         last = (0, 0)
 
@@ -253,9 +245,9 @@ def _on_ray(work: Work[R], count: int, report: Progress) -> Generator[R, None, N
             last = (samples, size)
 
         with _one_thread():
-            return work(number, tick), *last
+            return work(task, tick), *last
 
-    waiting = deque(do.remote(shared, number, os.getcwd()) for number in range(count))
+    waiting = deque(do.remote(shared, task, os.getcwd()) for task in tasks)
     samples = size = 0
     try:
         while waiting:

@@ -38,6 +38,7 @@ _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
+TEMPORARY = ".tmp"  # ending of a shard that is being written
 PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 
 Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
@@ -117,13 +118,12 @@ def write_shard(
     *,
     collect: bool,
     memory: int,
-    mark: str | None,
+    mark: str,
     tick: Tick,
 ) -> Packed:
     """Write a shard. collect: skip bad samples; otherwise the first one ends the shard.
 
-    memory: bytes of samples held at a time to put them in order. mark: identity of the shard;
-    None: it is only indexed, and nothing is written.
+    memory: bytes of samples held at a time to put them in order. mark: identity of the shard.
     """
     path = os.path.join(folder, shard.name)
     places, bad = array("q"), []
@@ -147,9 +147,7 @@ def write_shard(
             os.unlink(path + PART)
             sync_folder(folder)
         with collector_paused():
-            index = write_samples(path, shard.split, good(), tick, write=mark is not None)
-        if mark is None:
-            return Packed(index, shard.numbers[np.array(places, np.int64)], bad)
+            index = write_samples(path, shard.split, good(), tick)
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}
         write_whole(path + PART, pack_part(index, extra))
     except _RefusedError:
@@ -172,16 +170,16 @@ class ShardFile:
     Leaving the `with` block without `finish` removes what was written.
     """
 
-    def __init__(self, path: str, split: str, *, write: bool = True) -> None:
-        """write=False: only the index is made. Raises OSError."""
-        self._path, self._split, self._write = path, split, write
+    def __init__(self, path: str, split: str) -> None:
+        """Raises OSError."""
+        self._path, self._split = path, split
         # A unique name: on a cluster, a node that was given up may still write the same shard.
-        name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
+        name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}{TEMPORARY}"
         self._temporary = os.path.join(os.path.dirname(path), name)
         self._rows, self._columns = IndexBuilder(), ColumnBuilder(own_names=True)
         self._chunk: list[bytes] = []
         self._written = 0
-        self._file = FileIO(self._temporary if write else os.devnull, "w")
+        self._file = FileIO(self._temporary, "w")
         self._digest = _Digest()
 
     def __len__(self) -> int:
@@ -192,7 +190,7 @@ class ShardFile:
         """Bytes of its samples so far."""
         return self._rows.stop
 
-    def add(self, key: str, parts: list[Part]) -> bool:
+    def add(self, key: str, parts: Sequence[Part]) -> bool:
         """Add a sample. Returns whether it was written to the disk with others before it."""
         self._chunk += self._rows.add(key, parts)
         self._columns.add(parts)
@@ -207,8 +205,7 @@ class ShardFile:
         self._flush()
         sha256 = self._digest.finish()
         self._file.close()
-        if self._write:
-            publish(self._temporary, self._path)
+        publish(self._temporary, self._path)
         size = self._rows.stop + len(END)
         return Index(
             (Shard(self._path, len(self._rows), size, self._split, sha256),),
@@ -237,11 +234,9 @@ def write_samples(
     split: str,
     samples: Iterable[tuple[str, list[Part]]],
     tick: Tick,
-    *,
-    write: bool = True,
 ) -> Index:
     """Write a shard of these samples, (key, parts) each, and return its index. Raises OSError."""
-    with ShardFile(path, split, write=write) as shard:
+    with ShardFile(path, split) as shard:
         for key, parts in samples:
             if shard.add(key, parts):
                 tick(len(shard), shard.bytes)

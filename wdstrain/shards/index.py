@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from wdstrain.errors import ShardError, UsageError
+from wdstrain.errors import DamageError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
@@ -344,13 +344,13 @@ def join(parts: Sequence[Index]) -> Index:
 def _verified(
     index: Index, shard: Shard, ids: Ints, members: Members, source: Source
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield (field, bytes) of members of a shard. Raises ShardError for another crc32."""
+    """Yield (field, bytes) of members of a shard. Raises DamageError for another crc32."""
     values = _values(source, members, _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP)
     names = [index.fields[number] for number in members.field.tolist()]
     rows = (ids[members.row].tolist(), members.offset.tolist(), members.crc.tolist())
     for number, offset, crc, name, value in zip(*rows, names, values, strict=True):
         if crc and crc32(value) != crc:
-            raise ShardError(
+            raise DamageError(
                 f"{shard.shown}: the field {name} of sample {printable(index.key(number))} at "
                 f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
             )

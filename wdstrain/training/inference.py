@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.labels import LabelField, numbered
@@ -361,5 +362,6 @@ def _image_paths(
             f"files passed over: {sum(listing.ignored.values())} ({kinds}). "
             f"Images end in {', '.join(EXTENSIONS)}."
         )
-    paths = sorted(str(item.parts[0][1]) for item in listing.items)
+    samples = [entry for entry in listing.samples() if isinstance(entry, Sample)]
+    paths = sorted(str(sample.parts[0][1]) for sample in samples)
     return [(os.path.relpath(image, path), image) for image in paths]

@@ -18,10 +18,9 @@ from typing import Any, BinaryIO, cast
 
 from wdstrain.conversion.listing import (
     BadSample,
-    BadSamples,
     Part,
-    Stream,
-    StreamSample,
+    Sample,
+    Source,
     count_ignored,
     field_name,
     file_mark,
@@ -99,11 +98,11 @@ def _names_in(folder: str) -> list[str]:
     return [name for name in names if _ARCHIVE.search(name)]
 
 
-def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, Any]) -> Stream:
+def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, Any]) -> Source:
     """Return the samples of archives, in their order. source: its provenance."""
     ignored: dict[str, int] = {}
 
-    def samples(bad: BadSamples) -> Iterator[StreamSample]:
+    def entries() -> Iterator[Sample | BadSample]:
         for path in paths:
             split = split_of(name_of(path))
             skipped = SkippedMembers()
@@ -114,15 +113,15 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
                 try:
                     packed = fields.packed(parts)
                 except SampleError as error:
-                    bad.put(BadSample(shown(path), 0, key, str(error)))
+                    yield BadSample(shown(path), 0, key, str(error))
                     continue
-                yield StreamSample(key, packed, split)
+                yield Sample(key, packed, split)
             for reason, count in skipped.items():
                 count_ignored(ignored, reason, count)
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     mark = None if any(map(is_remote, paths)) else f"{file_mark(*paths)} {fields}"
-    return Stream(name, samples, lambda: (), source, None, mark, ignored, resplit=True)
+    return Source(name, entries, lambda: (), source, None, mark, ignored, resplit=True)
 
 
 def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:
@@ -180,6 +179,8 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            for info in infos:
+                info.filename = info.filename.replace("\\", "/")  # of Windows
             if sum(info.file_size for info in infos) > _limit(path):
                 raise _too_large(shown(path))
             order: dict[str, int] = {}  # place of the first member of each key

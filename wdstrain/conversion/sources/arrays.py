@@ -1,4 +1,4 @@
-"""Rows of arrays as a stream: .npy files (memory-mapped), members of .npz files, arrays in memory.
+"""Rows of arrays: .npy files (memory-mapped), members of .npz files, arrays in memory.
 
 HDF5 data sets are read by the same functions: a block of rows at a time from every array, forward.
 """
@@ -17,9 +17,8 @@ from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
 from wdstrain.conversion.encode import array_field, encode
 from wdstrain.conversion.listing import (
     BadSample,
-    BadSamples,
-    Stream,
-    StreamSample,
+    Sample,
+    Source,
     check_there,
     file_mark,
 )
@@ -45,7 +44,7 @@ def stream_arrays(
     labels: Sequence[str] = (),
     classes: Sequence[str] = (),
     quality: int = 95,
-) -> Stream:
+) -> Source:
     """Return the rows of arrays of equal length as samples.
 
     arrays: {name: array, or a .npy file, or FILE.npz:member}. labels: names of scalar arrays to
@@ -89,7 +88,7 @@ def stream_rows(
     classes: Sequence[str],
     quality: int,
     keys: str | None = None,
-) -> Stream:
+) -> Source:
     """Return the rows of arrays of equal length as samples. keys: name of the array of keys."""
     count = _row_count(title, arrays)
     if keys is not None:
@@ -105,7 +104,7 @@ def stream_rows(
     places = {name: place for place, name in enumerate(names)}
     classed = next((scalar for scalar in scalars if scalar.kind == "class"), None)
 
-    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
+    def entries() -> Iterator[Sample | BadSample]:
         for first, block in blocks(arrays, count):
             for i in range(len(next(iter(block.values())))):
                 try:
@@ -118,15 +117,15 @@ def stream_rows(
                     for scalar in scalars:
                         scalar.see(block[scalar.name][i])
                 except SampleError as error:
-                    bad_samples.put(BadSample(title, first + i + 1, "", str(error)))
+                    yield BadSample(title, first + i + 1, "", str(error))
                     continue
                 key = None if keys is None else _text(block[keys][i])
                 stratum = classed.stratum(block[classed.name][i]) if classed else ""
-                yield StreamSample(key, parts, stratum=stratum)
+                yield Sample(key, parts, stratum=stratum, row=first + i + 1)
 
     labels_of = lambda: tuple(scalar.label() for scalar in scalars)  # noqa: E731
     stratum = ("label" if classed.name == "cls" else classed.name) if classed else ""
-    return Stream(title, entries, labels_of, source, count, stratum=stratum)
+    return Source(title, entries, labels_of, source, count, stratum=stratum)
 
 
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:

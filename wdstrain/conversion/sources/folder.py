@@ -1,4 +1,4 @@
-"""Images of a folder as a listing.
+"""Images of a folder.
 
 SRC/<class>/.../image.jpg, or SRC/train/<class>/... beside SRC/val. The class is the first folder
 level. Its number is its place among the sorted names, as in torchvision's ImageFolder. File bytes
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from wdstrain.conversion.classes import look_alikes, stated_classes
 from wdstrain.conversion.listing import (
     SPLITS,
-    FileSample,
     Keys,
-    Listing,
+    Sample,
+    Source,
     check_there,
     count_ignored,
     image_field,
@@ -31,7 +31,7 @@ from wdstrain.shards.kinds import ColumnInfo
 @collector_paused()
 def list_folder(
     source: str, *, flat: bool = False, fixed: Sequence[str] = (), masks: str | None = None
-) -> Listing:
+) -> Source:
     """Return the images of a folder.
 
     flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
@@ -60,21 +60,20 @@ def list_folder(
     names = dict.fromkeys([*fixed, *classes])
     decided = [f"classes: {alike} look alike" for alike in look_alikes(names)]
     numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
-    keys = {split: Keys() for split in roots}
-    items = []
+    keys, items = {split: Keys() for split in roots}, list[Sample]()
     for image in images:
-        parts: tuple[tuple[str, bytes | str], ...] = ((image.field, image.path),)
+        parts: list[tuple[str, bytes | str]] = [(image.field, image.path)]
         if classes:
-            parts += (("cls", numbers[image.kind]),)
+            parts.append(("cls", numbers[image.kind]))
         if mask_files is not None:
             if image.path not in mask_files:
                 count_ignored(ignored, "images without a mask")
                 continue
-            parts += (mask_files[image.path],)
+            parts.append(mask_files[image.path])
         stem = image.name.rpartition(".")[0]
         key = keys[image.split].key(stem)
         name = image.name if key != stem else ""
-        items.append(FileSample(key, parts, image.split, "", image.kind, 0, name))
+        items.append(Sample(key, parts, image.split, stratum=image.kind, name=name))
     labels = (
         (ColumnInfo("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
     )
@@ -84,8 +83,17 @@ def list_folder(
         about["masks"] = True
     if decided:
         about["decided"] = decided
-    stratum = "label" if classes else ""
-    return Listing(source, items, labels, about, ignored, root=source, stratum=stratum)
+    return Source(
+        source,
+        lambda: items,
+        lambda: labels,
+        about,
+        len(items),
+        ignored=ignored,
+        root=source,
+        stratum="label" if classes else "",
+        has_files=True,
+    )
 
 
 class _Image(NamedTuple):

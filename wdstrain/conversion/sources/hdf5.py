@@ -1,4 +1,4 @@
-"""Rows of HDF5 and PyTables data sets as a stream.
+"""Rows of HDF5 and PyTables data sets.
 
 Data sets are read forward in whole chunks, so each chunk is decompressed once. hdf5plugin adds the
 compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a PyTables
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.classes import check_classes, stated_classes
-from wdstrain.conversion.listing import Stream, check_there, file_mark
+from wdstrain.conversion.listing import Source, check_there, file_mark
 from wdstrain.conversion.sources.arrays import stream_rows
 from wdstrain.errors import SourceError, UsageError
 
@@ -29,7 +29,7 @@ def stream_hdf5(
     classes: Sequence[str] = (),
     key: str | None = None,
     quality: int = 95,
-) -> Stream:
+) -> Source:
     """Return the rows of data sets as samples.
 
     fields: {name: path in the file}. key: path of a data set with the keys of the samples. Raises

@@ -1,4 +1,4 @@
-"""Samples of any Python iterable or torch data set as a stream.
+"""Samples of any Python iterable or torch data set.
 
 A sample is a dict of fields, a tuple or a single value. In a dict, "__key__" is the key, and other
 names that begin with two underscores are ignored. The values of a tuple are named by `fields`, by
@@ -13,7 +13,7 @@ from typing import Any
 
 from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
 from wdstrain.conversion.encode import encode
-from wdstrain.conversion.listing import BadSample, BadSamples, Part, Stream, StreamSample
+from wdstrain.conversion.listing import BadSample, Sample, Source
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -28,8 +28,8 @@ def stream_samples(
     quality: int = 95,
     name: str = "samples",
     source: dict[str, Any] | None = None,
-) -> Stream:
-    """Return samples as a stream.
+) -> Source:
+    """Return samples as a source.
 
     parts: iterables or map-style data sets, by split; "": the split is drawn. group: returns the
     group of a sample. quality: of JPEGs that are made of pixels.
@@ -43,11 +43,13 @@ def stream_samples(
     is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
     counted = not names and not is_declared
 
-    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
+    def entries() -> Iterator[Sample | BadSample]:
         nonlocal has_numbers, has_names
         for split, part in parts.items():
-            for number, sample in _numbered(part, name, bad_samples):
+            for number, sample in _numbered(part):
                 try:
+                    if isinstance(sample, SampleError):
+                        raise sample
                     key, packed = _packed(sample, fields, quality, places)
                     stratum = _stratum(packed)
                     if stratum and (has_names if stratum.isdecimal() else has_numbers):
@@ -56,13 +58,14 @@ def stream_samples(
                     if counted and stratum.isdecimal():
                         numbers.see(int(stratum))
                 except SampleError as error:
-                    bad_samples.put(BadSample(name, number + 1, "", str(error)))
+                    yield BadSample(name, number + 1, "", str(error))
                     continue
                 has_names = has_names or bool(stratum and not stratum.isdecimal())
                 has_numbers = has_numbers or stratum.isdecimal()
                 if stratum.isdecimal() and int(stratum) < len(names):
                     stratum = names[int(stratum)]
-                yield StreamSample(key, packed, split, str(group(sample)) if group else "", stratum)
+                grouped = str(group(sample)) if group else ""
+                yield Sample(key, packed, split, grouped, stratum, number + 1)
 
     def all_labels() -> tuple[ColumnInfo, ...]:
         if not has_numbers or is_declared:
@@ -71,7 +74,7 @@ def stream_samples(
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
-    return Stream(
+    return Source(
         name,
         entries,
         all_labels,
@@ -83,7 +86,7 @@ def stream_samples(
 
 def _packed(
     sample: Any, fields: Sequence[str] | None, quality: int, places: Mapping[str, int]
-) -> tuple[str | None, list[Part]]:
+) -> tuple[str | None, list[tuple[str, Any]]]:
     """Return (key, parts) of a sample. Raises SampleError if it cannot be packed."""
     named = _named(sample, fields)
     packed = [
@@ -122,7 +125,8 @@ def _length(part: Any) -> int | None:
         return None
 
 
-def _numbered(part: Any, name: str, bad_samples: BadSamples) -> Iterator[tuple[int, Any]]:
+def _numbered(part: Any) -> Iterator[tuple[int, Any]]:
+    """Yield (number, sample); the sample that a data set cannot give is an error."""
     if hasattr(part, "__iter__"):
         yield from enumerate(part)
         return
@@ -134,15 +138,9 @@ def _numbered(part: Any, name: str, bad_samples: BadSamples) -> Iterator[tuple[i
         )
     for number in range(length):
         try:
-            sample = part[number]
+            yield number, part[number]
         except Exception as error:  # the user's data set may raise anything
-            bad_samples.put(
-                BadSample(
-                    name, number + 1, "", f"the data set raised {type(error).__name__}: {error}"
-                )
-            )
-            continue
-        yield number, sample
+            yield number, SampleError(f"the data set raised {type(error).__name__}: {error}")
 
 
 def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
@@ -162,7 +160,7 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _stratum(packed: list[Part]) -> str:
+def _stratum(packed: list[tuple[str, Any]]) -> str:
     return next(
         (data.decode("utf-8", "replace").strip() for field, data in packed if field == "cls"), ""
     )

@@ -1,4 +1,4 @@
-"""Samples of existing shards as a stream, in one forward pass.
+"""Samples of existing shards, in one forward pass.
 
 Samples may be filtered, and fields dropped or renamed. Splits and labels of the index are kept. A
 sample whose bytes differ from the checksums of the index is bad. Sets that number their classes
@@ -14,46 +14,37 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32
 
-from wdstrain.conversion.catalog import SpanCatalog
 from wdstrain.conversion.listing import (
     BadSample,
-    BadSamples,
-    Part,
-    Stream,
-    StreamSample,
+    Sample,
+    Source,
     check_there,
     count_ignored,
     field_name,
     file_mark,
     split_of,
 )
-from wdstrain.conversion.sample_meta import sample_meta
-from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
-from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
+from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, folder_of
 from wdstrain.storage.remote import is_remote
 
-_BLOCK = 16 << 20  # bytes read at a time
 
-
-def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None) -> Stream:
+def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None) -> Source:
     """Return the chosen samples of shards in their order.
 
-    Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for
-    keys that no shard has.
+    Raises UsageError for fields that no shard has, for sets whose labels differ, and for shards
+    that lie in the output folder; SourceError for keys that no shard has.
     """
-    urls = addresses_of(options)
+    urls = as_paths(options.urls)
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     if options.keep and options.drop:
@@ -61,12 +52,19 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     if archives := archives_in(urls):
         return _stream_archives(archives, options)
     index = open_index(urls, note=note)
+    _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
-    _check_replaced(index, os.fspath(options.out))
+    ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
     everything = len(index)
     if options.where is not None:
         index = with_columns_of(index, options.where).where(options.where)
+    count_ignored(ignored, "samples that do not meet the condition", everything - len(index))
     wanted = _wanted_keys(index, options)
+    if wanted is not None:
+        keys = index.keys(np.arange(len(index)))
+        ids = np.array([number for number, key in enumerate(keys) if key in wanted], np.int64)
+        count_ignored(ignored, "keys that were not asked for", len(index) - len(ids))
+        index = index.take(ids)
     labels = _labels(index, names)
     if options.label is not None:
         labels = _with_declared(index, labels, options)
@@ -74,57 +72,62 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         replace(label, field=names[label.field]) for label in labels if label.field in names
     )
     stratum = next((label for label in labels if label.is_class), None)
-    title = (
-        urls[0]
-        if len(urls) == 1 and not is_remote(urls[0])
-        else ", ".join(sorted({folder_of(s.path) or "." for s in index.shards}))
-    )
-    ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
-    if len(index) < everything:
-        ignored["samples that do not meet the condition"] = everything - len(index)
 
-    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
-        for number, parts in stored_samples(index, np.arange(len(index))):
-            key, shard = index.key(number), index.shard_with(number)
-            split = shard.split or split_of(shard.name)
-            try:
-                if wanted is not None and key not in wanted:
-                    count_ignored(ignored, "keys that were not asked for")
-                    continue
-                if changed := changed_field(index, number, parts):
-                    raise SampleError(
-                        f"the bytes of its {changed} differ from what was packed (crc32)"
-                    )
-                kept = [(names[field], data) for field, data in parts if field in names]
-                if not kept:
-                    raise SampleError(f"it has none of the fields {', '.join(names)}")
-                data = dict(parts).get(stratum.field) if stratum is not None else None
-                kind = ""
-                if stratum is not None and data is not None:
-                    named = classes_in(memoryview(data), stratum.entry, stratum.classes)
-                    kind = next(iter(named), "")
-            except SampleError as error:
-                bad_samples.put(BadSample(shard.shown, 0, key, str(error)))
+    def entries() -> Iterator[Sample | BadSample]:
+        for number, fields in _read(index):
+            shard = index.shard_with(number)
+            if isinstance(fields, str):
+                yield BadSample(shard.shown, 0, index.key(number), fields)
                 continue
-            yield StreamSample(key, kept, split, stratum=kind)
+            kept = [(names[field], data) for field, data in fields.items() if field in names]
+            kinds = []
+            if stratum is not None and stratum.field in fields:
+                data = memoryview(fields[stratum.field])
+                kinds = classes_in(data, stratum.entry, stratum.classes)
+            yield Sample(
+                index.key(number),
+                kept,
+                shard.split or split_of(shard.name),
+                stratum=next(iter(kinds), ""),
+            )
 
+    folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
+    is_one = len(urls) == 1 and not is_remote(urls[0])
     source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
-    total = None if wanted is not None else len(index)
-    files = file_mark(*(shard.path for shard in index.shards))
-    mark = f"{index.fingerprint} {files} {sorted(wanted or ())} {labels}"
-    mark += repr([shard.split for shard in index.shards])
-    return Stream(
-        str(title),
+    mark = (
+        f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} "
+        f"{sorted(wanted or ())} {labels} {[shard.split for shard in index.shards]!r}"
+    )
+    return Source(
+        urls[0] if is_one else ", ".join(folders),
         entries,
         lambda: renamed,
         source,
-        total,
+        len(index),
         mark,
         ignored,
         resplit=True,
         stratum=stratum.name if stratum else "",
     )
+
+
+def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
+    """Yield (id, fields) of all samples, or the reason why a sample is bad."""
+    first = 0
+    while first < len(index):
+        try:
+            for number, fields in index.read(np.arange(first, len(index))):
+                first = number + 1
+                yield number, fields
+        except DamageError as error:
+            yield first, str(error).rpartition(". ")[0]
+            first += 1
+
+
+def as_paths(urls: Urls) -> list[str]:
+    """Return addresses as texts."""
+    return [os.fspath(url) for url in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)]
 
 
 def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
@@ -167,7 +170,7 @@ def _wanted_keys(index: Index, options: TarsOptions) -> set[str] | None:
     return wanted
 
 
-def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
+def _stream_archives(paths: list[str], options: TarsOptions) -> Source:
     """Return the samples of compressed tars and zip archives.
 
     where is refused: the type of a column is known after the last sample only, so a condition could
@@ -187,29 +190,12 @@ def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
     return stream_archives(paths, fields, stated(options))
 
 
-def addresses_of(options: TarsOptions) -> list[str]:
-    """Return the addresses of the shards as texts."""
-    urls = options.urls
-    return [os.fspath(url) for url in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)]
-
-
 def stated(options: TarsOptions) -> dict[str, Any]:
-    """Return the arguments of a conversion of shards, without opening the shards.
-
-    in_place: the addresses that lie in `out`; [] if none does.
-    """
+    """Return the arguments of a conversion of shards, without opening the shards."""
     keys = None
     if options.keys is not None:
-        keys = blake2b(
-            "\n".join(sorted(read_keys(options.keys))).encode(), digest_size=8
-        ).hexdigest()
-    addresses, out = addresses_of(options), os.fspath(options.out)
-    inside = [address for address in addresses if _within(address, out)] if out else []
-    places = (
-        [address if is_remote(address) else os.path.relpath(address, out) for address in addresses]
-        if inside
-        else []
-    )
+        text = "\n".join(sorted(read_keys(options.keys)))
+        keys = blake2b(text.encode(), digest_size=8).hexdigest()
     arguments: dict[str, Any] = {
         "keep": list(options.keep),
         "drop": list(options.drop),
@@ -219,7 +205,7 @@ def stated(options: TarsOptions) -> dict[str, Any]:
     for name in ("where", "label", "classes"):
         if (value := getattr(options, name)) is not None:
             arguments[name] = value if isinstance(value, str) else list(value)
-    return {"kind": "tars", **arguments, "in_place": places}
+    return {"kind": "tars", **arguments, "in_place": []}  # older versions replaced their source
 
 
 def _origin(index: Index) -> list[dict[str, Any]]:
@@ -230,56 +216,18 @@ def _origin(index: Index) -> list[dict[str, Any]]:
     return [{name: info[name] for name in names if name in info} for info in infos]
 
 
-def _check_replaced(index: Index, out: str) -> None:
-    """Raise UsageError if the set in `out` has shards that are no sources: they would be lost."""
-    place = f"{out.rstrip('/')}/{INDEX_NAME}"
-    mine = {_real(shard.path) for shard in index.shards}
-    if not out or not mine & {
-        _real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine
-    }:
-        return
-    document = find_document(place)
-    rows = [shard.name for shard in document.shards] if document is not None else []
-    left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
-    if left:
-        raise UsageError(
-            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, "
-            "which would be lost: the result replaces all shards of that folder. Name all of its "
-            "shards as sources, or choose another folder."
-        )
+def _check_apart(index: Index, out: str) -> None:
+    """Raise UsageError if a shard lies in the output folder."""
+    for shard in index.shards:
+        if _real(folder_of(shard.path) or ".") == _real(out):
+            raise UsageError(
+                f"{out} holds {shard.name}, which is being converted. Put the shards into another "
+                f"folder."
+            )
 
 
-def _real(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(path)
-
-
-def _within(address: str, folder: str) -> bool:
-    """Return whether an address means a folder, its index, or shards in it."""
-    if is_remote(address) or is_remote(folder):
-        return folder.rstrip("/") in (address.rstrip("/"), address.rpartition("/")[0])
-    real = os.path.realpath(folder)
-    return real in (os.path.realpath(address), os.path.realpath(os.path.dirname(address) or "."))
-
-
-def stored_samples(index: Index, ids: Ints) -> Iterator[tuple[int, list[Part]]]:
-    """Yield (id, parts) of samples of shards, read forward. ids: ascending."""
-    file = index.shard_of(np.arange(len(index))).astype(np.int32)
-    catalog = SpanCatalog(
-        "", [s.path for s in index.shards], file, index.offsets, sample_meta((), 0)
-    )
-    for group in batches(ids, catalog.sizes[ids], _BLOCK):
-        for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
-            assert not isinstance(parts, SampleError)
-            yield number, parts
-
-
-def changed_field(index: Index, number: int, parts: list[Part]) -> str | None:
-    """Return the first field whose bytes have another crc32 than the index says."""
-    crcs = index.offsets.members_of(np.array([number])).crc.tolist()
-    for crc, (field, data) in zip(crcs, parts, strict=True):
-        if crc and crc32(data) != crc:
-            return field
-    return None
+def _real(folder: str) -> str:
+    return folder.rstrip("/") if is_remote(folder) else os.path.realpath(folder)
 
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[ColumnInfo, ...]:

@@ -21,12 +21,9 @@ from wdstrain.conversion.label_kinds import decide
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
-    FileSample,
     Keys,
-    Listing,
+    Sample,
     Source,
-    Stream,
-    StreamSample,
     file_mark,
 )
 from wdstrain.conversion.source_options import TableOptions
@@ -178,36 +175,35 @@ class _Rows:
 
     # --- sources ----------------------------------------------------------------------------------
 
-    def listing(self, bad_samples: BadSamples) -> Listing:
+    def listing(self, bad_samples: BadSamples) -> Source:
         """Return the rows whose images are files."""
         files, root = self._files, self._options.root
         base = root if root is not None else files.base if files is not None else ""
         paths = [path for path in self._paths if path]
         rule = PathRule(base, paths, has_root=root is not None, is_file=files is not None)
-        keys, items = Keys(), []
+        keys, items = Keys(), list[Sample]()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
         find = lambda place, cell, file, row: rule.image(self._paths[place])  # noqa: E731
-        for image, sample, row in self._samples(find, bad_samples):
+        for image, sample in _good(self._samples(find), bad_samples):
             stem = os.path.splitext(image.name)[0]
             key = keys.key(stem)
             name = image.name if key != stem else ""
             identity = firsts.setdefault(image.identity, key)
-            parts, of = tuple(sample.parts), (sample.split, sample.group, sample.stratum)
-            items.append(FileSample(key, parts, *of, row, name, identity))
+            items.append(sample._replace(key=key, name=name, identity=identity))
         twice = len(items) - len(firsts)
         again = [f"images: {twice} rows name an image that an earlier row names too"]
         decided = [rule.decision(), *self._lines(), *(again if twice else [])]
-        return Listing(
+        return Source(
             self._table.name,
-            items,
-            self.labels,
+            lambda: [*bad_samples.bad, *items],
+            lambda: self.labels,
             _source(self._options, self.labels, decided),
-            self._ignored(),
-            bad_samples.bad,
+            ignored=self._ignored(),
             stratum=self._stratum or "",
+            has_files=True,
         )
 
-    def stream(self) -> Stream:
+    def stream(self) -> Source:
         """Return the rows whose images are bytes in the table."""
         files, column = self._files, self.images.columns[0]
 
@@ -215,14 +211,18 @@ class _Rows:
             prefix = "" if files is None else files.key_prefix(file)
             return bytes_image(cell, f"{prefix}row-{row:09d}")
 
-        def samples(bad_samples: BadSamples) -> Iterator[StreamSample]:
-            for image, sample, _ in self._samples(find, bad_samples):
-                key = os.path.splitext(image.name)[0]
-                yield sample._replace(key=key, identity=image.identity)
+        def samples() -> Iterator[Sample | BadSample]:
+            for entry in self._samples(find):
+                if isinstance(entry, BadSample):
+                    yield entry
+                else:
+                    image, sample = entry
+                    key = os.path.splitext(image.name)[0]
+                    yield sample._replace(key=key, identity=image.identity)
 
         local = files is not None and not any(map(is_remote, files.paths))
         asked = [getattr(self._options, name) for name in _OF_SAMPLES]
-        return Stream(
+        return Source(
             self._table.name,
             samples,
             lambda: self.labels,
@@ -260,10 +260,8 @@ class _Rows:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _samples(
-        self, find: _Find, bad_samples: BadSamples
-    ) -> Iterator[tuple[Image, StreamSample, int]]:
-        """Yield (image, sample without a key, its row) of the rows that can be used."""
+    def _samples(self, find: _Find) -> Iterator[tuple[Image, Sample] | BadSample]:
+        """Yield (image, sample without a key) of the rows that can be used, and the others."""
         images, table = self.images, self._table
         apart = [] if images.kept else images.columns
         columns = [name for name in table.columns if name not in apart or images.holds_bytes]
@@ -282,7 +280,7 @@ class _Rows:
                 if reason is None and self._options.split_by and not split:
                     reason = f"the split column '{self._options.split_by}' is empty"
                 if reason is not None:
-                    bad_samples.put(BadSample(batch.file, row, "", reason))
+                    yield BadSample(batch.file, row, "", reason)
                     continue
                 try:
                     image = find(place, cell, batch.file, row)
@@ -290,12 +288,10 @@ class _Rows:
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
                     shown = self._paths[place] if self._paths else _path_shown(cell)
-                    bad_samples.put(BadSample(batch.file, row, shown, str(error)))
+                    yield BadSample(batch.file, row, shown, str(error))
                     continue
-                sample = StreamSample(
-                    None, parts, split, self._group(place), self._stratum_of(place)
-                )
-                yield image, sample, row
+                of = (self._group(place), self._stratum_of(place))
+                yield image, Sample(None, parts, split, *of, row)
 
     def _parts(self, image: Image, cells: dict[str, Any], place: int) -> list[Any]:
         cells |= {name: values[place] for name, values in self._values.items()}
@@ -327,6 +323,16 @@ class _Rows:
         if name is None:
             return ""
         return str((self._values[name] if name in self._values else self._cells[name])[place])
+
+
+def _good(
+    entries: Iterator[tuple[Image, Sample] | BadSample], bad_samples: BadSamples
+) -> Iterator[tuple[Image, Sample]]:
+    for entry in entries:
+        if isinstance(entry, BadSample):
+            bad_samples.put(entry)
+        else:
+            yield entry
 
 
 _Find = Callable[[int, Any, str, int], Image]  # (place, cell, file, row) -> the image of a row

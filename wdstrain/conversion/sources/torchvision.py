@@ -1,4 +1,4 @@
-"""A torchvision data set, by the name of its class, as a stream. Its splits are kept.
+"""A torchvision data set, by the name of its class, as a source. Its splits are kept.
 
 If the data set lists its files (`samples`), their bytes are packed. Otherwise its items are read
 and their images stored as PNG, which is lossless. Nothing is downloaded.
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from wdstrain.conversion.listing import Stream, check_there
+from wdstrain.conversion.listing import Source, check_there
 from wdstrain.conversion.sources.iterable import classes_of, stream_samples
 from wdstrain.errors import SourceError, UsageError
 
 _NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
 
 
-def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Stream:
+def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Source:
     """Return the samples of a data set. splits: names of its splits (default: all).
 
     Raises UsageError for a name or split that torchvision does not know, SourceError for a split

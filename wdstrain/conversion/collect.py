@@ -1,0 +1,355 @@
+"""Samples of a source as a catalog: of its files, or of a spool that its bytes are written into.
+
+The spool is the first pass of an external shuffle. Samples are written into buckets, with the
+headers that they have in a shard. Each bucket is a file for a range of shuffle ranks, or of sample
+numbers if the order is kept. A shard is then read forward from one bucket or two. Data is written
+twice in all, sequentially. Memory holds the write buffers, within `memory`, and about 200 bytes per
+sample.
+
+A shuffle buffer is not used: its order would depend on its size, and a small one mixes badly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from wdstrain.conversion.catalog import (
+    Catalog,
+    FileCatalog,
+    IndexCatalog,
+    MetaBuilder,
+    Renamed,
+    SampleMeta,
+    bad_file,
+    with_pieces,
+)
+from wdstrain.conversion.encode import Pixels, encode_all
+from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
+from wdstrain.conversion.options import Options
+from wdstrain.conversion.shard_pool import run
+from wdstrain.conversion.shard_writer import IndexBuilder
+from wdstrain.errors import SampleError, StorageError
+from wdstrain.runtime.machine import cores
+from wdstrain.runtime.options import as_bytes
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.offsets import Offsets, arrow_file, numbers, read_arrow_file
+from wdstrain.storage.files import sync_folder, write_whole
+
+_RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
+_DONE = "spill.arrow"  # what the buckets hold
+_META = 5  # columns of `SampleMeta` in it
+_BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
+_FEW = 4  # batches; a stream with fewer is encoded by this process
+
+Entry = Sample | BadSample
+
+Progress = Callable[[int, int], None]  # samples and bytes so far
+
+
+class Collected(NamedTuple):
+    """The samples of a source, its labels, and the number of samples with the bad ones."""
+
+    catalog: Catalog
+    labels: tuple[ColumnInfo, ...]
+    listed: int
+
+
+def collect(
+    source: Source,
+    spool: str | None,
+    options: Options,
+    bad: BadSamples,
+    progress: Progress,
+    first_key: int = 0,
+) -> Collected:
+    """Return the samples of a source, or the first `limit` ones of a source that is read once.
+
+    spool: folder for their bytes; None: nothing is written. first_key: key, as a number, of the
+    first sample without a key.
+    """
+    if source.has_files:
+        return _collect_files(source, options, bad)
+    if options.resume and spool is not None:
+        restored = _restored(source, spool, options, bad)
+        if restored is not None:
+            return restored
+    before = len(bad.bad)
+    writer = _Spool(spool, options)
+    for key, name, sample in keyed(source, options, bad, first_key):
+        writer.add(key, name, sample)
+        progress(writer.count, writer.bytes)
+    catalog = writer.finish(source.name)
+    listed = writer.count + len(bad.bad) - before
+    done = Collected(catalog, source.labels(), listed)
+    if source.mark is not None and spool is not None:
+        _save(source, options, spool, done, bad.bad[before:])
+    return done
+
+
+def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collected:
+    builder, items, sizes, renamed = MetaBuilder(options.seed), list[Sample](), array("q"), {}
+    before = len(bad.bad)
+    for entry in source.samples():
+        if isinstance(entry, BadSample):
+            bad.put(entry)
+            continue
+        try:
+            item, size = with_pieces(entry)
+        except SampleError as error:
+            bad.put(bad_file(source.name, entry, str(error)))
+            continue
+        if item.name:
+            renamed[len(items)] = {"key": str(item.key), "name": item.name}
+        builder.add(str(item.key), item)
+        items.append(item)
+        sizes.append(size)
+    meta = builder.finish()
+    catalog = FileCatalog(source.name, items, meta, np.array(sizes, np.int64), renamed)
+    return Collected(catalog, source.labels(), len(items) + len(bad.bad) - before)
+
+
+def keyed(
+    source: Source,
+    options: Options,
+    bad: BadSamples,
+    first_key: int = 0,
+    recipe: Recipe | None = None,
+) -> Iterator[tuple[str, str, Sample]]:
+    """Yield (key, name in the source, sample) of the good samples of a stream, as bytes.
+
+    recipe: applied to the images.
+    """
+    keys, number = Keys(), first_key
+    for entry in _encoded(source, options):
+        if isinstance(entry, BadSample):
+            bad.put(entry)
+            continue
+        name = f"{number:09d}" if entry.key is None else entry.key
+        number += 1
+        try:
+            sample = entry if recipe is None else entry._replace(parts=recipe.apply(entry.parts))
+        except SampleError as error:
+            bad.put(BadSample(source.name, 0, name, str(error)))
+        else:
+            yield keys.key(name), name, sample
+
+
+def _first(entries: Iterable[Entry], limit: int | None) -> Iterator[Entry]:
+    """Yield the entries up to the good sample number `limit`; the next one is not asked for."""
+    count = 0
+    for entry in entries:
+        yield entry
+        count += isinstance(entry, Sample)
+        if count == limit:
+            return
+
+
+# --- pixels, encoded in worker processes ---------------------------------------------------------
+
+
+def _encoded(source: Source, options: Options) -> Iterator[Entry]:
+    """Yield the samples of a stream, in order, with bytes in place of `Pixels`."""
+    batches = _batches(_first(source.samples(), options.limit))
+    head = list(islice(batches, _FEW))
+    jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
+    if not any(map(_pixels, head)):
+        jobs = 1
+    batches = chain(head, batches)
+    del head  # held by the chain until they are taken
+    waiting = deque[list[Entry]]()
+
+    def tasks() -> Iterator[list[Pixels]]:
+        for batch in batches:
+            waiting.append(batch)
+            yield _pixels(batch)
+
+    with closing(run(encode_all, tasks(), jobs, lambda samples, size: None)) as results:
+        for made in results:
+            batch, contents = waiting.popleft(), iter(made)
+            yield from (_with_bytes(source, entry, contents) for entry in batch) if made else batch
+
+
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    batch, size = list[Entry](), 0
+    for entry in entries:
+        batch.append(entry)
+        if isinstance(entry, Sample):
+            size += sum(
+                part.size if isinstance(part, Pixels) else len(part) for _, part in entry.parts
+            )
+        if size >= _BATCH_BYTES or len(batch) == _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pixels(batch: Iterable[Entry]) -> list[Pixels]:
+    samples = (entry for entry in batch if isinstance(entry, Sample))
+    return [part for sample in samples for _, part in sample.parts if isinstance(part, Pixels)]
+
+
+def _with_bytes(source: Source, entry: Entry, contents: Iterator[bytes | SampleError]) -> Entry:
+    """Return a sample whose pixels are replaced by the next contents."""
+    if isinstance(entry, BadSample):
+        return entry
+    parts = [(f, next(contents) if isinstance(part, Pixels) else part) for f, part in entry.parts]
+    errors = [str(part) for _, part in parts if isinstance(part, SampleError)]
+    return (
+        BadSample(source.name, entry.row, "", errors[0]) if errors else entry._replace(parts=parts)
+    )
+
+
+# --- spool ---------------------------------------------------------------------------------------
+
+
+class _Spool:
+    """Writes samples into buckets, and collects their positions and properties.
+
+    folder: None counts the samples and writes nothing. count, bytes: of the samples so far.
+    """
+
+    def __init__(self, folder: str | None, options: Options) -> None:
+        self._folder, self._shuffle = folder, options.shuffle
+        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
+        self._meta, self._rows, self._renamed = MetaBuilder(options.seed), IndexBuilder(), Renamed()
+        self._files, self._stops = array("i"), dict[int, int]()  # of each sample; of each file
+        self._buffers: dict[int, list[bytes]] = {}
+        self._held = self.count = self.bytes = 0
+        if folder is not None:
+            for name in sorted(os.listdir(folder), reverse=True):  # of an earlier run; _DONE first
+                os.unlink(os.path.join(folder, name))
+            sync_folder(folder)
+
+    def add(self, key: str, name: str, sample: Sample) -> None:
+        """Add a sample. Raises StorageError."""
+        if key != name:
+            self._renamed[self.count] = {"key": key, "name": name}
+        rank = self._meta.add(key, sample)
+        # 256 buckets: each fits in memory if the stream is below 256 times `memory`.
+        file = rank >> 56 if self._shuffle else self.bytes // _RUN
+        start = self._stops.get(file, 0)
+        self._buffers.setdefault(file, []).extend(self._rows.add(key, sample.parts, start))
+        self._stops[file] = self._rows.stop
+        self._files.append(file)
+        self.count += 1
+        self.bytes += self._rows.stop - start
+        self._held += self._rows.stop - start
+        if self._held > self._most:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write all buffers."""
+        for file, buffer in sorted(self._buffers.items()) if self._folder is not None else ():
+            with _disk_errors(self._path(file)), open(self._path(file), "ab", buffering=0) as out:
+                data = memoryview(b"".join(buffer))
+                while data:
+                    data = data[out.write(data) :]
+        self._buffers.clear()
+        self._held = 0
+
+    def _path(self, file: int) -> str:
+        return os.path.join(self._folder or "", f"{file:03d}")
+
+    def finish(self, name: str) -> IndexCatalog:
+        """Return the samples by file, and in the order in which they came."""
+        self._flush()
+        files = np.array(self._files, np.int32)
+        order = np.argsort(files, kind="stable")
+        counts = np.bincount(files).tolist()
+        shards = [
+            Shard(self._path(file), counts[file], stop)
+            for file, stop in sorted(self._stops.items())
+        ]
+        places = dict(zip(order.tolist(), range(len(order)), strict=True)) if self._renamed else {}
+        renamed = {places[number]: row for number, row in self._renamed.items()}
+        index = Index(tuple(shards), self._rows.offsets().take(order))
+        return IndexCatalog(name, index, self._meta.finish().take(order), renamed)
+
+
+def _save(
+    source: Source, options: Options, folder: str, done: Collected, bad: list[BadSample]
+) -> None:
+    """Save what `_restored` needs."""
+    catalog = done.catalog
+    assert isinstance(catalog, IndexCatalog)
+    index, meta = catalog.index, catalog.meta
+    about = {
+        "identity": _identity(source, options),
+        "files": [(shard.path, shard.samples, shard.bytes) for shard in index.shards],
+        "fields": index.fields,
+        "meta": meta.names,
+        "renamed": list(catalog.renamed.items()),
+        "bad": bad,
+        "labels": [label.row for label in done.labels],
+        "listed": done.listed,
+        "ignored": source.ignored,
+    }
+    columns = [*index.offsets.rows.columns, *map(pa.array, meta.arrays)]
+    rows = pa.RecordBatch.from_arrays(columns, names=list(map(str, range(len(columns)))))
+    for shard in index.shards:
+        with _disk_errors(shard.path), open(shard.path, "rb") as file:
+            os.fsync(file.fileno())
+    write_whole(os.path.join(folder, _DONE), arrow_file(rows, json.dumps(about).encode()))
+
+
+def _restored(source: Source, folder: str, options: Options, bad: BadSamples) -> Collected | None:
+    """Return what an earlier run collected of the same source; None if it did not finish."""
+    try:
+        with open(os.path.join(folder, _DONE), "rb") as file:
+            rows, text = read_arrow_file(file.read())
+        about = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    if source.mark is None or about["identity"] != _identity(source, options):
+        return None
+    columns, arrays = rows.columns[:-_META], [numbers(values) for values in rows.columns[-_META:]]
+    meta = SampleMeta.of(arrays, *about["meta"])
+    shards = tuple(Shard(*row) for row in about["files"])
+    index = Index(shards, Offsets.of_arrays(about["fields"], columns))
+    for row in about["bad"]:
+        bad.put(BadSample(*row))
+    source.ignored.update(about["ignored"])
+    catalog = IndexCatalog(source.name, index, meta, dict(about["renamed"]))
+    return Collected(catalog, tuple(map(ColumnInfo.of_row, about["labels"])), about["listed"])
+
+
+def _identity(source: Source, options: Options) -> str:
+    """Return a hash of everything that the spool depends on."""
+    words = (
+        source.name,
+        source.mark,
+        source.source,
+        options.seed,
+        options.shuffle,
+        options.limit,
+        options.split is None,
+    )
+    return blake2b(
+        repr((*words, options.on_error)).encode("utf-8", "surrogateescape"), digest_size=16
+    ).hexdigest()
+
+
+@contextmanager
+def _disk_errors(path: str) -> Iterator[None]:
+    """Raise StorageError for errors of the disk."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free some space, then run this again "
+            "with resume=True."
+        ) from error
