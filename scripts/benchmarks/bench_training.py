@@ -44,7 +44,7 @@ import wdstrain as wt
 from wdstrain.training.config import Config
 from wdstrain.training.inputs import Normalization, normalize
 from wdstrain.training.models import build
-from wdstrain.training.optim import Schedule, make_optimizer, set_learning_rate
+from wdstrain.training.optim import Schedule, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
         model.train()
         begun = time.perf_counter()
         for pixels, target in loader:
-            set_learning_rate(optimizer, config.lr * rate(step))
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * rate(step) * group["lr_scale"]
             outputs = model(normalize(pixels, Normalization()))
             if case.classes:
                 loss = nn.functional.cross_entropy(

@@ -706,6 +706,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "value > best + min_delta if maximize",
             "value >= best + min_delta if maximize",
         ),
+        ("patience-resets", "reference, waited = value, 0", "reference, waited = value, 1"),
         (
             "patience-ends",
             "if not 0 < self._config.patience <= since_best:",
@@ -720,13 +721,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
         ("variance-of-labels", "/ count - mean_offset**2)", "/ count - mean_offset)"),
-    ],
-    "training/epoch_sums.py": [
-        (
-            "best-resets",
-            'self.best, self.since_best = metrics.get("val"), 0',
-            'self.best, self.since_best = metrics.get("val"), 1',
-        ),
     ],
     "training/run.py": [
         (
@@ -746,7 +740,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "training/weights.py": [
-        ("frozen-norms", "if has_state and not any(", "if has_state or not any("),
+        ("frozen-norms", "if parameters and not any(", "if parameters or not any("),
     ],
     "training/data.py": [
         ("fold-number", "seed=config.seed))[part - 1]", "seed=config.seed))[part - 2]"),

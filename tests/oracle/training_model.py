@@ -158,9 +158,11 @@ def dense(outputs: int) -> nn.Module:
 NETS = {net.__name__: net for net in (batch_norm, layer_norm, dropout, dense)}
 
 
+OWN_RATE, OWN_DECAY = 3e-3, 0.02
+
+
 def own_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    # training/own_optimizer_lr_ignored: it has no learning rate and weight decay of its own
-    return torch.optim.NAdam(groups)
+    return torch.optim.NAdam(groups, lr=OWN_RATE, weight_decay=OWN_DECAY)
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -256,8 +258,9 @@ def learning_rate(drawn: Drawn, update: int, updates: int, plateaus: int) -> flo
         factor = 0.1 ** (update // updates // (drawn.step_epochs or math.ceil(drawn.epochs / 3)))
     elif drawn.schedule == "plateau":
         factor = 0.1**plateaus
-    low = drawn.min_lr / drawn.lr
-    return drawn.lr * (low + (1 - low) * factor)
+    peak = OWN_RATE if drawn.optimizer.startswith("own") else drawn.lr
+    low = drawn.min_lr / peak
+    return peak * (low + (1 - low) * factor)
 
 
 @dataclass
@@ -386,7 +389,8 @@ class PlainRun:
         for name, weight in model.named_parameters():
             depth = {"blocks.0": 2, "blocks.1": 1, "0": 1}.get(name.rpartition(".")[0][:-2], 0)
             scale = drawn.backbone_lr * drawn.layer_decay**depth if depth else 1.0
-            decay = drawn.weight_decay if weight.ndim > 1 else 0.0
+            is_own = drawn.optimizer.startswith("own")
+            decay = (OWN_DECAY if is_own else drawn.weight_decay) if weight.ndim > 1 else 0.0
             groups.append({"params": [weight], "weight_decay": decay, "lr": 1.0, "scale": scale})
         sgd = {"momentum": drawn.momentum, "nesterov": drawn.momentum > 0}
         return {

@@ -55,7 +55,6 @@ STILL: dict[str, Any] = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay"
 
 # --- the best epoch -------------------------------------------------------------------------------
 
-DIRECTION = known_fault("training/own_error_metric_best_is_worst")
 FALLING = (6.0, 3.0, 1.0, 0.0)  # outputs whose error falls in each epoch
 
 
@@ -63,7 +62,6 @@ def rmse() -> dict[str, Any]:
     return {"rmse": torchmetrics.MeanSquaredError(squared=False)}
 
 
-@DIRECTION
 def test_the_best_epoch_by_an_error_metric_has_the_least_error(
     halves: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +77,6 @@ def test_the_best_epoch_by_an_error_metric_has_the_least_error(
     assert "lowest" in lines.text
 
 
-@DIRECTION
 @pytest.mark.parametrize(
     "option", [{"patience": 1}, {"schedule": "plateau", "plateau_epochs": 1}], ids=str
 )
@@ -91,7 +88,6 @@ def test_a_falling_error_metric_is_an_improvement(
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4
 
 
-@DIRECTION
 def test_the_direction_of_a_metric_holds_for_one_of_several_labels(tmp_path: Path) -> None:
     labels = [wt.Label(name, "number", "json", name) for name in "xy"]
     samples = ({"png": small_image(i), "json": {"x": i % 2, "y": i % 2}} for i in range(16))
@@ -109,7 +105,6 @@ class Undirected(torchmetrics.MeanSquaredError):
     higher_is_better = None
 
 
-@known_fault("training/own_error_metric_best_is_worst", raises=pytest.fail.Exception)
 def test_a_metric_without_a_direction_is_refused_as_the_monitor(
     halves: Path, tmp_path: Path
 ) -> None:
@@ -151,9 +146,7 @@ def grays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    "min_delta", [0.0, pytest.param(0.2, marks=known_fault("training/min_delta_best"))]
-)
+@pytest.mark.parametrize("min_delta", [0.0, 0.2])
 def test_the_best_checkpoint_has_the_best_metric_of_all_epochs(
     grays: Path, tmp_path: Path, min_delta: float
 ) -> None:
@@ -172,7 +165,6 @@ def test_the_best_checkpoint_has_the_best_metric_of_all_epochs(
     assert "best.pt is of epoch 3" in (tmp_path / "run" / "report.html").read_text()
 
 
-@known_fault("training/min_delta_best")
 def test_the_least_error_is_kept_with_min_delta(halves: Path, tmp_path: Path) -> None:
     options = {**STILL, "epochs": 4, "min_delta": 100.0, "patience": 9}
     run = wt.train(halves, tmp_path / "run", val=halves, callbacks=[Bias(FALLING)], **options)
@@ -191,15 +183,13 @@ def test_improvements_below_min_delta_do_not_count_for_patience(
 
 # --- the learning rate ----------------------------------------------------------------------------
 
-RATE = known_fault("training/lr_log_shows_backbone")
-
 
 @pytest.mark.parametrize(
     "option",
     [
         {},
-        pytest.param({"backbone_lr": 0.1}, marks=RATE),
-        pytest.param({"layer_decay": 0.5}, marks=RATE),
+        {"backbone_lr": 0.1},
+        {"layer_decay": 0.5},
         {"freeze": "backbone", "backbone_lr": 0.1},
     ],
     ids=str,
@@ -227,9 +217,9 @@ FIGURE = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
     "scale",
     [
         1.0,
-        pytest.param(1e-4, marks=known_fault("training/small_numbers_are_zero")),
-        pytest.param(1e-12, marks=known_fault("training/small_numbers_are_zero")),
-        pytest.param(1e9, marks=known_fault("training/small_numbers_are_zero")),
+        1e-4,
+        1e-12,
+        1e9,
     ],
 )
 def test_errors_are_printed_with_a_few_significant_digits(
@@ -268,7 +258,6 @@ class Broken(torch.nn.Module):
         return torch.where(is_first, self.value, outputs)
 
 
-NAN = known_fault("training/nan_validation_crash", raises=RuntimeError)
 KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
     "binary": (wt.Label("y", "class", "json", "y", ("a", "b")), lambda i: "ab"[i % 2]),
     "class": (wt.Label("y", "class", "json", "y", ("a", "b", "c")), lambda i: "abc"[i % 3]),
@@ -295,8 +284,8 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("binary", marks=NAN),
-        pytest.param("class", marks=NAN),
+        "binary",
+        "class",
         "multi",
         "number",
     ],
@@ -322,8 +311,8 @@ def test_nan_in_validation_is_an_error_of_the_package_or_a_metric(
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("binary", marks=known_fault("training/nan_validation_crash")),
-        pytest.param("class", marks=known_fault("training/nan_validation_crash")),
+        "binary",
+        "class",
         "multi",
         "number",
     ],

@@ -59,24 +59,9 @@ class Seen(wt.Callback):
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [
-        pytest.param(
-            lambda groups: torch.optim.SGD(groups, lr=1e-5),
-            "lr",
-            1e-5,
-            marks=known_fault("training/own_optimizer_lr_ignored"),
-        ),
-        pytest.param(
-            lambda groups: torch.optim.AdamW(groups, weight_decay=0.3),
-            "weight_decay",
-            {0.3, 0.0},
-            marks=known_fault("training/own_optimizer_lr_ignored"),
-        ),
-        pytest.param(
-            lambda groups: torch.optim.AdamW(groups, weight_decay=0.0),
-            "weight_decay",
-            0.0,
-            marks=known_fault("training/own_optimizer_lr_ignored"),
-        ),
+        (lambda groups: torch.optim.SGD(groups, lr=1e-5), "lr", 1e-5),
+        (lambda groups: torch.optim.AdamW(groups, weight_decay=0.3), "weight_decay", {0.3, 0.0}),
+        (lambda groups: torch.optim.AdamW(groups, weight_decay=0.0), "weight_decay", 0.0),
         (lambda groups: torch.optim.SGD(groups, lr=1e-3, momentum=0.7), "momentum", 0.7),
         (lambda groups: torch.optim.AdamW(groups, betas=(0.5, 0.6)), "betas", (0.5, 0.6)),
         (lambda groups: torch.optim.SGD(groups, lr=1e-3, nesterov=False), "nesterov", False),
@@ -94,7 +79,6 @@ def test_an_optimizer_keeps_the_values_that_its_function_gave(
     assert value == seen.values(name) or not isinstance(value, set)
 
 
-@known_fault("training/own_optimizer_lr_ignored")
 @pytest.mark.parametrize(
     ("option", "factors"), [({"backbone_lr": 0.1}, {0.1, 1.0}), ({"layer_decay": 0.5}, {0.5, 1.0})]
 )
@@ -123,7 +107,6 @@ class TwoLayers(nn.Module):
         return self.last(self.first(image.flatten(1)))
 
 
-@known_fault("training/own_optimizer_lr_ignored")
 def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path) -> None:
     def make(groups: Groups) -> torch.optim.Optimizer:
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -137,7 +120,6 @@ def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path)
     assert [[group["lr"] for group in step] for step in seen.steps] == [[1e-3, 1e-5]] * 3
 
 
-@known_fault("training/own_optimizer_lr_ignored")
 def test_a_resumed_run_keeps_the_rate_of_its_optimizer(shards: Path, tmp_path: Path) -> None:
     seen = Seen()
     options = {**SMALL, "model": Linear, "epochs": 2}
@@ -171,11 +153,8 @@ class PartlyFrozen(nn.Module):
         {},
         {"ema": 0.5},
         {"layer_decay": 0.5, "backbone_lr": 0.1},
-        pytest.param({"freeze": "first"}, marks=known_fault("training/freeze_thaws_own_frozen")),
-        pytest.param(
-            {"freeze": "first", "unfreeze_epoch": 1},
-            marks=known_fault("training/freeze_thaws_own_frozen"),
-        ),
+        {"freeze": "first"},
+        {"freeze": "first", "unfreeze_epoch": 1},
     ],
     ids=str,
 )
@@ -217,20 +196,13 @@ class Lerp(nn.Module):
         return values - self.mean
 
 
-FREEZE = known_fault("training/freeze_stops_batch_norm_without_parameters")
-
-
 @pytest.mark.parametrize("unfreeze", [None, 1])
 @pytest.mark.parametrize(
     "layer",
     [
-        pytest.param(lambda: nn.BatchNorm2d(4, affine=False), marks=FREEZE, id="batch norm"),
-        pytest.param(
-            lambda: nn.InstanceNorm2d(4, track_running_stats=True),
-            marks=FREEZE,
-            id="instance norm",
-        ),
-        pytest.param(Lerp, marks=FREEZE, id="own"),
+        pytest.param(lambda: nn.BatchNorm2d(4, affine=False), id="batch norm"),
+        pytest.param(lambda: nn.InstanceNorm2d(4, track_running_stats=True), id="instance norm"),
+        pytest.param(Lerp, id="own"),
         pytest.param(lambda: nn.Dropout(0.5), id="dropout"),
         pytest.param(lambda: nn.BatchNorm2d(4), id="batch norm with parameters"),
     ],
@@ -291,14 +263,11 @@ def own_forward_of_the_class(block: Block) -> None:
     block.__class__ = type("Doubled", (Block,), {"forward": lambda self, x: 2 * self.two(x)})
 
 
-GRAD = known_fault("training/grad_checkpointing_drops_own_forward")
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(own_forward, marks=GRAD),
-        pytest.param(wrapped_forward, marks=GRAD),
+        own_forward,
+        wrapped_forward,
         own_forward_of_the_class,
         lambda block: block.register_forward_hook(lambda module, args, out: 2 * out),
         lambda block: block.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
@@ -454,7 +423,6 @@ def earlier(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "weights.pt"
 
 
-@known_fault("training/weights_drop_normalization")
 def test_weights_of_a_run_bring_their_normalization(
     shards: Path, earlier: Path, tmp_path: Path
 ) -> None:
@@ -464,7 +432,6 @@ def test_weights_of_a_run_bring_their_normalization(
     assert list(inputs["std"]) == [0.25, 0.25, 0.25]
 
 
-@known_fault("training/weights_drop_normalization")
 def test_weights_of_a_run_keep_the_meaning_of_their_classes(shards: Path, tmp_path: Path) -> None:
     """The new set numbers the same classes in another order."""
     wt.train(shards, tmp_path / "first", model=Linear, **SMALL)
@@ -487,9 +454,6 @@ def test_weights_of_a_run_keep_the_meaning_of_their_classes(shards: Path, tmp_pa
         assert run.val["accuracy"] == pytest.approx(1 / 4)
 
 
-TUTORIAL = known_fault("training/weights_of_tutorial_checkpoint", raises=wt.UsageError)
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -497,12 +461,9 @@ TUTORIAL = known_fault("training/weights_of_tutorial_checkpoint", raises=wt.Usag
         lambda state: {"model": state, "epoch": 3},
         lambda state: {"state_dict": state, "epoch": 3},
         lambda state: {"state_dict": {f"model.{name}": value for name, value in state.items()}},
-        pytest.param(lambda state: {"model_state_dict": state, "epoch": 3}, marks=TUTORIAL),
-        pytest.param(
-            lambda state: {"state_dict": {f"net.{n}": value for n, value in state.items()}},
-            marks=TUTORIAL,
-        ),
-        pytest.param(lambda state: {"net": state, "optimizer": {}}, marks=TUTORIAL),
+        lambda state: {"model_state_dict": state, "epoch": 3},
+        lambda state: {"state_dict": {f"net.{n}": value for n, value in state.items()}},
+        lambda state: {"net": state, "optimizer": {}},
     ],
     ids=["plain", "model", "state_dict", "Lightning", "tutorial", "net.", "net"],
 )
@@ -535,15 +496,12 @@ def torch_settings() -> dict[str, Any]:
     }
 
 
-MODE = known_fault("training/evaluate_changes_deterministic_mode")
-
-
 @pytest.mark.parametrize(
     "verb",
     [
-        pytest.param("train", marks=MODE),
-        pytest.param("train deterministic", marks=MODE),
-        pytest.param("evaluate", marks=MODE),
+        "train",
+        "train deterministic",
+        "evaluate",
         "predict",
         "export",
     ],

@@ -15,7 +15,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
 from wdstrain.training.epoch_sums import STAGES, StageTimer
 from wdstrain.training.heads import NumberHead
-from wdstrain.training.metrics import is_maximized, metric_text
+from wdstrain.training.metrics import Monitor, metric_text
 from wdstrain.training.run import Run
 from wdstrain.training.tasks import Task
 
@@ -48,7 +48,7 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
     state, sums = run.state, run.total_sums()
     metrics = {"epoch": state.epoch, **_training_figures(run.task, sums, state.seconds)}
     metrics["left_out"] = run.loader.plan(state.epoch).left_out
-    metrics["lr"] = run.optimizer.param_groups[0]["lr"]
+    metrics["lr"] = run.lr
     metrics["verdict"] = state.verdict
     if run.scaler.is_enabled():
         metrics["skipped_steps"] = int(sums["skipped"])
@@ -124,17 +124,17 @@ def _epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
 
 
 def best_sentence(
-    history: Sequence[Mapping[str, Any]], best: Mapping[str, float] | None, monitor: str
+    history: Sequence[Mapping[str, Any]], best: Mapping[str, float] | None, monitor: Monitor
 ) -> str:
     """Return the epoch of best.pt and how it was chosen."""
     same = (i for i, line in enumerate(history, 1) if best and line.get("val") == best)
     title = f"best.pt is of epoch {next(same, len(history))}"
     if best is None:
         return f"{title}, the last: there was no validation"
-    if monitor not in best:
-        return f"{title}: {monitor} was undefined"
-    rank = "highest" if is_maximized(monitor) else "lowest"
-    value = metric_text(monitor, best[monitor])
+    if monitor.name not in best:
+        return f"{title}: {monitor.name} was undefined"
+    rank = "highest" if monitor.maximizes else "lowest"
+    value = metric_text(monitor.name, best[monitor.name])
     if len(history) == 1:
         return f"{title}, the only epoch: {value}"
     return f"{title}: {value}, the {rank} of {len(history)} epochs"
@@ -236,7 +236,7 @@ class StepLog:
             "epoch": state.epoch,
             "step": state.step,
             "loss": mean_loss({name: sums[name] - self._recorded[name] for name in sums}),
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": run.lr,
             "samples_per_second": rate,
             **{f"{name}_seconds": round(value, 6) for name, value in self._window.items()},
         }

@@ -25,7 +25,8 @@ _ON_DEVICE = ("compute", "optimizer")
 class TrainerState:
     """Position and history of a run.
 
-    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs after it.
+    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs
+    that did not improve on it by more than min_delta.
     lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
     """
 
@@ -38,12 +39,8 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     verdict: str = ""
 
-    def finish_epoch(self, metrics: dict[str, Any], *, is_best: bool) -> None:
+    def finish_epoch(self, metrics: dict[str, Any]) -> None:
         """Add an epoch to the history, and go to the start of the next."""
-        if is_best:
-            self.best, self.since_best = metrics.get("val"), 0
-        else:
-            self.since_best += 1
         self.history.append(metrics)
         self.epoch, self.step = self.epoch + 1, 0
         self.seconds = dict.fromkeys(STAGES, 0.0)

@@ -197,9 +197,9 @@ class _Number(HeadMetrics):
     def text(self, metrics: Mapping[str, float]) -> str:
         baseline = ""
         if "mse_of_mean" in metrics:
-            baseline = f" (predicting the mean gives {metrics['mse_of_mean']:.4f})"
+            baseline = f" (predicting the mean gives {figure(metrics['mse_of_mean'])})"
         r2 = f", R2 {metrics['r2']:.3f}" if "r2" in metrics else ""
-        return f"mse {metrics['mse']:.4f}{baseline}, mae {metrics['mae']:.4f}{r2}"
+        return f"mse {figure(metrics['mse'])}{baseline}, mae {figure(metrics['mae'])}{r2}"
 
 
 class _Masks(HeadMetrics):
@@ -260,6 +260,11 @@ class _Masks(HeadMetrics):
         return sums["pixels"][:-1].view(count, count)
 
 
+def figure(value: float) -> str:
+    """Return a number with four decimals, or four digits where these would say little."""
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
 def _left_out(count: int, lacking: str) -> str:
     """Return how many classes are left out of means because they lack something."""
     if not count:
@@ -290,13 +295,13 @@ def _add_counts(counts: Tensor, positions: Tensor) -> None:
     Whole numbers add up to the same in any order, so this is deterministic where torch's bincount
     is refused by deterministic algorithms.
     """
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
     try:
         ones = torch.ones(len(positions), dtype=counts.dtype, device=counts.device)
         counts.view(-1).index_add_(0, positions, ones)
     finally:
-        torch.use_deterministic_algorithms(was)
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _one_hot(target: Tensor, outputs: int) -> Tensor:
@@ -352,7 +357,7 @@ def _average_precision(ranks: Tensor) -> Tensor:
 
 def _add_calibration(sums: Tensor, confidence: Tensor, right: Tensor) -> None:
     """Add a batch to [samples, confidences, right answers] by bin of the confidence."""
-    bins = (confidence * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
+    bins = (confidence.nan_to_num() * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
     picked = torch.nn.functional.one_hot(bins, _CALIBRATION_BINS).double()
     sums += torch.stack([picked.sum(0), confidence @ picked, right.double() @ picked])
 

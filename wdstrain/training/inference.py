@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,8 @@ def _write(
         TABLES[os.path.splitext(path)[1].lower()](path, [*names, "error"], numbers) as table,
     ):
         for row in rows:
+            if not all(bool(own.isfinite().all()) for own in row.outputs or ()):
+                row = replace(row, outputs=None, error="the output of the model is not finite")
             cells: list[Any] = [row.key]
             for i, head in enumerate(heads):
                 if row.outputs is None:

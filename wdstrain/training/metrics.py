@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
-from wdstrain.training.head_metrics import METRICS_OF_HEAD
+from wdstrain.training.head_metrics import METRICS_OF_HEAD, figure
 from wdstrain.training.heads import BinaryHead, Head, NumberHead
 from wdstrain.training.optim import count_plateaus
 from wdstrain.training.tasks import Task
@@ -110,24 +110,48 @@ def is_better(value: float, best: float | None, *, maximize: bool, min_delta: fl
 class Monitor:
     """Metric of validation that chooses the best epoch, and ends a run that improves no longer."""
 
-    def __init__(self, config: Config, task: Task) -> None:
+    def __init__(self, config: Config, task: Task, metrics: Mapping[str, Any]) -> None:
+        """metrics: of the user's. Raises UsageError for one without a direction."""
         self._config = config
         self.name = config.monitor or default_monitor(task)
-        self._maximize = is_maximized(self.name)
+        name, _, direction = self.name.rpartition(":")
+        if direction in ("min", "max"):
+            self.name, self.maximizes = name, direction == "max"
+        elif self.name in metrics:
+            more_is_better: bool | None = getattr(metrics[self.name], "higher_is_better", None)
+            if more_is_better is None:
+                raise UsageError(
+                    f"monitor={self.name!r}: the metric has no higher_is_better. Say whether less or "
+                    f"more is better: {self.name}:min or {self.name}:max."
+                )
+            self.maximizes = more_is_better
+        else:
+            self.maximizes = is_maximized(self.name)
 
     def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
         """Return whether an epoch is the best so far. Without validation every epoch is."""
         if val is None or best is None:
             return True
-        value, min_delta = val.get(self.name, math.nan), self._config.min_delta
-        return is_better(value, best.get(self.name), maximize=self._maximize, min_delta=min_delta)
+        value = val.get(self.name, math.nan)
+        return is_better(value, best.get(self.name), maximize=self.maximizes)
+
+    def since_best(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many epochs did not improve on those before by more than min_delta."""
+        reference, waited = None, 0
+        for line in history:
+            value, min_delta = line.get("val", {}).get(self.name, math.nan), self._config.min_delta
+            if is_better(value, reference, maximize=self.maximizes, min_delta=min_delta):
+                reference, waited = value, 0
+            else:
+                waited += 1
+        return waited
 
     def plateaus(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Return how often the schedule "plateau" dropped the learning rate."""
         if self._config.schedule != "plateau":
             return 0
         values = [line["val"].get(self.name, math.nan) for line in history]
-        return count_plateaus(values, self._config.plateau_epochs, maximize=self._maximize)
+        return count_plateaus(values, self._config.plateau_epochs, maximize=self.maximizes)
 
     def stop_reason(self, since_best: int) -> str | None:
         """Return why training ends early; None if it goes on. since_best: epochs."""
@@ -161,7 +185,7 @@ def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
         own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
         texts[head.name] = METRICS_OF_HEAD[type(head)](head, cpu).text(own)
     if not task.has_several and not isinstance(task.heads[0], NumberHead):
-        texts[task.heads[0].name] += f", loss {metrics['loss']:.4f}"
+        texts[task.heads[0].name] += f", loss {figure(metrics['loss'])}"
     return texts
 
 
@@ -177,4 +201,4 @@ def metric_text(name: str, value: float) -> str:
     """Return one metric in words: shares in percent, errors as numbers."""
     plain = name.rpartition("/")[2]
     is_share = plain in ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
-    return f"{name} {value:.2%}" if is_share else f"{name} {value:.4f}"
+    return f"{name} {value:.2%}" if is_share else f"{name} {figure(value)}"

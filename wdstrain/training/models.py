@@ -352,13 +352,17 @@ def checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
     Copies of a model, such as its moving average, must not be made in the context: their blocks
     would run those of the original.
     """
+    before = [
+        {"forward": vars(block)["forward"]} if "forward" in vars(block) else {} for block in blocks
+    ]
     for block in blocks:
         block.forward = partial(_run, block, block.forward)
     try:
         yield
     finally:
-        for block in blocks:
+        for block, attributes in zip(blocks, before, strict=True):
             del block.forward
+            vars(block).update(attributes)
 
 
 def _run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

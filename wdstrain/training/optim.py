@@ -42,16 +42,18 @@ _NOT_DECAYED = frozenset(
 class Schedule:
     """The learning rate as a factor of its peak, by step.
 
-    steps: of the optimizer in an epoch.
+    steps: of the optimizer in an epoch. peak: highest learning rate;
+    0: that of the options.
     """
 
     config: Config
     steps: int
+    peak: float = 0.0
 
     def __call__(self, step: int, plateaus: int = 0) -> float:
         """Return the factor of a step. plateaus: how often validation stopped improving."""
         config = self.config
-        lowest = config.min_lr / config.lr
+        lowest = config.min_lr / (self.peak or config.lr)
         return lowest + (1 - lowest) * self._share(step, plateaus)
 
     def _share(self, step: int, plateaus: int) -> float:
@@ -101,8 +103,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model's parameters.
 
-    factory: called with parameter groups, each with its learning rate and weight decay; else
-    config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
+    factory: called with parameter groups; its learning rate and weight decay are those that it
+    gives. Else config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
     """
     groups = parameter_groups(model, config)
     if factory is None and ":" in config.optimizer:
@@ -116,20 +118,21 @@ def make_optimizer(
         for group in optimizer.param_groups:  # of a factory that made groups of its own
             group.setdefault("lr_scale", 1.0)
         return optimizer
+    values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "lion":
-        return Lion(groups, lr=config.lr)
+        return Lion(groups, **values)
     # With amp=fp16 others than fused optimizers wait in each step for the check for overflows.
     fused = all(p.is_cuda for group in groups for p in group["params"]) or None
     if config.optimizer == "sgd":
         momentum = config.momentum
         return torch.optim.SGD(
-            groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=fused
+            groups, **values, momentum=momentum, nesterov=momentum > 0, fused=fused
         )
-    return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    return torch.optim.AdamW(groups, **values, fused=fused)
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return groups of parameters with "lr", "lr_scale" and "weight_decay".
+    """Return groups of parameters with "lr_scale", and "weight_decay" where there is none.
 
     lr_scale: factor on the learning rate, by `backbone_lr` and `layer_decay`. Parameters with one
     dimension, tokens, position embeddings and those that `no_weight_decay()` of the model or of a
@@ -141,12 +144,7 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
         if parameter.requires_grad or config.unfreeze_epoch is not None:
             groups.setdefault((scales[name], name in decayed), []).append(parameter)
     return [
-        {
-            "params": parameters,
-            "lr": config.lr,
-            "lr_scale": scale,
-            "weight_decay": config.weight_decay if decays else 0.0,
-        }
+        {"params": parameters, "lr_scale": scale} | ({} if decays else {"weight_decay": 0.0})
         for (scale, decays), parameters in groups.items()
     ]
 
@@ -179,7 +177,7 @@ def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
     for name in names:
         if not name.startswith(last):
             # everything before the first numbered block, such as embeddings, is one block
-            blocks[name] = _block_of(name) or (_module_of(name) if any(depths) else "")
+            blocks[name] = _block_of(name) or (name.rpartition(".")[0] if any(depths) else "")
             depths.setdefault(blocks[name], len(depths))
     return {
         name: 1.0
@@ -198,16 +196,6 @@ def _block_of(name: str) -> str:
     return match.group() if match else ""
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each group to lr times its scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-
-
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023)."""
 
@@ -221,23 +209,20 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update all parameters. closure: evaluates the model again and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters. No closure is called."""
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                if not self.state[parameter]:
+                    self.state[parameter]["average"] = torch.zeros_like(parameter)
+                average = self.state[parameter]["average"]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 direction = torch.lerp(parameter.grad, average, first).sign_()
                 parameter.add_(direction, alpha=-group["lr"])
                 average.lerp_(parameter.grad, 1 - second)
-        return loss
 
 
 # --- averages, autocast ---------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class OptimizationOptions:
     monitor: str | None = option(
         None,
         "metric of validation that chooses the best checkpoint (default: accuracy, mAP or mse; with "
-        "several labels the loss)",
+        "several labels the loss); NAME:min or NAME:max says whether less or more is better",
         metavar="METRIC",
     )
     patience: int = option(

@@ -63,6 +63,7 @@ def write_report(
     path: str,
     task: Task,
     config: Config,
+    monitor: Monitor,
     history: History,
     steps: History,
     details: Mapping[str, Any],
@@ -75,8 +76,8 @@ def write_report(
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
     options = {name: value for name, value in vars(config).items() if value not in (None, "")}
     sections = [
-        _header(title, task, config, history),
-        _cards(_curves(task, config, history, steps)),
+        _header(title, task, config, monitor, history),
+        _cards(_curves(task, monitor.name, history, steps)),
     ]
     if details:
         heads = details["heads"]
@@ -96,7 +97,7 @@ def write_report(
 # --- header and curves ----------------------------------------------------------------------------
 
 
-def _header(title: str, task: Task, config: Config, history: History) -> str:
+def _header(title: str, task: Task, config: Config, monitor: Monitor, history: History) -> str:
     last = history[-1]
     val = last.get("val", {})
     seconds = sum(line["seconds"] for line in history)
@@ -130,14 +131,14 @@ def _header(title: str, task: Task, config: Config, history: History) -> str:
     return (
         f"<h1>{escape(title)}</h1>"
         f"<p class=soft>model {escape(config.model)}, task {escape(str(task))}</p>"
-        f'<div class="facts">{cells}</div>{text}<p>{escape(_best(task, config, history))}</p>'
+        f'<div class="facts">{cells}</div>{text}<p>{escape(_best(monitor, history))}</p>'
         f"<p>{escape(verdict)}.</p>"
     )
 
 
-def _best(task: Task, config: Config, history: History) -> str:
+def _best(monitor: Monitor, history: History) -> str:
     """Return a sentence on the epoch of best.pt; empty for a single epoch."""
-    monitor, best, epoch = Monitor(config, task), None, 0
+    best, epoch = None, 0
     for number, line in enumerate(history, 1):
         if monitor.is_best(line.get("val"), best):
             best, epoch = line.get("val"), number
@@ -153,7 +154,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _curves(task: Task, config: Config, history: History, steps: History) -> list[str]:
+def _curves(task: Task, monitor: str, history: History, steps: History) -> list[str]:
     """Return the cards of curves over the epochs."""
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
@@ -167,7 +168,6 @@ def _curves(task: Task, config: Config, history: History, steps: History) -> lis
     loss += _val_lines(history, epochs, "loss")
     cards = [_card("Loss", charts.lines(loss, across="epoch", log=True))]
     names = {task.metric_name(head, head.main_metric): head for head in task.heads}
-    monitor = Monitor(config, task).name
     if monitor not in names and monitor != "loss":
         names[monitor] = task.heads[0]
     for name, head in names.items():

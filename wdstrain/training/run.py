@@ -90,7 +90,9 @@ class Run:
         self.model = _model(arguments, config, task, ModelInputs(train_source.specs), weights)
         self.weights = None
         if weights is not None:
-            self.weights = model_weights.load(self.model, config.model, weights)
+            self.weights = model_weights.load(
+                self.model, config.model, weights, [head.classes for head in task.heads]
+            )
         self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
         # lanes of the run that is resumed, so that it may have another number of processes
         lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
@@ -112,10 +114,10 @@ class Run:
             criterion=arguments.criterion,
             metrics=arguments.metrics or {},
         )
-        self.monitor, self.logger = Monitor(config, task), RunLogger(task)
+        self.monitor = Monitor(config, task, self.setup.metrics)
+        self.logger = RunLogger(task, self.monitor)
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
-        self.schedule = Schedule(config, self.updates)
         self.checkpoints_due = CheckpointSchedule(config, distributed)
         self.state, self.sums = TrainerState(), EpochSums(task, device)
         self.stop_reason = ""
@@ -152,6 +154,9 @@ class Run:
         self.optimizer = make_optimizer(
             self.model, config, None if isinstance(factory, str) else factory
         )
+        groups = self.optimizer.param_groups
+        self.peak_rates = [group["lr"] * group["lr_scale"] for group in groups]
+        self.schedule = Schedule(config, self.updates, max(group["lr"] for group in groups))
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [
             class_weights(self.data.train, head, config.class_weights, device)
@@ -221,6 +226,13 @@ class Run:
     def scored_model(self) -> nn.Module:
         """The model that is validated and saved as the result: the average, if there is one."""
         return self.average.model if self.average is not None else self.model
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step, without the factors of layers."""
+        rates = zip(self.optimizer.param_groups, self.peak_rates, strict=True)
+        shares = [group["lr"] / peak for group, peak in rates if peak]
+        return shares[0] * self.schedule.peak if shares else 0.0
 
     @property
     def title(self) -> str:

@@ -11,6 +11,7 @@ from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.config import Config
 from wdstrain.training.epoch_sums import TrainerState
+from wdstrain.training.metrics import Monitor
 from wdstrain.training.report import Data, write_report
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.tasks import Task
@@ -19,8 +20,8 @@ from wdstrain.training.tasks import Task
 class RunLogger:
     """Writes to the folder of a run. Before `start`, and on other ranks than 0, it writes nothing."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, monitor: Monitor) -> None:
+        self._task, self._monitor = task, monitor
         self._run: RunDir | None = None
 
     def start(
@@ -58,7 +59,9 @@ class RunLogger:
             self._run.log(METRICS, metrics)
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
             path, steps = self._run.path(REPORT), self._run.lines(STEPS)
-            write_report(path, self._task, self._config, history, steps, details, self._data)
+            write_report(
+                path, self._task, self._config, self._monitor, history, steps, details, self._data
+            )
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> str | None:
         """Write a checkpoint, and return its path; None where nothing is written."""

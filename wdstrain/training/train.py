@@ -43,11 +43,10 @@ from wdstrain.training.epoch_sums import StepSnapshot
 from wdstrain.training.evaluate import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.models import checkpointed
-from wdstrain.training.optim import set_learning_rate
 from wdstrain.training.run import Run, resume
 from wdstrain.training.stop_signals import SignalHandler, Stopped, raise_stopped
 from wdstrain.training.tasks import Task
-from wdstrain.training.weights import set_frozen, train_mode
+from wdstrain.training.weights import set_trainable, train_mode
 
 
 @dataclass
@@ -105,17 +104,16 @@ def train(arguments: TrainArguments) -> TrainResult:
         _fit(run, signals)
         distributed.wait()  # until the last checkpoint is there
         reporter.line(f"training ended: {run.stop_reason}")
-        state, monitor = run.state, run.monitor.name
-        if state.history:
-            reporter.line(best_sentence(state.history, state.best, monitor))
+        if run.state.history:
+            reporter.line(best_sentence(run.state.history, run.state.best, run.monitor))
     return TrainResult(
         run.folder,
         run.task,
         run.scored_model,
-        state.history,
-        state.best,
+        run.state.history,
+        run.state.best,
         run.stop_reason,
-        monitor,
+        run.monitor.name,
     )
 
 
@@ -142,7 +140,7 @@ def _start_lines(run: Run) -> Iterator[str]:
 @contextmanager
 def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
     """Set deterministic algorithms and TF32 for a run, and restore them after it."""
-    algorithms = torch.are_deterministic_algorithms_enabled()
+    algorithms = torch.get_deterministic_debug_mode()
     benchmark, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
     if config.deterministic:
         if device.type == "cuda":  # cuBLAS reads it when it is first used
@@ -154,7 +152,7 @@ def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(algorithms)
+        torch.set_deterministic_debug_mode(algorithms)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_float32_matmul_precision(precision)
 
@@ -203,7 +201,7 @@ def _train_epoch(run: Run, signals: SignalHandler) -> None:
     if state.step >= run.steps:  # only the validation is missing
         return
     if run.frozen and config.unfreeze_epoch is not None and state.epoch >= config.unfreeze_epoch:
-        set_frozen(run.model, ())
+        set_trainable(run.model, run.frozen, True)
         run.frozen = []
         run.wrap()
     train_mode(run.model)
@@ -232,13 +230,14 @@ def _finish_epoch(run: Run, signals: SignalHandler) -> None:
     metrics = epoch_metrics(run, passes) | {"val_seconds": time.monotonic() - begin}
     if passes and not state.history and (warning := run.monitor.check(metrics["val"])):
         report(warning)
-    former = state.best, state.since_best
-    is_best = run.monitor.is_best(metrics.get("val"), state.best)
-    state.finish_epoch(metrics, is_best=is_best)
+    former, is_best = state.best, run.monitor.is_best(metrics.get("val"), state.best)
+    state.finish_epoch(metrics)
+    state.best = metrics.get("val") if is_best else former
+    state.since_best = run.monitor.since_best(state.history)
     run.sums.clear()
     run.save(best=is_best)
     if is_best and run.write_error is not None:
-        state.best, state.since_best = former
+        state.best = former
     try:
         run.logger.epoch(state.history, passes["val"][1] if passes else {})
     except StorageError as error:  # checkpoints count more, and were written before
@@ -284,7 +283,8 @@ def _take_step(
     group = min(config.accumulate, run.steps - state.step)
     update = state.epoch * run.updates + state.step // config.accumulate
     rate = run.schedule(update, run.monitor.plateaus(state.history)) * state.lr_scale
-    set_learning_rate(run.optimizer, config.lr * rate)
+    for values, peak in zip(run.optimizer.param_groups, run.peak_rates, strict=True):
+        values["lr"] = peak * rate
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
     run.optimizer.zero_grad(set_to_none=True)
     snapshot = StepSnapshot(run.sums, run.model) if group > 1 else None

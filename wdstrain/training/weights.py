@@ -10,7 +10,7 @@ import argparse
 import fnmatch
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,8 +21,13 @@ from wdstrain.errors import UsageError
 from wdstrain.training.inputs import Normalization
 from wdstrain.training.models import TIMM, output_layers
 
-_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
-_NESTED = ("model", "state_dict")  # keys of checkpoints under which a state dict lies
+_PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
+_NESTED = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "net",
+)  # keys of checkpoints under which a state dict lies
 # Heads of torchvision's Inception and segmentation models for a second loss.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.", "aux_classifier.")
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
@@ -46,15 +51,18 @@ def uses_timm_weights(model_name: str, weights: str | None) -> bool:
     return model_name.startswith(TIMM) and weights is not None and not is_file(weights)
 
 
-def load(model: nn.Module, model_name: str, weights: str) -> LoadedWeights:
+def load(
+    model: nn.Module, model_name: str, weights: str, classes: Sequence[Sequence[str]] = ()
+) -> LoadedWeights:
     """Load weights into a model.
 
     weights: a file, or for a model of torchvision the name of its weights, such as DEFAULT or
     IMAGENET1K_V2, and for a model of timm DEFAULT, which `models.build(pretrained=True)` has loaded.
+    classes: of each label that is learned. The last layer of a run that learned others starts anew.
     Raises UsageError for weights that are missing, or of another model, naming the differences.
     """
     if is_file(weights):
-        return _load_file(model, weights)
+        return _load_file(model, weights, classes)
     if model_name.startswith(TIMM):
         return _timm_weights(model, weights)
     if model_name == "small" or ":" in model_name:
@@ -106,7 +114,7 @@ def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
     return LoadedWeights(tuple(fresh), normalization)
 
 
-def _load_file(model: nn.Module, path: str) -> LoadedWeights:
+def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> LoadedWeights:
     try:
         if path.endswith(".safetensors"):
             value: Any = _load_safetensors(path)
@@ -123,14 +131,15 @@ def _load_file(model: nn.Module, path: str) -> LoadedWeights:
             f"weights={path} cannot be loaded by torch.load with weights_only=True. "
             f"Save a state dict: torch.save(model.state_dict(), FILE)."
         ) from error
-    normalization = _saved_normalization(value)
+    normalization, given = _saved_normalization(value), _saved_classes(value)
+    is_other = bool(classes and given) and given != [list(names) for names in classes]
     for name in _NESTED:
         if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
             value = value[name]
     is_state = isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
     if not is_state:
         raise UsageError(f"weights={path} holds no state dict of names and tensors.")
-    return LoadedWeights(_copy_weights(model, value, path), normalization)
+    return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
 
 
 def _load_safetensors(path: str) -> dict[str, Tensor]:
@@ -150,20 +159,32 @@ def _load_safetensors(path: str) -> dict[str, Tensor]:
 
 def _saved_normalization(checkpoint: Any) -> Normalization | None:
     """Return the normalization of a checkpoint of a run; None for other files."""
-    image = checkpoint.get("image") if isinstance(checkpoint, Mapping) else None
-    if not isinstance(image, Mapping) or "mean" not in image:
+    inputs = checkpoint.get("inputs") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(inputs, Mapping) or "mean" not in inputs:
         return None
-    return Normalization(tuple(image["mean"]), tuple(image["std"]))
+    return Normalization(tuple(inputs["mean"]), tuple(inputs["std"]))
 
 
-def _copy_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> tuple[str, ...]:
-    """Copy weights, but for a last layer of another shape; return the names that stay fresh."""
+def _saved_classes(checkpoint: Any) -> list[list[str]]:
+    """Return the classes of each label of a checkpoint of a run; empty for other files."""
+    heads = checkpoint.get("task") if isinstance(checkpoint, Mapping) else None
+    return [list(head["target"]["classes"]) for head in heads] if isinstance(heads, list) else []
+
+
+def _copy_weights(
+    model: nn.Module, state: Mapping[str, Tensor], source: str, is_other: bool = False
+) -> tuple[str, ...]:
+    """Copy weights, but for a last layer of another shape; return the names that stay fresh.
+
+    is_other: the weights are of other classes, so the last layer stays fresh.
+    """
     wanted, last = model.state_dict(), output_layers(model)
     given = _without_prefixes(state, wanted)
     fresh = [
         name
         for name, value in wanted.items()
-        if name.startswith(last) and (name not in given or given[name].shape != value.shape)
+        if name.startswith(last)
+        and (is_other or name not in given or given[name].shape != value.shape)
     ]
     differences = [
         f"{name} is missing" for name in wanted if name not in given | dict.fromkeys(fresh)
@@ -208,7 +229,7 @@ def _without_prefixes(
 
 
 def freeze(model: nn.Module, patterns: str) -> list[str]:
-    """Freeze parameters, and return their names.
+    """Freeze parameters, and return the names of those that were trained until now.
 
     patterns: parts of names with a comma between them: `layer1` for all of layer1, `*.bn?.*`, or
     `backbone` for all but the last layer. Raises UsageError for a pattern that matches nothing, and
@@ -223,10 +244,11 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
                 f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}."
             )
         frozen.update(matching)
-    if len(frozen) == len(names):
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained <= frozen:
         raise UsageError(f"freeze={patterns!r} leaves no parameter to train.")
-    set_frozen(model, frozen)
-    return sorted(frozen)
+    set_trainable(model, frozen, False)
+    return sorted(frozen & trained)
 
 
 def _matching(model: nn.Module, names: Iterable[str], pattern: str) -> list[str]:
@@ -240,11 +262,10 @@ def _matching(model: nn.Module, names: Iterable[str], pattern: str) -> list[str]
     ]
 
 
-def set_frozen(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parameters, and train all others."""
-    frozen = set(names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+def set_trainable(model: nn.Module, names: Iterable[str], trainable: bool) -> None:
+    """Train or freeze these parameters. Others stay as they are."""
+    for name in names:
+        model.get_parameter(name).requires_grad_(trainable)
 
 
 def train_mode(model: nn.Module) -> None:
@@ -253,7 +274,8 @@ def train_mode(model: nn.Module) -> None:
     if all(parameter.requires_grad for parameter in model.parameters()):
         return
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        has_state = bool(own) or any(True for _ in module.buffers(recurse=False))
-        if has_state and not any(parameter.requires_grad for parameter in own):
-            module.eval()
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            for part in module.modules():
+                if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+                    part.training = False
