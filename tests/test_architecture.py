@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4705,
+    "conversion": 4648,
     "training": 4394,
     "inspection": 3290,
     "loader": 1243,

@@ -18,7 +18,6 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import ROOT
-from tests.support.known_faults import known_fault
 
 # --- archives ---
 
@@ -78,16 +77,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_AGAIN = known_fault("conversion/archives_are_read_again_on_resume")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[_AGAIN] if name in ("keep", "drop", "keys") else [])
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_resumed_conversion_uses_what_was_unpacked(resumed: Path, name: str) -> None:
     index = wt.open(resumed / name)
     assert len(index) == 8
@@ -98,10 +88,7 @@ def test_a_resumed_conversion_uses_what_was_unpacked(resumed: Path, name: str) -
 # --- Ctrl-C ---
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [1, pytest.param(2, marks=known_fault("conversion/interrupt_waits_for_shards"))],
-)
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_does_not_wait_for_the_shards_that_are_being_written(
     tmp_path: Path, workers: int
 ) -> None:

@@ -16,7 +16,7 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import NamedTuple
@@ -230,9 +230,11 @@ class _Spool:
         self._buffers: dict[int, list[bytes]] = {}
         self._held = self.count = self.bytes = 0
         if folder is not None:
-            for name in sorted(os.listdir(folder), reverse=True):  # of an earlier run; _DONE first
+            with suppress(FileNotFoundError):  # it describes files that are about to be replaced
+                os.unlink(os.path.join(folder, _DONE))
+                sync_folder(folder)
+            for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
-            sync_folder(folder)
 
     def add(self, key: str, name: str, sample: Sample) -> None:
         """Add a sample. Raises StorageError."""
@@ -289,7 +291,7 @@ def _save(
     index, meta = catalog.index, catalog.meta
     about = {
         "identity": _identity(source, options),
-        "files": [(shard.path, shard.samples, shard.bytes) for shard in index.shards],
+        "files": [(shard.name, shard.samples, shard.bytes) for shard in index.shards],
         "fields": index.fields,
         "meta": meta.names,
         "renamed": list(catalog.renamed.items()),
@@ -303,6 +305,7 @@ def _save(
     for shard in index.shards:
         with _disk_errors(shard.path), open(shard.path, "rb") as file:
             os.fsync(file.fileno())
+    sync_folder(folder)  # after a power cut, the file implies all buckets
     write_whole(os.path.join(folder, _DONE), arrow_file(rows, json.dumps(about).encode()))
 
 
@@ -318,7 +321,7 @@ def _restored(source: Source, folder: str, options: Options, bad: BadSamples) ->
         return None
     columns, arrays = rows.columns[:-_META], [numbers(values) for values in rows.columns[-_META:]]
     meta = SampleMeta.of(arrays, *about["meta"])
-    shards = tuple(Shard(*row) for row in about["files"])
+    shards = tuple(Shard(os.path.join(folder, name), *counts) for name, *counts in about["files"])
     index = Index(shards, Offsets.of_arrays(about["fields"], columns))
     for row in about["bad"]:
         bad.put(BadSample(*row))

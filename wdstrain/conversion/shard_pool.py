@@ -33,7 +33,7 @@ from wdstrain.runtime import child_process
 from wdstrain.runtime.options import as_bytes
 
 _RAY_RETRIES = 5  # of a task whose node or worker process was lost
-_POLL = 0.2  # seconds between reports of progress
+_POLL = 0.05  # seconds between reports of progress
 
 T = TypeVar("T", contravariant=True)
 R = TypeVar("R", covariant=True)

@@ -1,4 +1,4 @@
-"""Compressed tars and zip archives as a stream of samples, read forward once.
+"""Samples of compressed tars and zip archives, read forward once.
 
 Members are grouped into samples by webdataset's rule: the key is the name up to the first dot of
 its last part. Archives are not trusted: their unpacked size is limited.
@@ -12,7 +12,6 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from lzma import LZMAError
 from typing import Any, BinaryIO, cast
 
@@ -26,6 +25,7 @@ from wdstrain.conversion.listing import (
     file_mark,
     split_of,
 )
+from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
 from wdstrain.shards.tar import (
     Member,
@@ -34,7 +34,7 @@ from wdstrain.shards.tar import (
     split_name,
 )
 from wdstrain.shards.tar_stream import members, open_tar, samples, shown
-from wdstrain.storage.addresses import INDEX_NAME, Urls, expand, is_json
+from wdstrain.storage.addresses import INDEX_NAME, expand, is_json
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of
 
 _ARCHIVE = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|zip)$", re.IGNORECASE)
@@ -42,33 +42,10 @@ _MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the fir
 _FREE = 1 << 30  # bytes that any archive may unpack to
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArchiveFields:
-    """Samples and fields of archives to pack; see TarsOptions."""
-
-    keep: frozenset[str]
-    drop: frozenset[str]
-    rename: dict[str, str]
-    keys: set[str] | None
-
-    def packed(self, parts: list[Part]) -> list[Part]:
-        """Return the kept parts under their new names. Raises SampleError if there are none."""
-        kept = [
-            (field_name(self.rename.get(field, field)), data)
-            for field, data in parts
-            if (field in self.keep if self.keep else field not in self.drop)
-        ]
-        if not kept or len({field for field, _ in kept}) < len(kept):
-            names = ", ".join(field for field, _ in kept) or "(none)"
-            raise SampleError(f"it would have the fields {names}, but needs one or more, each once")
-        return kept
-
-
-def archives_in(urls: Urls) -> list[str]:
+def archives_in(addresses: list[str]) -> list[str]:
     """Return the paths of addresses if any is a compressed tar or a zip; else []."""
-    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     paths: list[str] = []
-    for address in [os.fspath(address) for address in addresses]:
+    for address in addresses:
         names = _names_in(address) if os.path.isdir(address) else []
         if names:
             paths += [os.path.join(address, name) for name in names]
@@ -98,8 +75,10 @@ def _names_in(folder: str) -> list[str]:
     return [name for name in names if _ARCHIVE.search(name)]
 
 
-def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, Any]) -> Source:
-    """Return the samples of archives, in their order. source: its provenance."""
+def stream_archives(
+    paths: list[str], options: TarsOptions, keys: set[str] | None, source: dict[str, Any]
+) -> Source:
+    """Return the samples of archives, in their order. keys: None: all. source: the provenance."""
     ignored: dict[str, int] = {}
 
     def entries() -> Iterator[Sample | BadSample]:
@@ -107,21 +86,33 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
             split = split_of(name_of(path))
             skipped = SkippedMembers()
             for key, parts in _grouped(path, skipped):
-                if fields.keys is not None and key not in fields.keys:
+                if keys is not None and key not in keys:
                     count_ignored(ignored, "keys that were not asked for")
                     continue
                 try:
-                    packed = fields.packed(parts)
+                    yield Sample(key, _kept(parts, options), split)
                 except SampleError as error:
                     yield BadSample(shown(path), 0, key, str(error))
-                    continue
-                yield Sample(key, packed, split)
             for reason, count in skipped.items():
                 count_ignored(ignored, reason, count)
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    mark = None if any(map(is_remote, paths)) else f"{file_mark(*paths)} {fields}"
+    mark = None if any(map(is_remote, paths)) else file_mark(*paths)
     return Source(name, entries, lambda: (), source, None, mark, ignored, resplit=True)
+
+
+def _kept(parts: list[Part], options: TarsOptions) -> list[Part]:
+    """Return the kept parts under their new names. Raises SampleError if there are none."""
+    keep, drop, rename = options.keep, options.drop, options.rename or {}
+    kept = [
+        (field_name(rename.get(field, field)), data)
+        for field, data in parts
+        if (field in keep if keep else field not in drop)
+    ]
+    if not kept or len({field for field, _ in kept}) < len(kept):
+        names = ", ".join(field for field, _ in kept) or "(none)"
+        raise SampleError(f"it would have the fields {names}, but needs one or more, each once")
+    return kept
 
 
 def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:

@@ -5,9 +5,9 @@ HDF5 data sets are read by the same functions: a block of rows at a time from ev
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,27 +55,24 @@ def stream_arrays(
     files = {
         name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))
     }
-    title = ", ".join(files.values()) or "arrays"
     paths = [
-        f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()
+        f"{path.partition('.npz:')[0]}.npz" if ".npz:" in path else path for path in files.values()
     ]
-    mark = file_mark(*paths) if len(files) == len(arrays) else None
-    stream = stream_rows(
-        title,
+    asked = [list(files.items()), list(labels), list(classes), quality]
+    source = {
+        "kind": "arrays",
+        "fields": list(arrays),
+        "labels": list(labels),
+        **stated_classes(check_classes(classes)),
+    }
+    return stream_rows(
+        ", ".join(files.values()) or "arrays",
         opened,
-        {
-            "kind": "arrays",
-            "fields": list(arrays),
-            "labels": list(labels),
-            **stated_classes(check_classes(classes)),
-        },
+        source,
         labels=labels,
         classes=classes,
         quality=quality,
-    )
-    return replace(
-        stream,
-        mark=mark and f"{mark} {list(files.items())} {list(labels)} {list(classes)} {quality}",
+        mark=f"{file_mark(*paths)} {asked}" if len(files) == len(arrays) else None,
     )
 
 
@@ -88,8 +85,12 @@ def stream_rows(
     classes: Sequence[str],
     quality: int,
     keys: str | None = None,
+    mark: str | None = None,
 ) -> Source:
-    """Return the rows of arrays of equal length as samples. keys: name of the array of keys."""
+    """Return the rows of arrays of equal length as samples.
+
+    keys: name of the array of keys. mark: as in `Source`.
+    """
     count = _row_count(title, arrays)
     if keys is not None:
         _check_keys(title, arrays[keys])
@@ -123,9 +124,15 @@ def stream_rows(
                 stratum = classed.stratum(block[classed.name][i]) if classed else ""
                 yield Sample(key, parts, stratum=stratum, row=first + i + 1)
 
-    labels_of = lambda: tuple(scalar.label() for scalar in scalars)  # noqa: E731
-    stratum = ("label" if classed.name == "cls" else classed.name) if classed else ""
-    return Source(title, entries, labels_of, source, count, stratum=stratum)
+    return Source(
+        title,
+        entries,
+        lambda: tuple(scalar.label() for scalar in scalars),
+        source,
+        count,
+        mark,
+        stratum=classed.title if classed else "",
+    )
 
 
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
@@ -194,18 +201,18 @@ def blocks(
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
     """Yield (first row, {name: rows}) of each block of rows."""
     size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
+    step = math.lcm(*(getattr(array, "chunk", 1) for array in arrays.values()))
+    size -= size % step if size >= step else 0  # no chunk is decompressed twice
     for first in range(0, count, size):
-        yield (
-            first,
-            {
-                name: np.asanyarray(array[slice(first, min(first + size, count))])
-                for name, array in arrays.items()
-            },
-        )
+        rows = slice(first, min(first + size, count))
+        yield first, {name: np.asanyarray(array[rows]) for name, array in arrays.items()}
 
 
 class _Scalar:
-    """A scalar array that is a label. It checks each value and collects the classes."""
+    """A scalar array that is a label: it checks each value and collects the classes.
+
+    name: of the array. title: of the label.
+    """
 
     def __init__(
         self,
@@ -215,57 +222,50 @@ class _Scalar:
         classes: Sequence[str],
     ) -> None:
         before, _, kind = asked.rpartition(":")
-        self.name, self.kind = (
-            (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
-        )
+        is_stated = kind in ("class", "number") and before in arrays
+        self.name = before if is_stated else asked
         if self.name not in fields:
             raise UsageError(
                 f"the label '{self.name}' is not a field. Use one of: {', '.join(fields)}."
             )
         array = arrays[self.name]
-        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
+        type_ = np.dtype(array.dtype)
+        if len(array.shape) != 1 or type_.kind not in "biuf":
             raise UsageError(
                 f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}. A "
                 "label must be one number per row."
             )
-        self._field = fields[self.name]
-        self._is_flag = not self.kind and np.dtype(array.dtype) == np.bool_
-        self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
-        self._classes, self._numbers = (
-            tuple(classes),
-            Numbered(self.name, stated=asked != self.name),
-        )
+        self.title, self._field = "label" if self.name == "cls" else self.name, fields[self.name]
+        self.kind = kind if is_stated else "number" if type_.kind == "f" else "class"
+        self._is_flag = not (is_stated or classes) and type_.kind == "b"
+        self._classes, self._numbers = tuple(classes), Numbered(self.name, stated=is_stated)
 
     def see(self, value: Any) -> None:
-        if self.kind == "class":
-            number = int(value)
-            if number < 0 or number != value:
-                raise SampleError(
-                    f"its {self.name} is {value}, but a class must be a whole number >= 0"
-                )
-            if self._classes and number >= len(self._classes):
-                raise SampleError(
-                    f"its {self.name} is {number}, but there are {len(self._classes)} classes"
-                )
-            if not self._classes:
-                self._numbers.see(number)
-        elif not np.isfinite(value):
-            raise SampleError(f"its {self.name} is {value}")
+        if self.kind == "number":
+            if not np.isfinite(value):
+                raise SampleError(f"its {self.name} is {value}")
+            return
+        number = int(value)
+        if number < 0 or number != value:
+            raise SampleError(
+                f"its {self.name} is {value}, but a class must be a whole number >= 0"
+            )
+        if self._classes and number >= len(self._classes):
+            raise SampleError(
+                f"its {self.name} is {number}, but there are {len(self._classes)} classes"
+            )
+        if not self._classes:
+            self._numbers.see(number)
 
     def stratum(self, value: Any) -> str:
-        if self.kind != "class":
-            return ""
         return self._classes[int(value)] if self._classes else str(int(value))
 
     def label(self) -> ColumnInfo:
-        name = "label" if self.name == "cls" else self.name
         if self.kind == "number":
-            return ColumnInfo(name, "number", self._field)
-        if self._is_flag and not self._classes:
-            return ColumnInfo(name, "flag", self._field, classes=FLAG_CLASSES)
-        return ColumnInfo(
-            name, "class", self._field, classes=self._classes or self._numbers.classes()
-        )
+            return ColumnInfo(self.title, "number", self._field)
+        classes = FLAG_CLASSES if self._is_flag else self._classes or self._numbers.classes()
+        kind = "flag" if self._is_flag else "class"
+        return ColumnInfo(self.title, kind, self._field, classes=classes)
 
 
 def _value(value: Any, field: str) -> Any:
@@ -296,27 +296,23 @@ def _open(name: str, array: Any) -> Rows:
     path, _, member = os.fspath(array).partition(".npz:")
     check_there(f"{path}.npz" if member else path, f"{name}={os.fspath(array)}")
     try:
-        if member:
-            with np.load(f"{path}.npz", allow_pickle=False) as archive:
-                if member not in archive.files:
-                    raise UsageError(
-                        f"{path}.npz has no member '{member}'. Use one of: "
-                        f"{', '.join(archive.files)}"
-                    )
+        loaded = np.load(
+            f"{path}.npz" if member else path,
+            mmap_mode=None if member or path.endswith(".npz") else "r",
+            allow_pickle=False,
+        )
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            return loaded  # type: ignore[no-any-return]
+        with loaded as archive:
+            members = list(archive.files)
+            if member in members:
                 return np.asarray(archive[member])
-        loaded = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
-    except UsageError:
-        raise
     except Exception as error:  # numpy's parsers raise many types for damaged files
         raise SourceError(
             f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
         ) from error
-    if isinstance(loaded, np.lib.npyio.NpzFile):
-        members = ", ".join(loaded.files)
-        loaded.close()
-        raise UsageError(
-            f"{path} holds several arrays: {members}. Name one: "
-            f"{name}={path}:{members.split(', ')[0]}"
-        )
-    rows: Rows = loaded
-    return rows
+    if member:
+        raise UsageError(f"{path}.npz has no member '{member}'. Use one of: {', '.join(members)}")
+    raise UsageError(
+        f"{path} holds several arrays: {', '.join(members)}. Name one: {name}={path}:{members[0]}"
+    )

@@ -1,24 +1,22 @@
 """Rows of HDF5 and PyTables data sets.
 
-Data sets are read forward in whole chunks, so each chunk is decompressed once. hdf5plugin adds the
-compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a PyTables
+Data sets are read forward, in whole chunks or through h5py's cache of chunks, so each chunk is
+decompressed once. hdf5plugin adds the compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a PyTables
 table) has a path below it: /events/table/energy.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from wdstrain.conversion.classes import check_classes, stated_classes
 from wdstrain.conversion.listing import Source, check_there, file_mark
 from wdstrain.conversion.sources.arrays import stream_rows
 from wdstrain.errors import SourceError, UsageError
+
+_CACHE = 64 << 20  # bytes of chunks of one data set that h5py keeps
 
 
 def stream_hdf5(
@@ -38,7 +36,7 @@ def stream_hdf5(
     h5py = _h5py()
     check_there(file)
     try:
-        opened = h5py.File(file, "r")
+        opened = h5py.File(file, "r", rdcc_nbytes=_CACHE)
     except OSError as error:
         raise SourceError(
             f"{file} cannot be read as HDF5: {str(error).partition('(')[2].rstrip(')') or error}. "
@@ -63,7 +61,8 @@ def stream_hdf5(
         "key": key,
         **stated_classes(check_classes(classes)),
     }
-    stream = stream_rows(
+    asked = [list(wanted.items()), list(labels), list(classes), quality]
+    return stream_rows(
         file,
         data_sets,
         source,
@@ -71,24 +70,15 @@ def stream_hdf5(
         classes=classes,
         quality=quality,
         keys="__key__" if key else None,
-    )
-    files = sorted({place for rows in data_sets.values() for place in rows.files} - {file})
-    return replace(
-        stream,
-        mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} "
-        f"{quality}",
+        mark=f"{file_mark(file)} {asked}",
     )
 
 
 class _DataSet:
-    """A data set, or one column of a compound data set, read in whole chunks.
+    """A data set, or one column of a compound data set. chunk: rows of one of its chunks."""
 
-    files: the files that hold its values.
-    """
-
-    def __init__(self, opened: Any, file: str, column: str | None) -> None:
+    def __init__(self, opened: Any, file: str, column: str | None = None) -> None:
         self._opened, self._file, self._column = opened, file, column
-        self.files = _files(opened, file)
         if opened.shape is None:
             raise UsageError(
                 f"{file}{opened.name} holds nothing (its data space is null). Name a data set with "
@@ -98,24 +88,8 @@ class _DataSet:
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)
         self.chunk = int(opened.chunks[0]) if opened.chunks else 1
-        self._first, self._held = 0, np.zeros(0)
 
     def __getitem__(self, rows: slice) -> Any:
-        if not self._first <= rows.start or rows.stop > self._first + len(self._held):
-            # Rows of the last chunk are kept, so that no chunk is decompressed twice.
-            first = rows.start // self.chunk * self.chunk
-            stop = -(-rows.stop // self.chunk) * self.chunk
-            kept = (
-                self._held[max(0, first - self._first) :]
-                if first >= self._first
-                else self._held[:0]
-            )
-            begun = first + len(kept)
-            new = self._read(slice(begun, min(stop, self.shape[0])))
-            self._first, self._held = first, np.concatenate([kept, new]) if len(kept) else new
-        return self._held[rows.start - self._first : rows.stop - self._first]
-
-    def _read(self, rows: slice) -> Any:
         try:
             block = self._opened[rows]
         except OSError as error:
@@ -141,47 +115,13 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
                 f"{file}{path} is a table. Name one of its columns: "
                 f"{', '.join(f'{path}/{c}' for c in node.dtype.names)}"
             )
-        return _DataSet(node, file, None)
+        return _DataSet(node, file)
     above, _, column = path.rstrip("/").rpartition("/")
     table = opened.get(above) if above else None
     if isinstance(table, h5py.Dataset) and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
     reason = "is a group" if node is not None else "does not exist"
     raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
-
-
-def _files(node: Any, file: str) -> list[str]:
-    """Return the files that hold the values of a data set.
-
-    Raises SourceError if a file of a virtual data set is missing: HDF5 would return fill values.
-    """
-    h5py, files = _h5py(), [file, node.file.filename]
-    folder = os.path.dirname(os.path.abspath(node.file.filename))
-    files += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
-    parts = node.virtual_sources() if node.is_virtual else ()
-    for name, path in sorted({(part.file_name, part.dset_name) for part in parts}):
-        if "%" in f"{name}{path}":  # a series of files: its rows are those of the existing files
-            continue
-        # The places where HDF5 looks for the file, in its order.
-        prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", folder)
-        places = [name] if os.path.isabs(name) else []
-        base = os.path.basename(name) if os.path.isabs(name) else name
-        places += [os.path.join(at, base) for at in (prefix, folder, "") if at or not prefix]
-        place = node.file.filename if name == "." else next(filter(os.path.isfile, places), None)
-        try:
-            if place is None:
-                raise OSError("there is no such file")
-            with h5py.File(place, "r") as source:
-                inner = source.get(path)
-                if not isinstance(inner, h5py.Dataset):
-                    raise OSError(f"it holds no data set {path}")
-                files += _files(inner, place)
-        except OSError as error:
-            raise SourceError(
-                f"{file}{node.name} is made of data sets in other files, and {name} cannot be read "
-                f"({error}). Its rows would be fill values. Put that file where it belongs."
-            ) from error
-    return [name for name in dict.fromkeys(files) if os.path.isfile(name)]
 
 
 def _known(opened: Any) -> str:

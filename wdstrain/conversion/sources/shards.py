@@ -26,7 +26,7 @@ from wdstrain.conversion.listing import (
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
-from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
+from wdstrain.conversion.sources.archives import archives_in, stream_archives
 from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
@@ -181,13 +181,8 @@ def _stream_archives(paths: list[str], options: TarsOptions) -> Source:
             "where and label need the columns of an index, and archives have none. Convert the "
             "archives first, then the new shards: wdstrain convert tars OUT NEW --where CONDITION"
         )
-    fields = ArchiveFields(
-        keep=frozenset(options.keep),
-        drop=frozenset(options.drop),
-        rename=dict(options.rename or {}),
-        keys=read_keys(options.keys) if options.keys is not None else None,
-    )
-    return stream_archives(paths, fields, stated(options))
+    keys = read_keys(options.keys) if options.keys is not None else None
+    return stream_archives(paths, options, keys, stated(options))
 
 
 def stated(options: TarsOptions) -> dict[str, Any]:

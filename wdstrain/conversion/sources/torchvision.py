@@ -16,7 +16,7 @@ from wdstrain.conversion.listing import Source, check_there
 from wdstrain.conversion.sources.iterable import classes_of, stream_samples
 from wdstrain.errors import SourceError, UsageError
 
-_NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
+_NAMES = ("train", "val", "valid", "trainval", "test", "extra", "unlabeled")
 
 
 def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Source:
@@ -27,47 +27,41 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     """
     kind = _data_set(name)
     parameter, known = _splits_of(kind, root)
-    strange = sorted(set(splits) - {"train", "test"}) if parameter == "train" else []
-    if strange:
-        raise UsageError(f"{name} has no split '{strange[0]}'. Use train or test.")
-    wanted = _wanted(splits, known)
+    if strange := sorted(set(splits) - set(known)):
+        raise UsageError(f"{name} has no split '{strange[0]}'. Use {' or '.join(known)}.")
+    has_parts = {"train", "val"} & set(known)  # of trainval
+    wanted = list(splits) or [one for one in known if one != "trainval" or not has_parts]
     data_sets: dict[str, Any] = {}
     reasons: dict[str, str] = {}  # why splits cannot be opened
     for split in wanted:
-        arguments = {"train": split == "train"} if parameter == "train" else {"split": split}
+        value = split == "train" if parameter == "train" else split
         try:
-            opened = kind(root, **arguments) if parameter else kind(root)
+            opened = kind(root, **({parameter: value} if parameter else {}))
             data_sets["val" if split == "valid" else split] = opened
-        except Exception as error:  # data sets raise any type for missing files and splits
+        except Exception as error:  # data sets raise any type for missing files
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             reasons[split] = f"{split or name}: {text}"
-            if splits:
-                raise SourceError(
-                    f"{name} in {root} has no split '{split}' ({reasons[split]}). Check splits and "
-                    "root."
-                ) from error
     if not data_sets:
         check_there(root, kind="folder")
         raise SourceError(
             f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons.values())}). "
             "Download it first."
         )
-    if reasons and known is not None:
+    if reasons:
         failed, reason = next(iter(reasons.items()))
         raise SourceError(
             f"{name} in {root}: the split '{failed}' is missing or cannot be read ({reason}). "
             f"Fix it, or name the splits to convert: "
             f"splits={[split for split in wanted if split not in reasons]}"
         )
-    left_out = [one for one in known or () if one not in wanted]
-    passed = [*reasons.values(), *(f"split {one}, which was not asked for" for one in left_out)]
+    left_out = [f"split {one}, which was not asked for" for one in known if one not in wanted]
     files = {split: _Files(one) for split, one in data_sets.items() if _has_files(one)}
     parts = files if len(files) == len(data_sets) else data_sets
     classes = classes_of(next(iter(data_sets.values())))
     source = {"kind": "torchvision", "name": name, "splits": list(data_sets)}
     fields = None if parts is files else ("png", "cls")
     stream = stream_samples(parts, fields=fields, classes=classes, name=name, source=source)
-    return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
+    return replace(stream, resplit=True, ignored=dict.fromkeys(left_out, 1))
 
 
 def _data_set(name: str) -> Any:
@@ -84,36 +78,20 @@ def _data_set(name: str) -> Any:
     )
 
 
-def _splits_of(kind: Any, root: str) -> tuple[str, list[str] | None]:
-    """Return (parameter of the class that chooses a split, splits or None if unknown)."""
+def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
+    """Return (parameter of the class that chooses a split, its splits)."""
     parameters = inspect.signature(kind).parameters
     if "train" in parameters:
         return "train", ["train", "test"]
-    if "split" in parameters:
-        return "split", _known(kind, root)
-    return "", [""]
-
-
-def _wanted(splits: Sequence[str], known: list[str] | None) -> list[str]:
-    """Return the splits to open. splits: those that were asked for; none: all."""
-    if known == [""]:
-        return known
-    if splits:
-        return list(splits)
-    wanted = [split for split in _NAMES if known is None or split in known]
-    if known and "trainval" in known and not {"train", "val"} & set(known):
-        return ["trainval", *wanted]
-    return wanted
-
-
-def _known(kind: Any, root: str) -> list[str] | None:
-    """Return the splits of a data set, from its error for an unknown split; None if not named."""
+    if "split" not in parameters:
+        return "", [""]
     try:
         kind(root, split=" ")
-    except Exception as error:  # data sets raise any type
-        _, says, names = str(error).partition("Valid values are ")
-        return re.findall(r"'([^']*)'", names) if says else None
-    return None
+    except Exception as error:  # of any type; it names the splits
+        known = re.findall(r"'([^']*)'", str(error).partition("Valid values are ")[2])
+        if known:
+            return "split", [name for name in _NAMES if name in known]
+    return "split", ["train", "test"]
 
 
 class _Files:
