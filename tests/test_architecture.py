@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4648,
     "training": 4394,
-    "inspection": 3290,
+    "inspection": 2961,
     "loader": 1243,
     "shards": 2443,
     "decode": 1390,

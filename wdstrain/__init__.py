@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from wdstrain.inspection.epoch_preview.api import plan_epoch
     from wdstrain.inspection.info.api import info
     from wdstrain.inspection.info.result import Info
-    from wdstrain.inspection.repair.api import Repair, repair
+    from wdstrain.inspection.repair import Repair, repair
     from wdstrain.inspection.show.api import Peek, peek
-    from wdstrain.inspection.verify.api import Verification, verify
+    from wdstrain.inspection.verify import Verification, verify
     from wdstrain.loader.device import to_device
     from wdstrain.loader.loader import Loader
     from wdstrain.loader.mixture import mix
@@ -138,9 +138,9 @@ _NAMES = {
     "inspection.epoch_preview.api": "plan_epoch",
     "inspection.info.api": "info",
     "inspection.info.result": "Info",
-    "inspection.repair.api": "Repair repair",
+    "inspection.repair": "Repair repair",
     "inspection.show.api": "Peek peek",
-    "inspection.verify.api": "Verification verify",
+    "inspection.verify": "Verification verify",
     "loader.device": "to_device",
     "augment.gpu": "Augmentation",
     "loader.loader": "Loader",

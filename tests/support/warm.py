@@ -42,7 +42,7 @@ IMPORTED = (
     "wdstrain.inspection.epoch_preview.api",
     "wdstrain.inspection.info.api",
     "wdstrain.inspection.show.api",
-    "wdstrain.inspection.verify.api",
+    "wdstrain.inspection.verify",
     "wdstrain.training.train",
     "wdstrain.training.inference",
     "wdstrain.training.prediction_table",

@@ -167,7 +167,7 @@ def add_verify(verbs: Any) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspection.verify.api import Verification, verify
+    from wdstrain.inspection.verify import Verification, verify
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
     start = time.monotonic()
@@ -252,7 +252,7 @@ def add_repair(verbs: Any) -> None:
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspection.repair.api import repair
+    from wdstrain.inspection.repair import repair
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
     start = time.monotonic()

@@ -3,7 +3,7 @@
 `walk` yields regular files and raises Fault at the first broken rule. Directories, links and devices
 are skipped and counted. `tarfile` is not used: in stream mode it accepts a tar that was cut at a
 record boundary, which would lose samples without an error. Three readers use the walk: `samples` by
-position, `tar_stream` forward, and `inspection.verify.damaged_tar`, which continues after faults.
+position, `tar_stream` forward, and `inspection.scan`, which continues after faults.
 
 Names follow webdataset's rule. The key is the path up to the first dot of its base name; the field
 is the rest, in lower case. Consecutive members with the same key are one sample.

@@ -1,1 +1,0 @@
-"""Copy intact samples out of damaged shards."""

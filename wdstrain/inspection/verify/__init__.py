@@ -1,1 +1,0 @@
-"""Read shards completely and compare them with their index."""
