@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -29,6 +28,18 @@ Ints = npt.NDArray[np.int64]
 _POPULATE_READ = 22  # MADV_POPULATE_READ, missing in module mmap
 
 
+class SharedFile:
+    """Anonymous file that this process and its workers share. fd: its descriptor."""
+
+    def __init__(self, handle: Any = None) -> None:
+        """handle: of the file in another process; None: a new, empty file. Raises OSError."""
+        self.fd = os.memfd_create("wdstrain") if handle is None else handle.detach()
+        weakref.finalize(self, os.close, self.fd)
+
+    def __reduce__(self) -> tuple[type[SharedFile], tuple[Any]]:
+        return SharedFile, (DupFd(self.fd),)
+
+
 class Memory:
     """Zeroed bytes that this process and its workers share.
 
@@ -36,28 +47,20 @@ class Memory:
     address: address of the first byte in this process.
     """
 
-    def __init__(self, size: int) -> None:
-        """Raises WdstrainError if the system does not provide `size` bytes."""
+    def __init__(self, size: int, file: SharedFile | None = None) -> None:
+        """file: with the bytes of another process. Raises WdstrainError if the system does not
+        provide `size` bytes."""
         try:
-            fd = _anonymous(size)
-            try:
-                self._adopt(fd, size)
-            except BaseException:
-                os.close(fd)
-                raise
+            self.size, self._file = size, file or SharedFile()
+            os.truncate(self._file.fd, size)
+            self.map = mmap.mmap(self._file.fd, size)
         except (OSError, OverflowError, ValueError) as error:
             raise WdstrainError(
                 f"{size} bytes of memory cannot be reserved ({error}). Lower shuffle_buffer or batch_size."
             ) from None
-
-    def _adopt(self, fd: int, size: int) -> None:
-        """Map the memory of this descriptor, which belongs to this object from now on."""
-        self._fd, self.size = fd, size
-        self.map = mmap.mmap(fd, size)
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self._populated: set[int] = set()  # offsets that `populate` was called with
-        weakref.finalize(self, os.close, fd)
 
     def populate(self, start: int, size: int) -> None:
         """Map all pages of these bytes in one system call, once. Call it before the first write.
@@ -69,8 +72,8 @@ class Memory:
             with suppress(OSError):  # Linux before 5.14: a first write maps its page
                 self.map.madvise(_POPULATE_READ, start, size)
 
-    def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
-        return _attach, (DupFd(self._fd), self.size)
+    def __reduce__(self) -> tuple[type[Memory], tuple[int, SharedFile]]:
+        return Memory, (self.size, self._file)
 
 
 def checksums(memory: Memory, start: Ints, size: Ints) -> npt.NDArray[np.uint32]:
@@ -101,21 +104,3 @@ def private_memory(size: int) -> memoryview:
     that once freed such a buffer.
     """
     return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _attach(handle: Any, size: int) -> Memory:
-    """Return the memory of a pickled file descriptor, in a worker process."""
-    memory = Memory.__new__(Memory)
-    memory._adopt(handle.detach(), size)
-    return memory
-
-
-def _anonymous(size: int) -> int:
-    """Return the descriptor of a new file of `size` zero bytes without a name. Raises OSError."""
-    fd = os.memfd_create("wdstrain", os.MFD_CLOEXEC)
-    try:
-        os.truncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

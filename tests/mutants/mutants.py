@@ -466,8 +466,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "decode/decoder.py": [
         (
             "draws-each-epoch",
-            'uniform(task.draws, count, "sample", self.seed, task.epoch)',
-            'uniform(task.draws, count, "sample", self.seed, 0)',
+            'uniform(batch.rng_ids, count, "sample", self.seed, batch.epoch)',
+            'uniform(batch.rng_ids, count, "sample", self.seed, 0)',
         ),
     ],
     "decode/workers.py": [
@@ -500,7 +500,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "loader/batch_assembly.py": [
         ("bad-of-padding", "if batch.valid[bad.row]:", "if not batch.valid[bad.row]:"),
         ("source-edge", 'ids, side="right") - 1', 'ids, side="left") - 1'),
-        ("marked-label", "rows[torch.from_numpy(~own)] = 0", "rows[torch.from_numpy(own)] = 0"),
+        ("marked-label", "np.flatnonzero(~own)", "np.flatnonzero(own)"),
         (
             "keys-of-substitutes",
             "keys = self._index.keys(ids)",

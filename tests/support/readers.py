@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from wdstrain.decode.task import ReadBatch
 from wdstrain.order.order import Order
 from wdstrain.reader.fetch import ReadOptions
-from wdstrain.reader.run import ReadBatch, Reader, Run
+from wdstrain.reader.run import Reader, Run
 from wdstrain.shards.index import Index
 
 

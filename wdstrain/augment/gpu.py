@@ -17,17 +17,18 @@ from itertools import permutations
 from typing import Any, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from wdstrain.augment.mixing import DRAWS as DRAWS
-from wdstrain.augment.mixing import Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.augment.mixing import Ints, Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.decode.fields import sides
 from wdstrain.decode.transforms import (
     FLIP_DRAW,
     RATIO,
     SCALE,
     Augment,
+    Draws,
     center_crop,
     random_crops,
 )
@@ -35,8 +36,6 @@ from wdstrain.errors import UsageError
 from wdstrain.order.rng import stretched
 
 Batch = dict[str, Any]
-Draws = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 RNG = "__rng__"  # entry of a batch of images: 64 random bits for each sample, uint64[b]
 NO_SAMPLE = 0  # its value for a row whose sample is bad, and that is empty
@@ -105,7 +104,7 @@ class Augmentation:
             raise UsageError(
                 f"augment={augment!r}: decoders apply {self._augment.policy}. Give it to wt.image."
             )
-        self._size = _checked_size(size)
+        self._size = sides(size)
         if self._augment.rrc and self._size is None:
             raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
         jitter = {
@@ -355,15 +354,6 @@ def _shift_hue(pixels: Tensor, turns: Tensor) -> Tensor:
 
 
 # --- helpers --------------------------------------------------------------------------------------
-
-
-def _checked_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    pair = (size, size) if isinstance(size, int) else size
-    if pair is not None and (
-        len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair)
-    ):
-        raise UsageError(f"size={size!r}: must be a side in pixels >= 1, or (height, width).")
-    return pair
 
 
 def _checked_normalization(

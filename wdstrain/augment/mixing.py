@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.decode.transforms import random_boxes
+from wdstrain.decode.transforms import Draws, random_boxes
 from wdstrain.errors import UsageError
 
-Draws = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Places in the random numbers of a sample; `gpu_augment` has those before.

@@ -22,7 +22,7 @@ from wdstrain.decode.fields import Field, Image, Json, NumpyArray, read_field, t
 from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.masks import Mask
-from wdstrain.decode.task import BadSample, Result, Task, reason_of, substitute
+from wdstrain.decode.task import BadSample, ReadBatch, Result, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
@@ -63,22 +63,22 @@ class Decoder:
     on_error: str = "raise"
     seed: int = 0
 
-    def __call__(self, task: Task, *, own_process: bool = False) -> Result:
-        """Return the decoded batch of a task. Bad samples are reported in the result.
+    def __call__(self, batch: ReadBatch, *, own_process: bool = False) -> Result:
+        """Return the decoded batch of a batch. Bad samples are reported in the result.
 
         own_process: the global random generators of this process belong to the decoder.
         """
         started, cpu_start = time.perf_counter(), time.thread_time()
-        slot_start = task.slot * self.layout.size
+        slot_start = batch.slot * self.layout.size
         self.slots.populate(slot_start, self.layout.size)
-        columns = self.layout.arrays(self.slots.view, slot_start, len(task.ids))
-        bad_rows = {row: BadSample(row, *why) for row, why in task.bad.items()}
+        columns = self.layout.arrays(self.slots.view, slot_start, len(batch.ids))
+        bad_rows = {row: BadSample(row, *why) for row, why in batch.bad.items()}
         if self.transform is not None:
-            lists = {"": self._run_transform(self.transform, task, bad_rows, own_process)}
+            lists = {"": self._run_transform(self.transform, batch, bad_rows, own_process)}
         elif self.fields is not None:
-            lists = self._decode_fields(self.fields, task, columns, bad_rows)
+            lists = self._decode_fields(self.fields, batch, columns, bad_rows)
         else:
-            samples = self._samples(task)
+            samples = self._samples(batch)
             lists = {
                 name: [bytes(sample[name]) if name in sample else None for sample in samples]
                 for name in self.field_names
@@ -86,7 +86,7 @@ class Decoder:
         rows_done, values = time.perf_counter(), dict[str, Any]()
         bad = substitute(
             sorted(bad_rows.values()),
-            task.ids,
+            batch.ids,
             [*columns.values(), *lists.values()],
             self.on_error,
         )
@@ -95,21 +95,17 @@ class Decoder:
                 values = self._collate(lists)
             except SampleError as error:
                 bad = [BadSample(0, "", str(error), whole_batch=True)]
-        finished, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_start
-        idle = finished - started - cpu_seconds
+        finished, computing = time.perf_counter(), time.thread_time() - cpu_start
+        idle = finished - started - computing
         # Asking costs 5 us, so batches that computed nearly all the time do not ask.
-        queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * cpu_seconds else 0.0
-        return Result(
-            task.batch_number,
-            task.slot,
-            values,
-            bad,
-            started,
-            rows_done,
-            finished,
-            cpu_seconds,
-            queued,
-        )
+        queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * computing else 0.0
+        seconds = {
+            "decode_seconds": rows_done - started,
+            "collate_seconds": finished - rows_done,
+            "compute_seconds": computing,
+            "queued_seconds": queued,
+        }
+        return Result(batch.number, batch.slot, values, bad, finished, seconds)
 
     def _collate(self, lists: dict[str, list[Any]]) -> dict[str, Any]:
         """Return the batch values of the rows. Raises SampleError."""
@@ -131,20 +127,20 @@ class Decoder:
     def _decode_fields(
         self,
         fields: Mapping[str, Field],
-        task: Task,
+        batch: ReadBatch,
         columns: Mapping[str, Array],
         bad: dict[int, BadSample],
     ) -> dict[str, list[Any]]:
         """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
         count = 0 if all(type(field) in _NOT_RANDOM for field in fields.values()) else DRAWS
-        draws = uniform(task.draws, count, "sample", self.seed, task.epoch)
+        draws = uniform(batch.rng_ids, count, "sample", self.seed, batch.epoch)
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
         for name, field in fields.items():
-            column, values = columns.get(name), [None] * len(task.ids)
+            column, values = columns.get(name), [None] * len(batch.ids)
             if column is None:
                 lists[name] = values
-            places = self._first_of(task, field.names)
+            places = self._first_of(batch, field.names)
             done = (
                 set()
                 if column is None
@@ -169,12 +165,12 @@ class Decoder:
                     bad[row] = BadSample(row, member or name, f"{reason_of(error)}{hint}")
         return lists
 
-    def _first_of(self, task: Task, names: tuple[str, ...]) -> Ints:
+    def _first_of(self, batch: ReadBatch, names: tuple[str, ...]) -> Ints:
         """Return where the first of these fields lies that each sample has.
 
         int64[3, b]: number of the field, offset and size of its value; -1 for samples without any.
         """
-        places, members, known = np.full((3, len(task.ids)), -1), task.members, self.field_names
+        places, members, known = np.full((3, len(batch.ids)), -1), batch.members, self.field_names
         for number in (known.index(name) for name in reversed(names) if name in known):
             is_field = members.field == number
             places[0, members.row[is_field]] = number
@@ -207,10 +203,10 @@ class Decoder:
 
     # --- whole samples ----------------------------------------------------------------------------
 
-    def _samples(self, task: Task) -> list[dict[str, memoryview]]:
+    def _samples(self, batch: ReadBatch) -> list[dict[str, memoryview]]:
         """Return the values of each sample by field, in the order of the shard."""
-        samples: list[dict[str, memoryview]] = [{} for _ in task.ids]
-        members, view = task.members, self.arena.view
+        samples: list[dict[str, memoryview]] = [{} for _ in batch.ids]
+        members, view = batch.members, self.arena.view
         for row, field, offset, size in zip(
             members.row.tolist(),
             members.field.tolist(),
@@ -222,20 +218,20 @@ class Decoder:
         return samples
 
     def _run_transform(
-        self, transform: Transform, task: Task, bad: dict[int, BadSample], own_process: bool
+        self, transform: Transform, batch: ReadBatch, bad: dict[int, BadSample], own_process: bool
     ) -> list[Any]:
         """Return the example of each sample.
 
         own_process: seed the global random generators for each sample. Threads share them, and
         must leave them alone.
         """
-        examples: list[Any] = [None] * len(task.ids)
-        for row, members in enumerate(self._samples(task)):
+        examples: list[Any] = [None] * len(batch.ids)
+        for row, members in enumerate(self._samples(batch)):
             if row in bad:
                 continue
-            sample: dict[str, Any] = {"__key__": task.keys[row]}
+            sample: dict[str, Any] = {"__key__": batch.keys[row]}
             sample |= {name: bytes(member) for name, member in members.items()}
-            random_key = key("sample", self.seed, task.epoch, int(task.draws[row]))
+            random_key = key("sample", self.seed, batch.epoch, int(batch.rng_ids[row]))
             if own_process:
                 _seed_globals(random_key)
             try:

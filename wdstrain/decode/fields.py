@@ -212,27 +212,27 @@ def image(
 
         wt.Loader(urls, {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
     """
-    sides = _sides(size)
+    shape = sides(size)
     parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
-    if sides is None and parsed.rrc:
+    if shape is None and parsed.rrc:
         raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
-    if sides is None and parsed.crop_pct != 1:
+    if shape is None and parsed.crop_pct != 1:
         raise UsageError(f"crop_pct={crop_pct} needs a size. Give for example size=224.")
-    return Image(field_names(names), sides, parsed)
+    return Image(field_names(names), shape, parsed)
 
 
-def _sides(size: Any) -> tuple[int, int] | None:
+def sides(size: Any) -> tuple[int, int] | None:
     """Return (height, width) of the option `size`. Raises UsageError."""
     if size is None:
         return None
-    sides = size if isinstance(size, tuple) else (size, size)
-    if len(sides) != 2 or not all(
-        isinstance(side, (int, np.integer)) and side >= 1 for side in sides
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(
+        isinstance(side, (int, np.integer)) and side >= 1 for side in pair
     ):
         raise UsageError(
             f"size={size!r}: must be a side in pixels >= 1, or a tuple (height, width)."
         )
-    return int(sides[0]), int(sides[1])
+    return int(pair[0]), int(pair[1])
 
 
 def json(names: str = "json") -> Json:
@@ -286,12 +286,11 @@ def read_field(field: Field, name: str, data: memoryview, out: Array | None, dra
     data = memoryview(bytearray(data)).toreadonly()
     draws = draws.copy()
     draws.flags.writeable = False
-    if out is None:
-        value = field.read(name, data, None, draws)
-        # a memoryview cannot be pickled by a worker process
-        return bytes(value) if isinstance(value, memoryview) else value
-    out[...] = 0
+    if out is not None:
+        out[...] = 0
     value = field.read(name, data, out, draws)
+    if out is None:  # a memoryview cannot be pickled by a worker process
+        return bytes(value) if isinstance(value, memoryview) else value
     is_out = isinstance(value, np.ndarray) and np.may_share_memory(value, out)
     if value is not None and not is_out:
         raise SampleError(

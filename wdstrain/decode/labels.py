@@ -96,7 +96,8 @@ class LabelField:
         if self.kind == "number":
             return self._checked(value)
         if self.kind == "class":
-            return self._number_of_stored[self._stored.number(value)]
+            number = self._stored.number(value)
+            return self._positions[self.stored[number]] if self.stored else number
         places = [self._positions.get(name, -1) for name in names_of(value)]
         if -1 in places:
             name = str(value[places.index(-1)])[:80]
@@ -131,13 +132,6 @@ class LabelField:
         """Numbers of the classes in the shards."""
         by_name = self.by_name or self.entry is not None
         return classes_of(self.stored or self.classes, by_name=by_name)
-
-    @cached_property
-    def _number_of_stored(self) -> Sequence[int]:
-        """The delivered number of each number in the shards."""
-        if self.stored:
-            return [self._positions[name] for name in self.stored]
-        return range(len(self.classes) or 1 << 62)
 
 
 def label(
@@ -414,7 +408,7 @@ def _classes(field: LabelField, column: Column) -> LabelColumn | None:
         field, values = numbered(field, column), range(len(values))
     try:
         numbers = np.array([field.delivered(value) for value in values], np.int64)
-    except (SampleError, IndexError):
+    except SampleError:
         return None
     return LabelColumn(np.asarray(coded.indices), numbers=numbers)
 

@@ -1,37 +1,37 @@
-"""Tasks, bad samples and results of decoders. All are sent between processes."""
+"""What decoders get and give: read batches, bad samples and results. All go between processes."""
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.shards.offsets import Ints, Members
 
 _MAX_REASON = 1000  # characters
 
 
-class Task(NamedTuple):
-    """One batch to decode.
+class ReadBatch(NamedTuple):
+    """The b samples of one batch, which are read.
 
-    slot: batch slot that the decoder fills.
-    ids: int64[b], sample ids.
-    members: encoded values of the samples; their offsets are those in the reader's memory.
-    keys: keys of the samples; empty unless there is a transform, which gets them.
+    number: of the batch in the run. ids, rng_ids: int64[b], see `order.Steps`. valid: bool[b], False
+    for padding. keys: of the samples. members: the needed fields, in the memory of the reader.
     bad: by row, field and reason of a sample whose bytes cannot be used; see `BadSample`.
-    draws: int64[b], numbers of the samples' own random bits; see `order.Steps`.
+    slot: batch slot that the decoder fills.
     """
 
-    batch_number: int
+    number: int
     epoch: int
-    slot: int
     ids: Ints
+    rng_ids: Ints
+    valid: npt.NDArray[np.bool_]
+    keys: list[str]
     members: Members
-    keys: tuple[str, ...]
     bad: Mapping[int, tuple[str, str]]
-    draws: Ints
+    slot: int = -1
 
 
 class BadSample(NamedTuple):
@@ -55,21 +55,16 @@ class Result(NamedTuple):
 
     values: batch values by name, except those in the slot.
     bad: samples that could not be decoded.
-    started, rows_done, finished: time.perf_counter() at the start, when every row was decoded, and
-    when the rows were collated. All processes of a machine share this clock.
-    cpu_seconds: processor time of the decoding thread.
-    queued_seconds: time in which the thread waited for a processor.
+    finished: time.perf_counter() at the end; all processes of a machine share this clock.
+    seconds: of decoding, by the names of `StageTotals`.
     """
 
     batch_number: int
     slot: int
     values: dict[str, Any]
     bad: list[BadSample]
-    started: float
-    rows_done: float
     finished: float
-    cpu_seconds: float
-    queued_seconds: float
+    seconds: dict[str, float]
 
 
 def reason_of(error: Exception) -> str:
@@ -101,7 +96,15 @@ def substitute(
     # of no good row before it, the number is -1: the last good row
     sources = [b.row if on_error == "mark" else good[bisect(good, b.row) - 1] for b in bad]
     for sample, source in zip(bad, sources, strict=True):
-        for column in columns:
-            empty = 0 if isinstance(column, np.ndarray) else None
-            column[sample.row] = empty if on_error == "mark" else column[source]
+        if on_error == "mark":
+            empty_row(columns, sample.row)
+        else:
+            for column in columns:
+                column[sample.row] = column[source]
     return [b._replace(substitute=int(ids[row])) for b, row in zip(bad, sources, strict=True)]
+
+
+def empty_row(columns: Iterable[Any], row: int) -> None:
+    """Make a row 0 in columns that are arrays, and None in lists."""
+    for column in columns:
+        column[row] = 0 if isinstance(column, np.ndarray) else None

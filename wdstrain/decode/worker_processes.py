@@ -29,7 +29,7 @@ from contextlib import ContextDecorator, suppress
 from itertools import islice
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import ForkingPickler
 from queue import Empty
 from types import FunctionType
 from typing import Any
@@ -39,10 +39,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.task import BadSample, Result, Task
+from wdstrain.decode.task import BadSample, ReadBatch, Result
 from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits, Pool
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.memory import Memory
+from wdstrain.memory import Memory, SharedFile
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 
@@ -123,7 +123,7 @@ class WorkerProcesses(Pool):
             )
             self._iterator = iter(self._loader)
 
-    def _send(self, number: int, tasks: list[Task]) -> None:
+    def _send(self, number: int, tasks: list[ReadBatch]) -> None:
         self._sampler.item = self._memory.write(number, tasks)
         # The DataLoader asks the sampler again only after a further answer. If none is under way,
         # the loop would wait forever.
@@ -219,14 +219,9 @@ def _begin_worker(_: int) -> None:
 class MessageMemory:
     """Messages in anonymous memory, with numbers. Each has a place, which later messages reuse."""
 
-    def __init__(self, places: int, handle: Any = None) -> None:
-        """places: message `places` takes the place of message 0, and so on.
-
-        handle: of memory that another process made; None: new memory.
-        """
-        self._places = places
-        self._fd = os.memfd_create("wdstrain-messages") if handle is None else handle.detach()
-        weakref.finalize(self, os.close, self._fd)
+    def __init__(self, places: int) -> None:
+        """places: message `places` takes the place of message 0, and so on."""
+        self._places, self._file = places, SharedFile()
 
     def write(self, number: int, message: object) -> _Item:
         """Write a message, and return the item to read it. Raises what pickling raises."""
@@ -251,15 +246,12 @@ class MessageMemory:
         parts = deque(memoryview(buffer) for buffer in buffers)
         offset = number % self._places * _PLACE_BYTES
         while parts:
-            count = call(self._fd, list(islice(parts, _MOST_BUFFERS)), offset)
+            count = call(self._file.fd, list(islice(parts, _MOST_BUFFERS)), offset)
             offset += count
             while parts and count >= parts[0].nbytes:
                 count -= parts.popleft().nbytes
             if count:
                 parts[0] = parts[0][count:]
-
-    def __reduce__(self) -> tuple[type[MessageMemory], tuple[int, Any]]:
-        return MessageMemory, (self._places, DupFd(self._fd))
 
 
 class _MessagePickler(ForkingPickler):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.task import Result, Task
+from wdstrain.decode.task import ReadBatch, Result
 from wdstrain.runtime.machine import cores, memory, processes
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
@@ -89,7 +89,7 @@ class Pool(ABC):
     def __init__(self, decoder: Decoder, limits: InFlightLimits) -> None:
         self._decoder, self._limits, self.count = decoder, limits, max(1, limits.decoders)
 
-    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+    def run(self, tasks: Iterator[ReadBatch]) -> Iterator[Result]:
         """Yield the results of a new stream of tasks, in their order.
 
         `tasks` is advanced in the thread that takes the results. No task of an earlier stream is
@@ -121,7 +121,7 @@ class Pool(ABC):
         """Start the decoders, or wait for the tasks of an earlier stream and drop their results."""
 
     @abstractmethod
-    def _send(self, number: int, tasks: list[Task]) -> None:
+    def _send(self, number: int, tasks: list[ReadBatch]) -> None:
         """Give a message to the decoders, without waiting."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class DecoderThreads(Pool):
         self._threads: list[threading.Thread] = []
         self._todo, self._done = SimpleQueue[_Message | None](), SimpleQueue[_Message]()
 
-    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+    def run(self, tasks: Iterator[ReadBatch]) -> Iterator[Result]:
         return super().run(tasks) if self._limits.decoders else map(self._decoder, tasks)
 
     def describe(self) -> str:
@@ -191,7 +191,7 @@ class DecoderThreads(Pool):
             finally:
                 torch.set_num_threads(default)
 
-    def _send(self, number: int, tasks: list[Task]) -> None:
+    def _send(self, number: int, tasks: list[ReadBatch]) -> None:
         self._todo.put((number, tasks))
 
     def _receive(self) -> _Message:

@@ -1,4 +1,4 @@
-"""Tasks of decoders, and the loop's batches, which are made of their results.
+"""The loop's batches, which are made of the results of decoders.
 
 `Pipeline` calls this in the loop's thread. If every sample of a batch is bad, another sample takes
 their place. This is rare and does not depend on the decoders: the substitute is the next good
@@ -21,7 +21,7 @@ from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.labels import LabelColumn
-from wdstrain.decode.task import BadSample, Result, Task
+from wdstrain.decode.task import BadSample, ReadBatch, Result, empty_row
 from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.loader.nested import without_rows
 from wdstrain.loader.options import LoaderOptions
@@ -30,7 +30,6 @@ from wdstrain.memory import Memory
 from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
 from wdstrain.reader.reads import sample_members
-from wdstrain.reader.run import ReadBatch
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 
@@ -53,7 +52,7 @@ class TakenBatch(NamedTuple):
 
 
 class BatchAssembler:
-    """Makes tasks of batches that are read, and the loop's batches of their results."""
+    """Makes the loop's batches of results."""
 
     def __init__(
         self,
@@ -70,12 +69,6 @@ class BatchAssembler:
         self._index, self._options, self._columns = index, options, columns
         self._needed_fields, self._source_names = needed_fields, list(sources)
         self._source_firsts = np.array(list(sources.values()), np.int64)
-
-    def task(self, batch: ReadBatch, slot: int) -> Task:
-        """Return the task of a batch. slot: that its decoder fills."""
-        keys = tuple(batch.keys) if self._options.transform is not None else ()
-        sent = batch.ids, batch.members, keys, batch.bad, batch.rng_ids
-        return Task(batch.number, batch.epoch, slot, *sent)
 
     def assemble(
         self, result: Result, batch: ReadBatch, order: Order, slots: Slots, decoder: Decoder
@@ -115,19 +108,14 @@ class BatchAssembler:
 
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""
-        labels: dict[str, Any] = {name: column.rows(ids) for name, column in self._columns.items()}
-        for name, rows in labels.items():
-            if isinstance(rows, np.ndarray):
-                labels[name] = torch.from_numpy(rows)
-        if self._options.on_error == "mark" and not own.all():
-            for name, rows in labels.items():
-                if isinstance(rows, list):
-                    labels[name] = [
-                        r if is_own else None for r, is_own in zip(rows, own, strict=True)
-                    ]
-                else:
-                    rows[torch.from_numpy(~own)] = 0
-        return labels
+        labels = {name: column.rows(ids) for name, column in self._columns.items()}
+        if self._options.on_error == "mark":
+            for row in np.flatnonzero(~own).tolist():
+                empty_row(labels.values(), row)
+        return {
+            name: torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+            for name, rows in labels.items()
+        }
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of decoders without their rows."""
@@ -163,11 +151,13 @@ class BatchAssembler:
             rows = np.full(len(batch.ids), number)
             keys = self._index.keys(rows)
             members = sample_members(self._index, rows, self._needed_fields)
-            again = batch._replace(ids=rows, rng_ids=rows, keys=keys, members=members, bad={})
+            again = batch._replace(
+                ids=rows, rng_ids=rows, keys=keys, members=members, bad={}, slot=failed.slot
+            )
             with _generators_kept():
                 # Worker processes seed the global random generators for each sample.
-                seeded, task = self._options.num_workers > 0, self.task(again, failed.slot)
-                result = replace(decoder, arena=memory)(task, own_process=seeded)
+                seeded = self._options.num_workers > 0
+                result = replace(decoder, arena=memory)(again, own_process=seeded)
             if not result.bad:
                 return result._replace(bad=[bad._replace(substitute=number) for bad in failed.bad])
         return failed

@@ -153,18 +153,15 @@ class _CopyThread:
             result = self._take()
             if isinstance(result, tuple):
                 with DeferSignals():
-                    self._start()
+                    thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
+                    thread.start()  # may raise: then `__exit__` must not join it
+                    self._thread = thread
         else:
             result = self._results.get()
         if isinstance(result, BaseException):
             raise result
         self._requests.put(None)
         return result
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
-        thread.start()  # may raise: then `__exit__` must not join it
-        self._thread = thread
 
     def _take(self) -> _Ahead | BaseException | None:
         """Return the next batch, None at the end, or the error that the loop raises."""

@@ -124,10 +124,6 @@ class EpochBatches(Iterator[Batch]):
     requested the first batch gets more.
     """
 
-    _plan: Order  # set with the first batch
-    _rows: int  # rows before the step that is taken next, padding included
-    _epoch_samples: int  # rows of the whole epoch on this rank
-
     def __init__(
         self,
         state: LoaderState,
@@ -140,8 +136,13 @@ class EpochBatches(Iterator[Batch]):
         # None after the end. A traceback may refer to this pass for long: in a notebook until the
         # next error. The loader must be able to end before that.
         self.state: LoaderState | None = state
-        self._plans, self._options, self._start, self._until = plans, options, start, until
+        self._options, self._start, self._until = options, start, until
         self._epoch, self._step, self._bad = start  # the step that is taken next
+        self._plan, rank = plans(self._epoch), options.rank
+        # Rows before that step and of the whole epoch on this rank, padding included.
+        self._rows, self._epoch_samples = (
+            self._plan.rows_before(rank, step) for step in (self._step, self._plan.steps)
+        )
         self._delivered_steps = start.step
         self._pipeline: Pipeline | None = None  # set with the first batch
         self._totals_before: dict[str, float] = {}  # set with the first batch
@@ -254,7 +255,7 @@ class EpochBatches(Iterator[Batch]):
     def lock_pages(self) -> None:
         """Page-lock the memory of these batches for copies to a CUDA device, after the first."""
         if self._pipeline is not None:
-            self._pipeline.lock_pages()
+            self._pipeline.slots.lock_pages()
 
     def close(self) -> bool:
         """End this pass, and the pipeline unless a newer pass uses it. Return whether that ended.
@@ -287,15 +288,11 @@ class EpochBatches(Iterator[Batch]):
         if state is None:
             raise WdstrainError(OVER)
         self._options.check_rank()
-        plan = self._plan = self._plans(self._epoch)
-        rank = self._options.rank
-        self._epoch_samples = plan.rows_before(rank, plan.steps)
-        self._rows = plan.rows_before(rank, self._step)
         pipeline = state.open_pipeline(self)
         pipeline.begin(self, self._epoch, self._step, self._until)
         self._totals_before = pipeline.totals()
         self._stats = EpochStats(
-            epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
+            epoch=self._epoch, left_out=self._plan.left_out, decoders=pipeline.workers.count
         )
         state.begin(self._stats, self._start)
         return pipeline

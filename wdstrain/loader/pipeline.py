@@ -21,7 +21,7 @@ from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.labels import label_columns
-from wdstrain.decode.task import Result, Task
+from wdstrain.decode.task import ReadBatch, Result
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
 from wdstrain.errors import WdstrainError
@@ -30,7 +30,7 @@ from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
 from wdstrain.reader.fetch import ReadOptions
-from wdstrain.reader.run import ReadBatch, Reader, ReadStopped, Run
+from wdstrain.reader.run import Reader, ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
@@ -53,8 +53,9 @@ _SHOWN_KEYS = 16  # of the awaited batch in a message
 class Pipeline:
     """Batches of one rank.
 
-    closed: `close` was called; it may have been interrupted. process: id of the process that made
-    it. A forked child has none of its threads and workers.
+    slots: memory of its batches. workers: its decoding threads or processes. closed: `close` was
+    called; it may have been interrupted. process: id of the process that made it. A forked child has
+    none of its threads and workers.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Pipeline:
         )
         if is_inline:
             limits = InFlightLimits(messages=1, decoders=0)
-        self._slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
+        self.slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
         read_options = ReadOptions(
             ahead=size_setting(*_READ_AHEAD),
             in_flight=limits.batches + 1,
@@ -101,7 +102,7 @@ class Pipeline:
         self._reader = Reader(index, plans, options.rank, read_options)
         self._decoder = decoder = Decoder(
             arena=self._reader.memory,
-            slots=self._slots.memory,
+            slots=self.slots.memory,
             field_names=index.fields,
             layout=layout,
             fields=fields,
@@ -111,10 +112,10 @@ class Pipeline:
             on_error=options.on_error,
             seed=plan.seed,
         )
-        self._workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
+        self.workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
         if options.num_workers and not is_inline:
             context = options.multiprocessing_context
-            self._workers = WorkerProcesses(decoder, limits, context)
+            self.workers = WorkerProcesses(decoder, limits, context)
         self._totals = StageTotals()
         self._assembler = BatchAssembler(index, options, columns, needed, sources)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
@@ -128,19 +129,10 @@ class Pipeline:
         self._waiting_thread = 0
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    @property
-    def decoders(self) -> int:
-        """Number of decoding threads or processes."""
-        return self._workers.count
-
     def totals(self) -> dict[str, float]:
         """Return what the stages took since the pipeline was made, by the names of `StageTotals`."""
         totals = {**vars(self._totals), **vars(self._reader.stats)}
-        return {**totals, "copies": self._slots.copies}
-
-    def lock_pages(self) -> None:
-        """Page-lock the memory of batches for copies to a CUDA device."""
-        self._slots.lock_pages()
+        return {**totals, "copies": self.slots.copies}
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -155,7 +147,7 @@ class Pipeline:
             if self.closed:
                 raise WdstrainError(OVER)
             if self._is_taking:
-                self._workers.close()  # a worker may have sent half a message
+                self.workers.close()  # a worker may have sent half a message
             if self._is_taking or self._position != (epoch, step):
                 if until is None and epoch == self._epoch:
                     until = epoch + 1
@@ -179,7 +171,7 @@ class Pipeline:
             result = self._next_result()
             arrived = time.perf_counter()
             batch = self._pending.pop(result.batch_number)
-            taken = self._assembler.assemble(result, batch, plan, self._slots, self._decoder)
+            taken = self._assembler.assemble(result, batch, plan, self.slots, self._decoder)
             if self._run is not None:
                 self._run.release(result.batch_number)
             self._totals.collate_seconds += time.perf_counter() - arrived
@@ -196,7 +188,7 @@ class Pipeline:
         self._run = None
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
-        self._results = self._workers.run(self._tasks(self._pending, position, until))
+        self._results = self.workers.run(self._tasks(self._pending, position, until))
 
     def _next_result(self) -> Result:
         """Return the next decoded batch. Raises WdstrainError if there is none."""
@@ -223,10 +215,8 @@ class Pipeline:
         totals, others = self._totals, self._seconds_before_decoding - others
         handoff = time.perf_counter() - max(begun, result.finished) - others
         totals.handoff_seconds += max(0.0, handoff)
-        totals.decode_seconds += result.rows_done - result.started
-        totals.compute_seconds += result.cpu_seconds
-        totals.queued_seconds += result.queued_seconds
-        totals.collate_seconds += result.finished - result.rows_done
+        for name, seconds in result.seconds.items():
+            vars(totals)[name] += seconds
         self._awaited = result.batch_number + 1
         return result
 
@@ -239,12 +229,12 @@ class Pipeline:
 
     def _tasks(
         self, pending: dict[int, ReadBatch], position: tuple[int, int], until: int | None
-    ) -> Iterator[Task]:
+    ) -> Iterator[ReadBatch]:
         """Start to read, and yield the task of each batch once its samples are read.
 
         Decoders have ended older tasks. Raises ReadStopped if the pipeline is closed.
         """
-        self._slots.reset()
+        self.slots.reset()
         run = self._run = self._reader.start(*position, until)
         with DeferSignals():
             self._watchdog.start(self._log_stall)
@@ -252,9 +242,10 @@ class Pipeline:
             while (batch := run.next()) is not None:
                 begun = time.perf_counter()
                 pending[batch.number] = batch
-                task = self._assembler.task(batch, self._slots.take())
+                keys = batch.keys if self._options.transform is not None else []
+                sent = batch._replace(slot=self.slots.take(), keys=keys)
                 self._totals.parse_seconds += time.perf_counter() - begun
-                yield task
+                yield sent
         except ReadStopped:
             raise
         except WdstrainError as error:
@@ -270,14 +261,14 @@ class Pipeline:
         if reading is not None:
             stage = f"Stage read: {reading}"
         elif awaited is None:
-            stage = f"Stage hand-off: {self._workers.describe()}\n{waiting}"
+            stage = f"Stage hand-off: {self.workers.describe()}\n{waiting}"
         else:
             first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
             keys = ", ".join(awaited.keys[:_SHOWN_KEYS])
             stage = (
                 f"Stage decode: the awaited samples are {keys}{f' and {more} more' * (more > 0)}; "
                 f"the first is in {self._index.shard_with(first).shown} at offset "
-                f"{int(self._index.offsets.start[first])}. {self._workers.describe()}\n{waiting}"
+                f"{int(self._index.offsets.start[first])}. {self.workers.describe()}\n{waiting}"
             )
         _log.warning("no batch for %.0f s. %s", seconds, stage)
 
@@ -296,11 +287,11 @@ class Pipeline:
             self.closed = True
             # Before the lock, which a thread that waits for a batch holds.
             self._reader.close()
-            if isinstance(self._workers, DecoderThreads):
-                self._workers.interrupt(WdstrainError(OVER))
+            if isinstance(self.workers, DecoderThreads):
+                self.workers.interrupt(WdstrainError(OVER))
             with self._lock:
                 self._results, self._pending, self._run = iter(()), {}, None
-                self._workers.close()
+                self.workers.close()
             self._watchdog.close()
         if self._finalizer is not None:
             # Last: if a Ctrl-C interrupts this method, the owner's end closes the rest.

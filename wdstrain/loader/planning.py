@@ -26,6 +26,7 @@ from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
+from wdstrain.shards.label import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
@@ -194,25 +195,18 @@ def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
 
 def warn_of_class_numbers(index: Index) -> None:
     """Log a warning if raw class numbers mean different classes in different sets of shards."""
-    labels_by_shard = index.shard_labels
-    for field in dict.fromkeys(
-        label.field for labels in labels_by_shard for label in labels if label.entry is None
-    ):
-        class_labels = [
-            next((label for label in labels if label.place == (field, None)), None)
-            for labels in labels_by_shard
-        ]
-        examples = {  # a shard for each numbering
-            label.numbering if label is not None else "no label": shard.shown
-            for shard, label in zip(index.shards, class_labels, strict=True)
+    labels = dict.fromkeys(label for own in index.shard_labels for label in own)
+    for field in dict.fromkeys(x.field for x in labels if x.is_class and x.entry is None):
+        place = (field, None)
+        numberings = {
+            next((label.classes for label in own if label.place == place), None)
+            for own in index.shard_labels
         }
-        has_classes = any(label is not None and label.is_class for label in class_labels)
-        if has_classes and len(examples) > 1:
+        if len(numberings) > 1:
             _log.warning(
-                "%s has different class numbers in these sets: %s. Batches hold its bytes as they "
-                "were packed. fields={'label': wt.label('%s')} gives one numbering.",
-                field,
-                "; ".join(f"{numbering} ({shard})" for numbering, shard in examples.items()),
+                "%s. Batches hold its bytes as they were packed. "
+                "fields={'label': wt.label('%s')} gives one numbering.",
+                disagreement(index.shard_labels, (shard.shown for shard in index.shards), place),
                 field,
             )
 

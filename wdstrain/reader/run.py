@@ -19,11 +19,10 @@ from contextlib import closing
 from itertools import pairwise
 from math import inf
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from wdstrain.decode.task import ReadBatch
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory import Memory
 from wdstrain.order.order import Ints, Order
@@ -34,7 +33,6 @@ from wdstrain.runtime.machine import memory
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Members
 from wdstrain.storage.remote import is_remote
 
 THREADS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
@@ -46,24 +44,6 @@ _TABLE_SAMPLES = 1 << 14  # rows of a table of arrived samples
 
 class ReadStopped(WdstrainError):
     """Another thread ended the reading."""
-
-
-class ReadBatch(NamedTuple):
-    """The b samples of one batch, which are read.
-
-    number: of the batch in the run. ids, rng_ids: int64[b], see `Steps`. valid: bool[b], False for
-    padding. keys: of the samples. members: the needed fields, in the memory of the reader. bad: by
-    row, why the bytes of a sample cannot be used.
-    """
-
-    number: int
-    epoch: int
-    ids: Ints
-    rng_ids: Ints
-    valid: npt.NDArray[np.bool_]
-    keys: list[str]
-    members: Members
-    bad: dict[int, Bad]
 
 
 class Reader:

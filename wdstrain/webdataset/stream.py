@@ -14,11 +14,9 @@ import fcntl
 import os
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -28,6 +26,7 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import rank_of
+from wdstrain.memory import SharedFile
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
@@ -55,22 +54,18 @@ class Epochs:
     number of its first record. The system makes appending atomic.
     """
 
-    def __init__(self, epoch: int = 0, handle: Any = None, changes: int = 0) -> None:
-        """handle: of the log that another process has; changes: those that it counted."""
-        if handle is None:
-            self._fd = os.memfd_create("wdstrain-epochs", os.MFD_CLOEXEC)
-        else:
-            self._fd = handle.detach()
-        weakref.finalize(self, os.close, self._fd)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+    def __init__(self, epoch: int = 0, log: SharedFile | None = None, changes: int = 0) -> None:
+        """log: that another process has; changes: those that it counted."""
+        self._log = log or SharedFile()
+        fcntl.fcntl(self._log.fd, fcntl.F_SETFL, os.O_APPEND)
         self._changes, self._begun = changes, 0  # begun: passes that this worker process began
-        if handle is None:
+        if log is None:
             self.set(epoch)
 
     def set(self, number: int) -> None:
         """Make `number` the next epoch, in every worker process."""
         self._changes += 1  # a worker that starts later has it, so its pass is a new one
-        os.write(self._fd, _RECORD.pack(_SET, number, 0))
+        os.write(self._log.fd, _RECORD.pack(_SET, number, 0))
 
     def begin(self) -> int:
         """Return the epoch of the pass that begins, in this process or over all worker processes."""
@@ -79,13 +74,15 @@ class Epochs:
         if info is not None:
             record = (info.seed - info.id, self._begun, self._changes)
             self._begun += 1
-        os.write(self._fd, _RECORD.pack(*record))
+        os.write(self._log.fd, _RECORD.pack(*record))
         return self._numbers()[0][record]
 
     def _numbers(self) -> tuple[dict[tuple[int, ...], int], int]:
         """Return the epochs of all passes in the log, and the next epoch."""
         numbers, number = dict[tuple[int, ...], int](), 0
-        for record in _RECORD.iter_unpack(os.pread(self._fd, os.fstat(self._fd).st_size, 0)):
+        for record in _RECORD.iter_unpack(
+            os.pread(self._log.fd, os.fstat(self._log.fd).st_size, 0)
+        ):
             if record[0] == _SET:
                 number = record[1]
             elif record not in numbers:
@@ -96,7 +93,7 @@ class Epochs:
     def __reduce__(self) -> tuple[Callable[..., Epochs], tuple[Any, ...]]:
         """A worker process that starts shares the log. Any other copy counts by itself."""
         if get_spawning_popen() is not None:
-            return Epochs, (0, DupFd(self._fd), self._changes)
+            return Epochs, (0, self._log, self._changes)
         return Epochs, (self._numbers()[1],)
 
 
