@@ -165,19 +165,6 @@ def own_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.NAdam(groups, lr=OWN_RATE, weight_decay=OWN_DECAY)
 
 
-class PlainLion(torch.optim.Optimizer):
-    """Lion, as in the paper's algorithm 2 with betas 0.9 and 0.99."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weight in (weight for weight in group["params"] if weight.grad is not None):
-                momentum = self.state.get(weight, {}).get("m", torch.zeros_like(weight))
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_(group["lr"] * torch.lerp(weight.grad, momentum, 0.9).sign())
-                self.state[weight]["m"] = torch.lerp(momentum, weight.grad, 1 - 0.99)
-
-
 # --- losses and metrics ---------------------------------------------------------------------------
 
 
@@ -396,7 +383,6 @@ class PlainRun:
         return {
             "adamw": lambda: torch.optim.AdamW(groups),
             "sgd": lambda: torch.optim.SGD(groups, **sgd),
-            "lion": lambda: PlainLion(groups, {}),
         }.get(drawn.optimizer, lambda: own_optimizer(groups))()
 
     def set_mode(self, model: nn.Module, epoch: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
-from wdstrain.training.callbacks import RunningTrainer
+from wdstrain.training.run import Run as TrainingRun
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"
@@ -23,7 +23,7 @@ _LOOKS = "epoch_sums.py"  # reads the sums for the progress about twice per seco
 class ReportWaits(wt.Callback):
     """Enable torch's warnings of synchronizing operations between the first and last steps."""
 
-    def on_step_end(self, trainer: RunningTrainer) -> None:
+    def on_step_end(self, trainer: TrainingRun) -> None:
         if trainer.state.step == 4:
             torch.cuda.set_sync_debug_mode("warn")
         elif trainer.state.step == 20:
@@ -36,7 +36,7 @@ class ReportWaits(wt.Callback):
     [
         {"optimizer": "adamw", "amp": "bf16", "clip_norm": 1.0, "ema": 0.9, "accumulate": 2},
         {"optimizer": "sgd", "amp": "fp16", "clip_norm": 1.0},
-        {"optimizer": "lion", "clip_value": 0.1, "channels_last": True},
+        {"optimizer": "sgd", "clip_value": 0.1, "channels_last": True},
         {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1, "class_weights": "balanced"},
     ],
 )

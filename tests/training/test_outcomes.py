@@ -276,7 +276,7 @@ def test_an_exported_model_predicts_as_the_checkpoint(
             np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-3, atol=1e-3)
             return
         loaded: Any = torch.export.load(path).module()
-        torch.testing.assert_close(loaded(pixels.float()), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded(pixels.float()), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_export_formats_and_a_missing_exporter_are_errors(

@@ -19,7 +19,6 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
 import wdstrain as wt
-from tests.support.small_runs import SMALL, two_classes
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -31,7 +30,6 @@ from wdstrain.training.inputs import Normalization
 from wdstrain.training.metrics import EvalMetrics, default_monitor, is_better, is_maximized
 from wdstrain.training.models import build, last_layer
 from wdstrain.training.optim import (
-    Lion,
     ModelEMA,
     Schedule,
     count_plateaus,
@@ -415,7 +413,7 @@ def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
         ({"warmup": 1}, "onecycle has its own warm-up"),
         ({"step_epochs": 2}, "needs schedule=step"),
         ({"momentum": 0.5}, "needs optimizer=sgd"),
-        ({"optimizer": "adagrad"}, "must be adamw, sgd, lion or module:function"),
+        ({"optimizer": "adagrad"}, "must be adamw, sgd or module:function"),
         ({"augment": "rrc+blur"}, "'blur' is not known"),
         ({"batch_size": 2.5}, "not a whole number"),
         ({"epochs": True}, "not a whole number"),
@@ -475,32 +473,6 @@ def test_embeddings_before_the_first_block_are_one_layer() -> None:
     assert blocks == [0.5**4, 0.5**3, 0.5**2]
     for name in ("class_token", "conv_proj.weight", "encoder.pos_embedding"):
         assert named[name] == 0.5**5
-
-
-def test_lion_steps_by_the_sign_of_the_average() -> None:
-    weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.0]))
-    optimizer = Lion([{"params": [weight]}], lr=0.1, weight_decay=0.5)
-    weight.grad = torch.tensor([2.0, -3.0, 0.0])
-    optimizer.step()
-    torch.testing.assert_close(weight.data, torch.tensor([0.95 - 0.1, -0.95 + 0.1, 0.0]))
-
-
-def test_a_step_of_lion_allocates_no_averages(tmp_path: Path) -> None:
-    """The optimizer allocates an average for each parameter once, not in each step."""
-    shards, activities = two_classes(tmp_path / "set"), [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        wt.train(shards, tmp_path / "run", optimizer="lion", model=Deep, **SMALL)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    parameters, steps = len(list(Deep(1).parameters())), 5
-    assert counts.get("aten::zeros_like", 0) < steps * parameters
-
-
-class Deep(nn.Sequential):
-    """Ten linear layers."""
-
-    def __init__(self, outputs: int) -> None:
-        layers = [nn.Linear(4, 4) for _ in range(8)]
-        super().__init__(nn.Flatten(), nn.Linear(192, 4), *layers, nn.Linear(4, outputs))
 
 
 def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: Path) -> None:

@@ -345,7 +345,6 @@ def no_constant(name: str) -> Any:
     raise AssertionError(f"{name} is no JSON")
 
 
-@known_fault("suspected/nan_in_metrics_jsonl")
 @pytest.mark.parametrize(
     ("model", "metrics"),
     [(Constant, {"odd": torch.nan}), (Constant, {"odd": torch.inf}), (Broken, {})],
@@ -374,7 +373,6 @@ def test_the_output_of_evaluate_is_json_that_every_program_reads(
 # --- two remedies for rare classes ----------------------------------------------------------------
 
 
-@known_fault("training/balance_and_class_weights_twice")
 @pytest.mark.parametrize("kind", ["binary", "class"])
 def test_balance_and_class_weights_do_not_correct_the_same_twice(tmp_path: Path, kind: str) -> None:
     """A model without input learns the share of each class in the loss."""
@@ -550,17 +548,10 @@ def flip_bits(path: Path, member: str) -> None:
     path.write_bytes(data)
 
 
-def changed(*reasons: type[BaseException]) -> pytest.MarkDecorator:
-    return known_fault("training/changed_checkpoint", raises=reasons)
-
-
 @pytest.mark.parametrize("verb", ["evaluate", "predict", "export", "resume", "weights"])
 @pytest.mark.parametrize(
     "member",
-    [
-        pytest.param("/data/", marks=changed(AssertionError)),
-        pytest.param("data.pkl", marks=changed(IndexError)),
-    ],
+    ["/data/", "data.pkl"],
     ids=["weights", "names"],
 )
 def test_a_checkpoint_with_changed_bytes_is_refused_by_name(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import wdstrain as wt
-from wdstrain.training.callbacks import RunningTrainer
+from wdstrain.training.run import Run as TrainingRun
 
 Run = tuple[str, dict[str, Any]]  # folder and options; "stop": [epoch, step] of an interruption
 
@@ -22,7 +22,7 @@ class StopAt(wt.Callback):
     def __init__(self, position: list[int]) -> None:
         self._position = tuple(position)
 
-    def on_step_end(self, trainer: RunningTrainer) -> None:
+    def on_step_end(self, trainer: TrainingRun) -> None:
         if (trainer.state.epoch, trainer.state.step) == self._position:
             trainer.stop("stopped by the test")
 

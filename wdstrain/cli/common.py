@@ -8,7 +8,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from wdstrain.errors import UsageError
@@ -193,20 +193,16 @@ def add_options(
     options: type[Any],
     *,
     only: Collection[str] | None = None,
-    groups: dict[str, type[Any]] | None = None,
+    groups: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Add a positional word or a flag for each field of a dataclass.
 
-    only: names of fields; default: all. groups: {title: base class whose fields are listed below
+    only: names of fields; default: all. groups: {title: names of the fields that are listed below
     it}. Values that are not given are absent from the parsed arguments, so that the defaults are
     those of the dataclass.
     """
     made = {title: parser.add_argument_group(title) for title in groups or {}}
-    group_of = {
-        field.name: made[title]
-        for title, base in (groups or {}).items()
-        for field in dataclasses.fields(base)
-    }
+    group_of = {name: made[title] for title, names in (groups or {}).items() for name in names}
     # Python 3.10 accepts types only, and the marker KW_ONLY of a dataclass is none.
     hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
     positional = _positional(options)

@@ -92,7 +92,7 @@ def add_convert(verbs: Any) -> None:
     for name, options, title, example in _KINDS:
         kind = verb(kinds, name, partial(_convert, options), title, f"convert {example}")
         kind.set_defaults(interrupted=_INTERRUPTED)
-        add_options(kind, options, groups={"packing": Options})
+        add_options(kind, options, groups={"packing": Options.__dataclass_fields__})
 
 
 def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:

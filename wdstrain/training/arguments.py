@@ -20,7 +20,7 @@ from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.callbacks import Callback, check_callback
-from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions
+from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions, is_made
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
@@ -82,7 +82,7 @@ class TrainArguments(RunOptions):
         "standardized (default: the loss of the kind of label)",
     )
     optimizer: str | OptimizerFactory = option(
-        "adamw", "adamw, sgd, lion, or a function of parameter groups that returns an optimizer"
+        "adamw", "adamw, sgd, or a function of parameter groups that returns an optimizer"
     )
     metrics: Mapping[str, Any] | None = option(
         None,
@@ -97,6 +97,13 @@ class TrainArguments(RunOptions):
     )
     overwrite: bool = option(False, "replace an earlier run in `out`")
     progress: Reporter | None = option(None, _PROGRESS)
+
+    @property
+    def criterion_name(self) -> str | None:
+        """Name of an own criterion, as checkpoints keep it."""
+        if isinstance(self.criterion, Mapping):
+            return ", ".join(f"{label}: {_name(one)}" for label, one in self.criterion.items())
+        return None if self.criterion is None else _name(self.criterion)
 
     def config(self) -> Config:
         """Return the checked options of the run; functions and modules as their names."""
@@ -182,6 +189,11 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
                 f"criterion names {name!r}, and the labels are "
                 f"{', '.join(head.name for head in task.heads)}."
             )
+    if config.class_weights != "none" and config.balance in task.label_names:
+        raise UsageError(
+            f"class_weights={config.class_weights} and balance={config.balance} both correct for rare "
+            f"classes. Give one of them."
+        )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
             f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
@@ -192,13 +204,22 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
             "optimizer= must be a name, or a function of parameter groups that returns an optimizer, "
             "such as lambda groups: torch.optim.Adam(groups, lr=1e-3)."
         )
+    if is_made(config.optimizer):
+        _refuse_options(config, ("lr", "weight_decay"), "optimizer")
     replaces_all = criterion is not None and len(own) >= len(task.heads)
     if replaces_all or (criterion is not None and not isinstance(criterion, Mapping)):
-        for name in ("label_smoothing", "class_weights"):
-            if getattr(config, name) != OPTIONS[name].default:
-                raise UsageError(f"{name} has no effect with criterion=. Give it to the loss.")
+        _refuse_options(config, ("label_smoothing", "class_weights"), "criterion")
     for callback in arguments.callbacks:
         check_callback(callback)
+
+
+def _refuse_options(config: Config, names: Sequence[str], owner: str) -> None:
+    """Raise UsageError for options that an object of the user's takes the place of."""
+    for name in names:
+        if getattr(config, name) != OPTIONS[name].default:
+            raise UsageError(
+                f"{name} has no effect with {owner}=. Give it to your {owner} instead."
+            )
 
 
 def check_validation(arguments: TrainArguments, config: Config) -> None:

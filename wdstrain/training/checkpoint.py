@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import uuid
+import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -111,9 +112,21 @@ def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
     return None, refused
 
 
+def check_bytes(path: str) -> None:
+    """Raise UsageError for a file of torch.save whose bytes changed, which torch does not notice."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, NotImplementedError):
+        return  # torch has its own words for other files
+    if damaged is not None:
+        raise UsageError(f"{path} is damaged: the checksum of {damaged} differs. Use another file.")
+
+
 def read_checkpoint(path: str) -> dict[str, Any]:
     """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
     try:
+        check_bytes(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(

@@ -23,12 +23,7 @@ import numpy as np
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import help_text, option
-from wdstrain.training.options import (
-    DataOptions,
-    MachineOptions,
-    OptimizationOptions,
-    RunOptions,
-)
+from wdstrain.training.options import RunOptions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,7 +31,7 @@ else:
     import tomli as tomllib
 
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
-_OPTIMIZERS = ("adamw", "sgd", "lion")
+_OPTIMIZERS = ("adamw", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +46,7 @@ class Config(RunOptions):
     )
     optimizer: str = option(
         "adamw",
-        "adamw, sgd, lion, or module:function, which is called with parameter groups",
+        "adamw, sgd, or module:function, which is called with parameter groups",
         metavar="NAME",
     )
 
@@ -149,9 +144,9 @@ def is_made(name: str) -> bool:
 # --- options of a trained model -------------------------------------------------------------------
 
 
-def _override(base: type[Any], name: str, *, trained: bool = False) -> Any:
+def _override(name: str, *, trained: bool = False) -> Any:
     """Return an option of a run for a trained model. trained: the checkpoint has the default."""
-    field = base.__dataclass_fields__[name]
+    field = RunOptions.__dataclass_fields__[name]
     default = f"{field.metadata['help']} (default: as in training)"
     help = default if trained else help_text(field)
     return option(None, help, metavar=field.metadata["metavar"])
@@ -161,20 +156,20 @@ def _override(base: type[Any], name: str, *, trained: bool = False) -> Any:
 class PredictOptions:
     """Options of predictions; the checkpoint has all others. None: see the help text."""
 
-    batch_size: int | None = _override(OptimizationOptions, "batch_size", trained=True)
-    amp: str | None = _override(MachineOptions, "amp", trained=True)
-    device: str | None = _override(MachineOptions, "device")
-    num_workers: int | None = _override(MachineOptions, "num_workers")
-    cache_dir: str | None = _override(MachineOptions, "cache_dir")
-    cache_limit: str | None = _override(MachineOptions, "cache_limit")
+    batch_size: int | None = _override("batch_size", trained=True)
+    amp: str | None = _override("amp", trained=True)
+    device: str | None = _override("device")
+    num_workers: int | None = _override("num_workers")
+    cache_dir: str | None = _override("cache_dir")
+    cache_limit: str | None = _override("cache_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(PredictOptions):
     """Options of evaluation; the checkpoint has all others. None: see the help text."""
 
-    on_error: str | None = _override(DataOptions, "on_error")
-    max_errors: float | None = _override(DataOptions, "max_errors")
+    on_error: str | None = _override("on_error")
+    max_errors: float | None = _override("max_errors")
 
 
 # --- files of options -----------------------------------------------------------------------------

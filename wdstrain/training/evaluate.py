@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,6 +81,13 @@ class Setup:
     criterion: Criterion | Mapping[str, Criterion] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def losses(self) -> nn.ModuleList:
+        """Criteria of the user's that are modules: they may have parameters and buffers."""
+        several = isinstance(self.criterion, Mapping)
+        given = self.criterion.values() if several else [self.criterion]  # type: ignore[union-attr]
+        return nn.ModuleList(one for one in given if isinstance(one, nn.Module)).to(self.device)
+
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the outputs of a model for a batch."""
         with autocast(self.config, self.device):
@@ -103,6 +111,7 @@ def evaluate_pass(
     """
     task, gather = setup.task, setup.distributed.gather
     model.eval()
+    setup.losses.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
     previews = PreviewCollector(task, setup.inputs.picture)
     steps = len(loader) if limit is None else min(limit, len(loader))

@@ -36,8 +36,11 @@ class Normalizing(nn.Module):
         self.model = loaded.model
         columns = [head for head in loaded.task.heads for _ in range(head.outputs)]
         shape = (-1, 1, 1) if loaded.task.is_dense else (-1,)
-        self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]).view(shape))
-        self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]).view(shape))
+        self.is_scaled = any(head.kind == "number" for head in columns)
+        # float32 is too coarse for times and coordinates
+        shift = torch.tensor([head.mean for head in columns], dtype=torch.float64)
+        scale = torch.tensor([head.deviation for head in columns], dtype=torch.float64)
+        self.shift, self.scale = nn.Buffer(shift.view(shape)), nn.Buffer(scale.view(shape))
         self.inputs = loaded.inputs
         values = (loaded.inputs.normalization.mean, loaded.inputs.normalization.std)
         mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in values)
@@ -48,7 +51,7 @@ class Normalizing(nn.Module):
         values = {name: self._normalized(spec, value) for (name, spec), value in parts}
         single = len(values) == 1
         outputs: Tensor = self.model(*values.values()) if single else self.model(**values)
-        return outputs * self.scale + self.shift
+        return outputs.double() * self.scale + self.shift if self.is_scaled else outputs
 
     def _normalized(self, spec: InputSpec, value: Tensor) -> Tensor:
         if spec.is_rgb:

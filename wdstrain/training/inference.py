@@ -49,7 +49,7 @@ from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.mask_head import mask_png
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
-from wdstrain.training.prediction_table import TABLES
+from wdstrain.training.prediction_table import TABLES, prediction_table
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,7 @@ def _write(
         names += [f"{head.name} true"] if head in known else []
         numbers |= {*own, f"{head.name} true"} if isinstance(head, NumberHead) else {*own[1:]}
     names += ["embedding"] if predictor.embeds else []
-    with (
-        closing(rows),
-        TABLES[os.path.splitext(path)[1].lower()](path, [*names, "error"], numbers) as table,
-    ):
+    with closing(rows), prediction_table(path, [*names, "error"], numbers) as write:
         for row in rows:
             if not all(bool(own.isfinite().all()) for own in row.outputs or ()):
                 row = replace(row, outputs=None, error="the output of the model is not finite")
@@ -173,7 +170,7 @@ def _write(
                     cells += head.cells(row.outputs[i], probabilities=probabilities)
                 cells += [row.targets[i] if row.targets else ""] if head in known else []
             cells += [row.embedding] if predictor.embeds else []
-            table.write([*cells, row.error])
+            write([*cells, row.error])
             count, bad = count + 1, bad + bool(row.error)
     return PredictResult(count, bad)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -99,14 +99,19 @@ def _cosine(begin: float, end: float, part: float) -> float:
 
 
 def make_optimizer(
-    model: nn.Module, config: Config, factory: OptimizerFactory | None = None
+    model: nn.Module,
+    config: Config,
+    factory: OptimizerFactory | None = None,
+    losses: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's parameters.
+    """Return the optimizer of a model's parameters, and of those of losses.
 
     factory: called with parameter groups; its learning rate and weight decay are those that it
     gives. Else config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
     """
     groups = parameter_groups(model, config)
+    if own := [p for p in losses.parameters() if p.requires_grad] if losses is not None else []:
+        groups.append({"params": own, "lr_scale": 1.0, "weight_decay": 0.0})
     if factory is None and ":" in config.optimizer:
         factory = import_function(config.optimizer)
     if factory is not None:
@@ -119,8 +124,6 @@ def make_optimizer(
             group.setdefault("lr_scale", 1.0)
         return optimizer
     values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.optimizer == "lion":
-        return Lion(groups, **values)
     # With amp=fp16 others than fused optimizers wait in each step for the check for overflows.
     fused = all(p.is_cuda for group in groups for p in group["params"]) or None
     if config.optimizer == "sgd":
@@ -194,35 +197,6 @@ def _block_of(name: str) -> str:
     """
     match = re.match(r"(?:[^.]*\.)*?(?:\d+(?=\.)|[^.]*\d(?=\.[^.]+\.))", name)
     return match.group() if match else ""
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023)."""
-
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters. No closure is called."""
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.state[parameter]["average"] = torch.zeros_like(parameter)
-                average = self.state[parameter]["average"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                direction = torch.lerp(parameter.grad, average, first).sign_()
-                parameter.add_(direction, alpha=-group["lr"])
-                average.lerp_(parameter.grad, 1 - second)
 
 
 # --- averages, autocast ---------------------------------------------------------------------------

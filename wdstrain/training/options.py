@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from wdstrain.decode.transforms import RATIO, SCALE
@@ -56,8 +57,8 @@ SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Samples, labels and images."""
+class RunOptions:
+    """All options of a run that are plain values wherever they are given."""
 
     label: str | None = option(
         None,
@@ -110,13 +111,11 @@ class DataOptions:
         rule=PROBABILITY,
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentOptions:
-    """Images and their augmentation."""
-
     image_size: int = option(
-        64, "width and height of the images in pixels", metavar="N", rule=AT_LEAST_1
+        64,
+        "width and height of the images in pixels",
+        metavar="N",
+        rule=AT_LEAST_1,
     )
     augment: str | None = option(
         None, "augmentation: rrc, flip, trivialaugment, randaugment, with + between", metavar="A"
@@ -166,11 +165,6 @@ class AugmentOptions:
         rule=AT_LEAST_1,
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Weights to start from, and which of them are trained."""
-
     weights: str | None = option(
         None,
         "weights to start from: DEFAULT or another name of the model's weights in torchvision, "
@@ -187,13 +181,12 @@ class ModelOptions:
         None, "train the frozen parameters too after this many epochs", metavar="N", rule=AT_LEAST_0
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizationOptions:
-    """Steps of the optimizer, the learning rate, and when training ends."""
-
     epochs: int = option(
-        10, "passes over the training data", metavar="N", free=True, rule=AT_LEAST_1
+        10,
+        "passes over the training data",
+        metavar="N",
+        free=True,
+        rule=AT_LEAST_1,
     )
     batch_size: int = option(
         64, "images per step, of all processes together", metavar="N", rule=AT_LEAST_1
@@ -289,11 +282,6 @@ class OptimizationOptions:
         False, "the same bits in every run on the same machine; slower on a GPU", negatable=True
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """Devices, arithmetic and processes."""
-
     device: str = option("auto", "cpu, cuda or auto", free=True)
     amp: str = option("none", "16-bit arithmetic", choices=("none", "bf16", "fp16"))
     tf32: bool = option(
@@ -345,11 +333,6 @@ class MachineOptions:
         None, "most bytes in it, such as 200GB (default: no limit)", metavar="SIZE", free=True
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """When checkpoints are written."""
-
     checkpoint_every: int = option(
         0,
         "steps between checkpoints; 0: only at the end of epochs",
@@ -373,24 +356,17 @@ class CheckpointOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(
-    # a dataclass lists the fields of its last base first
-    CheckpointOptions,
-    MachineOptions,
-    OptimizationOptions,
-    ModelOptions,
-    AugmentOptions,
-    DataOptions,
-):
-    """All options of a run that are plain values wherever they are given."""
-
-
-GROUPS: dict[str, type[Any]] = {
-    "data": DataOptions,
-    "images and augmentation": AugmentOptions,
-    "weights": ModelOptions,
-    "optimization": OptimizationOptions,
-    "machine": MachineOptions,
-    "checkpoints": CheckpointOptions,
+# Groups of options in help texts, each with its first option.
+_FIRST = {
+    "data": "label",
+    "images and augmentation": "image_size",
+    "weights": "weights",
+    "optimization": "epochs",
+    "machine": "device",
+    "checkpoints": "checkpoint_every",
+}
+_NAMES = list(RunOptions.__dataclass_fields__)
+_STARTS = [*map(_NAMES.index, _FIRST.values()), len(_NAMES)]
+GROUPS = {
+    title: _NAMES[first:end] for title, (first, end) in zip(_FIRST, pairwise(_STARTS), strict=True)
 }

@@ -22,7 +22,7 @@ from wdstrain.training.data import class_counts
 from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.mask_head import MaskHead, color_of
-from wdstrain.training.metrics import Monitor, head_texts, metric_text
+from wdstrain.training.metrics import head_texts, metric_text
 from wdstrain.training.previews import PreviewSample
 from wdstrain.training.tasks import Task
 
@@ -63,7 +63,8 @@ def write_report(
     path: str,
     task: Task,
     config: Config,
-    monitor: Monitor,
+    monitor: str,
+    best: str,
     history: History,
     steps: History,
     details: Mapping[str, Any],
@@ -71,13 +72,14 @@ def write_report(
 ) -> None:
     """Write the page.
 
+    monitor: name of the metric that chooses the best epoch. best: sentence on that epoch.
     history: metrics of each epoch. steps: lines of steps.jsonl. details: of the last validation.
     """
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
     options = {name: value for name, value in vars(config).items() if value not in (None, "")}
     sections = [
-        _header(title, task, config, monitor, history),
-        _cards(_curves(task, monitor.name, history, steps)),
+        _header(title, task, config, history, best),
+        _cards(_curves(task, monitor, history, steps)),
     ]
     if details:
         heads = details["heads"]
@@ -97,7 +99,7 @@ def write_report(
 # --- header and curves ----------------------------------------------------------------------------
 
 
-def _header(title: str, task: Task, config: Config, monitor: Monitor, history: History) -> str:
+def _header(title: str, task: Task, config: Config, history: History, best: str) -> str:
     last = history[-1]
     val = last.get("val", {})
     seconds = sum(line["seconds"] for line in history)
@@ -131,21 +133,9 @@ def _header(title: str, task: Task, config: Config, monitor: Monitor, history: H
     return (
         f"<h1>{escape(title)}</h1>"
         f"<p class=soft>model {escape(config.model)}, task {escape(str(task))}</p>"
-        f'<div class="facts">{cells}</div>{text}<p>{escape(_best(monitor, history))}</p>'
+        f'<div class="facts">{cells}</div>{text}<p>{escape(best)}</p>'
         f"<p>{escape(verdict)}.</p>"
     )
-
-
-def _best(monitor: Monitor, history: History) -> str:
-    """Return a sentence on the epoch of best.pt; empty for a single epoch."""
-    best, epoch = None, 0
-    for number, line in enumerate(history, 1):
-        if monitor.is_best(line.get("val"), best):
-            best, epoch = line.get("val"), number
-    if len(history) < 2 or best is None or monitor.name not in best:
-        return ""
-    value = metric_text(monitor.name, best[monitor.name])
-    return f"These figures are of the last epoch. best.pt is of epoch {epoch}: {value}."
 
 
 def _duration(seconds: float) -> str:

@@ -115,7 +115,7 @@ class Run:
             metrics=arguments.metrics or {},
         )
         self.monitor = Monitor(config, task, self.setup.metrics)
-        self.logger = RunLogger(task, self.monitor)
+        self.logger = RunLogger(task, self.monitor.name)
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
         self.checkpoints_due = CheckpointSchedule(config, distributed)
@@ -152,7 +152,10 @@ class Run:
             self.average.model = distributed.place(self.average.model, device, shards=config.fsdp)
         factory = self.arguments.optimizer
         self.optimizer = make_optimizer(
-            self.model, config, None if isinstance(factory, str) else factory
+            self.model,
+            config,
+            None if isinstance(factory, str) else factory,
+            self.setup.losses,
         )
         groups = self.optimizer.param_groups
         self.peak_rates = [group["lr"] * group["lr_scale"] for group in groups]
@@ -302,7 +305,12 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     is_over = state.step >= run.steps
     epoch, step = (state.epoch + 1, 0) if is_over else (state.epoch, state.step)
     raw = {"raw": model_state(run.model)} if run.average is not None else {}
+    objects: dict[str, Any] = {"callbacks": [one.state_dict() for one in _stateful(run)]}
+    if run.arguments.criterion is not None:
+        objects["criterion"] = run.arguments.criterion_name
+        objects["losses"] = run.setup.losses.state_dict()
     return {
+        **{name: value for name, value in objects.items() if value},
         "format": FORMAT,
         "model": model_state(run.scored_model),
         **raw,
@@ -316,6 +324,11 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "task": run.task.state(),
         "inputs": run.setup.inputs.state(),
     }
+
+
+def _stateful(run: Run) -> list[Any]:
+    """Return the callbacks whose state checkpoints keep."""
+    return [callback for callback in run.arguments.callbacks if hasattr(callback, "state_dict")]
 
 
 def resume(run: Run) -> None:
@@ -342,6 +355,9 @@ def resume(run: Run) -> None:
             f"the checkpoint is of another model: {cause}. Use the same model, or another folder."
         ) from error
     run.scaler.load_state_dict(checkpoint["scaler"])
+    run.setup.losses.load_state_dict(checkpoint.get("losses", {}))
+    for callback, state in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
+        callback.load_state_dict(state)
     if former.epochs != run.config.epochs and run.config.schedule != "constant":
         report(
             f"epochs was {former.epochs}, is {run.config.epochs}: the learning rate follows "
@@ -363,6 +379,9 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     if checkpoint["inputs"] != run.setup.inputs.state():
         inputs = ModelInputs.from_state(checkpoint["inputs"])
         differences.append(f"the input was {inputs}, is {run.setup.inputs}")
+    names = checkpoint.get("criterion"), run.arguments.criterion_name
+    if names[0] != names[1]:
+        differences.append("criterion was {}, is {}".format(*names))
     val = run.val_loader.index.fingerprint if run.val_loader is not None else None
     if checkpoint["val"] != val:
         differences.append("the validation data differ")

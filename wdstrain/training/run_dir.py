@@ -74,7 +74,7 @@ class RunDir:
         """Append a line to metrics.jsonl or steps.jsonl."""
         try:
             with open(self.path(name), "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(strict_json(line) + "\n")
         except OSError as error:
             raise StorageError(f"{self.path(name)} cannot be written: {error.strerror}.") from error
 
@@ -94,7 +94,7 @@ class RunDir:
         """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
         steps = [line for line in self.lines(STEPS) if (line["epoch"], line["step"]) <= position]
         for name, lines in ((METRICS, history), (STEPS, steps)):
-            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            text = "".join(f"{strict_json(line)}\n" for line in lines)
             write_whole(self.path(name), text.encode())
 
     def close(self) -> None:
@@ -116,6 +116,12 @@ class RunDir:
                 shutil.rmtree(self.path(name))
             else:
                 os.unlink(self.path(name))
+
+
+def strict_json(value: Any) -> str:
+    """Return JSON for every program: NaN and infinity, which JSON lacks, are null."""
+    text = json.dumps(value)
+    return json.dumps(json.loads(text, parse_constant=lambda name: None))
 
 
 def _is_incomplete(name: str) -> bool:

@@ -11,7 +11,6 @@ from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.config import Config
 from wdstrain.training.epoch_sums import TrainerState
-from wdstrain.training.metrics import Monitor
 from wdstrain.training.report import Data, write_report
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.tasks import Task
@@ -20,7 +19,8 @@ from wdstrain.training.tasks import Task
 class RunLogger:
     """Writes to the folder of a run. Before `start`, and on other ranks than 0, it writes nothing."""
 
-    def __init__(self, task: Task, monitor: Monitor) -> None:
+    def __init__(self, task: Task, monitor: str) -> None:
+        """monitor: name of the metric that chooses the best epoch."""
         self._task, self._monitor = task, monitor
         self._run: RunDir | None = None
 
@@ -50,8 +50,8 @@ class RunLogger:
             self._run.log(STEPS, line)
             self._board.step(line, line["epoch"] * self._steps + line["step"])
 
-    def epoch(self, history: Sequence[dict[str, Any]], details: dict[str, Any]) -> None:
-        """Write the metrics of the last epoch and the report."""
+    def epoch(self, history: Sequence[dict[str, Any]], details: dict[str, Any], best: str) -> None:
+        """Write the metrics of the last epoch and the report. best: sentence on the best epoch."""
         if self._run is None:
             return
         metrics = history[-1]
@@ -60,7 +60,15 @@ class RunLogger:
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
             path, steps = self._run.path(REPORT), self._run.lines(STEPS)
             write_report(
-                path, self._task, self._config, self._monitor, history, steps, details, self._data
+                path,
+                self._task,
+                self._config,
+                self._monitor,
+                f"These figures are of the last epoch. {best}." if len(history) > 1 else "",
+                history,
+                steps,
+                details,
+                self._data,
             )
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> str | None:

@@ -205,6 +205,7 @@ def _train_epoch(run: Run, signals: SignalHandler) -> None:
         run.frozen = []
         run.wrap()
     train_mode(run.model)
+    run.setup.losses.train()
     epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
     augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
     batches, progress = to_device(epoch, device, augmentation), StepLog(run)
@@ -234,17 +235,18 @@ def _finish_epoch(run: Run, signals: SignalHandler) -> None:
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.since_best(state.history)
-    run.sums.clear()
-    run.save(best=is_best)
-    if is_best and run.write_error is not None:
-        state.best = former
+    best = best_sentence(state.history, state.best, run.monitor)
     try:
-        run.logger.epoch(state.history, passes["val"][1] if passes else {})
-    except StorageError as error:  # checkpoints count more, and were written before
+        run.logger.epoch(state.history, passes["val"][1] if passes else {}, best)
+    except StorageError as error:
         report(f"{error} Training goes on.")
     for line in epoch_lines(title, state.history, run.monitor.name):
         report(line)
     run.call("on_epoch_end", metrics)
+    run.sums.clear()
+    run.save(best=is_best)  # last: it has what callbacks changed
+    if is_best and run.write_error is not None:
+        state.best = former
 
 
 def _validate(run: Run, signals: SignalHandler) -> Passes:
@@ -330,7 +332,11 @@ def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
 
 def _update_weights(run: Run, update: int) -> None:
     """Change the weights, with clipped gradients. update: number of the step of the optimizer."""
-    config, parameters = run.config, run.model.parameters()
+    config, distributed = run.config, run.setup.distributed
+    parameters = [*run.model.parameters(), *run.setup.losses.parameters()]
+    for parameter in run.setup.losses.parameters():  # DDP shares the gradients of the model only
+        if parameter.grad is not None:
+            parameter.grad = distributed.reduce(parameter.grad) / distributed.size
     if config.clip_norm or config.clip_value:
         run.scaler.unscale_(run.optimizer)
     if config.clip_value:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
+from wdstrain.training.checkpoint import check_bytes
 from wdstrain.training.inputs import Normalization
 from wdstrain.training.models import TIMM, output_layers
 
@@ -121,6 +122,7 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
         else:
             # timm and torchvision's references save their arguments beside the weights
             with torch.serialization.safe_globals([argparse.Namespace]):
+                check_bytes(path)
                 value = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
