@@ -275,6 +275,23 @@ def test_a_tar_missing_from_the_index_is_reported(shards: Path) -> None:
     assert "stray.tar lies beside the index" in str(wt.verify(shards).findings[0])
 
 
+def test_a_tar_beside_an_index_that_does_not_list_it_is_reported_by_any_address(
+    shards: Path,
+) -> None:
+    wt.index(shards)
+    stray = write_tar(shards / "part-009.tar", [("k", {"txt": b"1"})])
+    for urls in (shards, f"{shards}/part-*.tar", stray):
+        assert [finding.shard for finding in wt.verify(urls).findings] == [str(stray)]
+
+
+def test_an_index_without_one_of_its_files_is_reported(packed: Path, tmp_path: Path) -> None:
+    for lost in ("index.json", "index.arrow"):
+        folder = shutil.copytree(packed, tmp_path / lost)
+        (folder / lost).unlink()
+        (finding,) = wt.verify(folder).findings
+        assert lost in finding.sentence
+
+
 def test_a_finding_has_a_text_and_a_json_form(packed: Path, capsys: Any) -> None:
     path = shard_of(packed)
     path.write_bytes(flipped(path.read_bytes(), 512))

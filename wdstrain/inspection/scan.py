@@ -76,8 +76,8 @@ class ShardReader(Window):
             data = self._next(end, min(_READ, self.size - end))
             self._sha256.update(data)
             self._tick(len(data))
-            kept = self._held[max(0, offset - _BEHIND - self._base) :]
-            self._base, self._held = end - len(kept), bytes(kept) + data
+            kept = memoryview(self._held)[max(0, offset - _BEHIND - self._base) :]
+            self._base, self._held = end - len(kept), memoryview(b"".join((kept, data)))
             end += len(data)
         at = offset - self._base
         return bytes(self._held[at : at + length])
