@@ -69,16 +69,16 @@ class Mixture(Order):
             shuffle,
         )
         self.lane_count = lanes if lanes is not None else world_size
-        checked = Plan(  # raises PlanError if batch_size, world_size and lanes do not fit together
+        # The lanes of all sources that have one number take so many samples together. Raises
+        # PlanError if batch_size, world_size and lanes do not fit together.
+        self._per_lane = Plan(
             counts=np.array([max(1, self.global_batch)]),
             seed=0,
             epoch=0,
             batch_size=batch_size,
             world_size=world_size,
             lanes=lanes,
-        )
-        # the lanes of all sources that have one number take so many samples together
-        self._per_lane = checked.samples_per_step_per_lane
+        ).samples_per_step_per_lane
         self._turns = _turns(tuple(shares))
         self.samples = int(sum(count.sum() for count in counts))
         self.steps = self._most_steps([int(count.sum()) for count in counts], names)
@@ -124,8 +124,8 @@ class Mixture(Order):
             parts.append((ids, position, np.full(len(ids), source), lane, step))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         ids = columns[0][np.lexsort(columns[1:])]
-        firsts = list(range(0, len(ids) + 1, self.batch_size))
-        return Steps(ids, ids, firsts, np.ones(len(ids), bool))
+        firsts = range(0, len(ids) + 1, self.batch_size)
+        return Steps(ids, ids, list(firsts), np.ones(len(ids), bool))
 
     def reading(self, rank: int, lane: int, start: int, stop: int) -> Places:
         """Return the samples at the places [start, stop) of a lane; see `Order.reading`."""
@@ -161,8 +161,7 @@ class Mixture(Order):
         def lacks(step: int) -> bool:
             return bool((self._taken_before(step) * self.lane_count > totals).any())
 
-        steps = range(1, sum(totals) // self.global_batch + 1)
-        most = bisect_left(steps, True, key=lacks)
+        most = bisect_left(range(1, sum(totals) // self.global_batch + 1), True, key=lacks)
         if most == 0:
             shares = ", ".join(
                 f"{name} {total} samples" for name, total in zip(names, totals, strict=True)

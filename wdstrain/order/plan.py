@@ -85,18 +85,17 @@ class Plan(Order):
         steps = whole if self.limit is None else min(whole, self.limit)
         longest = -(-samples // lane_count)
         lanes_per_rank = lane_count // self.world_size
-        sizes = {
-            "samples": samples,
-            "steps": steps,
-            "kept": steps * self.global_batch if self.tail == "drop" else samples,
-            "lane_count": lane_count,
-            "lanes_per_rank": lanes_per_rank,
-            "samples_per_step_per_lane": self.global_batch // lane_count,
-            "max_delay": lanes_per_rank * min(self.window, longest),
-            "block": max(_BLOCK, self.window),
-            "can_lend": self.global_batch > lane_count and steps > 1,
-        }
-        vars(self).update(sizes)
+        vars(self).update(
+            samples=samples,
+            steps=steps,
+            kept=steps * self.global_batch if self.tail == "drop" else samples,
+            lane_count=lane_count,
+            lanes_per_rank=lanes_per_rank,
+            samples_per_step_per_lane=self.global_batch // lane_count,
+            max_delay=lanes_per_rank * min(self.window, longest),
+            block=max(_BLOCK, self.window),
+            can_lend=self.global_batch > lane_count and steps > 1,
+        )
         if self.samples < 1:
             raise PlanError("these shards hold no samples. Check the address.")
         if self.steps < 1:
@@ -203,8 +202,7 @@ class Plan(Order):
         parts = [
             self._delivered(lane, block) for block in range(first, (high - 1) // self.block + 1)
         ]
-        delivered: Ints = np.concatenate(parts)[positions - first * self.block]
-        return delivered
+        return np.asarray(np.concatenate(parts)[positions - first * self.block])
 
     def ids(self, lane: int, places: Ints) -> Ints:
         """Sample ids at these places of a lane. int64, shape of `places`.
@@ -316,8 +314,7 @@ def _places_delivered(plan: Plan, lane: int, start: int, stop: int) -> Ints:
     first_step = places < plan.samples_per_step_per_lane
     reach = np.where(first_step, max(1, plan.window // 10), plan.window)
     keys = places + below(reach, places, "jitter", plan.seed, plan.epoch, lane)
-    delivered: Ints = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
-    return delivered
+    return np.asarray(places[np.argsort(keys, kind="stable")[start - low : stop - low]])
 
 
 def _check_options(plan: Plan) -> None:
