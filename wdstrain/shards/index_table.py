@@ -59,7 +59,7 @@ def to_batch(shards: Sequence[Shard], offsets: Offsets) -> pa.RecordBatch:
     with suppress(pa.ArrowInvalid):  # some key is not UTF-8, and the column stays binary
         key = key.cast(pa.large_string())
     return pa.RecordBatch.from_arrays(
-        [key, _shard_column(shards), *others], names=_names(offsets.fields, offsets.infos)
+        [key, shard_words(shards, "name"), *others], names=_names(offsets.fields, offsets.infos)
     )
 
 
@@ -100,7 +100,7 @@ def from_batch(
     keys, shard, *others = batch.columns
     if sum(shard.samples for shard in shards) != len(batch):
         raise ValueError("its number of samples is not the one of index.json")
-    if shard != _shard_column(shards):
+    if shard != shard_words(shards, "name"):
         raise ValueError("its samples are not in the order of the shards of index.json")
     last = len(others) - len(infos)
     columns = [Column.of(*pair) for pair in zip(infos, others[last:], strict=True)]
@@ -108,6 +108,14 @@ def from_batch(
     offsets = Offsets.of_arrays(fields, arrays, columns)
     _check_extents(offsets, shards)
     return offsets
+
+
+def shard_words(shards: Sequence[Shard], attribute: str) -> pa.DictionaryArray:
+    """Return the name, or another attribute, of the shard of each sample."""
+    words = pa.array([utf8_text(getattr(shard, attribute)) for shard in shards], pa.string())
+    counts = [shard.samples for shard in shards]
+    numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
+    return words.dictionary_encode().take(pa.array(numbers))
 
 
 def utf8_text(text: str) -> str:
@@ -128,12 +136,6 @@ def _part_names(fields: Iterable[str]) -> list[str]:
     return [f"{utf8_text(name)}.{part}" for name in fields for part in PARTS]
 
 
-def _shard_column(shards: Sequence[Shard]) -> pa.DictionaryArray:
-    """Return the name of the shard of each sample."""
-    names = pa.array([utf8_text(shard.name) for shard in shards], pa.string())
-    counts = [shard.samples for shard in shards]
-    numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
-    return names.dictionary_encode().take(pa.array(numbers))
 
 
 def _check_extents(offsets: Offsets, shards: Sequence[Shard]) -> None:

@@ -16,6 +16,7 @@ import ast
 import logging
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
@@ -31,7 +32,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
-from wdstrain.shards.index_table import named_columns, utf8_text
+from wdstrain.shards.index_table import named_columns, shard_words
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
 from wdstrain.shards.label import place_named
 
@@ -171,25 +172,18 @@ def _own_name(token: re.Match[str]) -> str:
 class _WholeNames(ast.NodeTransformer):
     """Replaces a.b, a["b"] and `a.b` by one ast.Name, and len(x) by x.len()."""
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return self._named(node, node.attr)
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        return self._named(node, getattr(node.slice, "value", None))
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        if isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1:
-            node = ast.Call(ast.Attribute(node.args[0], "len"), [], node.keywords)
-        if isinstance(node.func, ast.Attribute):
-            node.func.value = self.visit(node.func.value)
-        node.args = [self.visit(argument) for argument in node.args]
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        match super().generic_visit(node):
+            case ast.Subscript(ast.Name(base), ast.Constant(str(part))):
+                return ast.Name(part if base == _COLUMNS else f"{base}.{part}")
+            case ast.Attribute(ast.Name(base), part):
+                return ast.Name(f"{base}.{part}")
+            case ast.Call(ast.Name("len"), [argument], keywords):
+                return ast.Call(ast.Attribute(argument, "len"), [], keywords)
+            case ast.Call(ast.Name(name), arguments, keywords) if "." in name:
+                base, _, method = name.rpartition(".")
+                return ast.Call(ast.Attribute(ast.Name(base), method), arguments, keywords)
         return node
-
-    def _named(self, node: ast.Attribute | ast.Subscript, part: Any) -> ast.expr:
-        base = self.visit(node.value)
-        if not isinstance(base, ast.Name) or not isinstance(part, str):
-            return node
-        return ast.Name(part if base.id == _COLUMNS else f"{base.id}.{part}")
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -229,29 +223,26 @@ class _Condition:
             self.used[name] = column
             return column.values
         base, _, rest = name.partition(".")
-        rows, is_table = self._rows, isinstance(self._rows, TableRows)
+        rows = self._rows
         if base == "has" and rest:
-            column = column_named(self._rows, rest)
+            column = column_named(rows, rest)
             if column is None and rest not in rows.fields:
                 raise self._unknown(rest)
-            return pc.is_valid(self._stored(f"{rest}.size") if column is None else column.values)
-        if base == "size" and rest in rows.fields:
-            return self._stored(f"{rest}.size")
-        if is_table or name not in ("key", "shard", "size", "split"):
-            raise self._unknown(name)
-        if name == "split":
-            splits = pa.array([utf8_text(shard.split) for shard in rows.shards], pa.string())
-            return splits.take(pa.array(np.repeat(np.arange(len(rows.shards)), rows.counts)))
-        values = self._stored(name)
-        if pa.types.is_large_binary(values.type):  # keys that are not UTF-8
-            values = pa.array(
-                [key.decode("utf-8", "backslashreplace") for key in values.to_pylist()]
+            return pc.is_valid(
+                rows.offsets.extents[rest][1] if column is None else column.values
             )
-        return values.cast(pa.int64() if name == "size" else pa.large_string())
-
-    def _stored(self, name: str) -> pa.Array:
-        """Return a column of the index's table that holds no label."""
-        return pa.concat_arrays(self._rows.table.column(utf8_text(name)).chunks)
+        if base == "size" and rest in rows.fields:
+            return rows.offsets.extents[rest][1]
+        if isinstance(rows, TableRows) or name not in ("key", "shard", "size", "split"):
+            raise self._unknown(name)
+        if name == "size":
+            return rows.offsets.rows.column(2)
+        if name != "key":
+            return shard_words(rows.shards, "name" if name == "shard" else name).dictionary_decode()
+        keys = rows.offsets.rows.column(0)
+        with suppress(pa.ArrowInvalid):  # some key is not UTF-8
+            return keys.cast(pa.large_string())
+        return pa.array([key.decode("utf-8", "backslashreplace") for key in keys.to_pylist()])
 
     def _error(self, reason: str) -> UsageError:
         """Return the error for a condition. A condition may be only the name in the reason."""
@@ -291,12 +282,6 @@ class _Condition:
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
-        match node:
-            case ast.BoolOp():
-                join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
-                return reduce(join, map(self.truth, node.values))
-            case ast.UnaryOp(op=ast.Not()):
-                return pc.invert(self.truth(node.operand))
         value = self._value(node)
         match _kind(value):
             case "flag":
@@ -313,8 +298,11 @@ class _Condition:
                 return pa.scalar(node.value)
             case ast.List() | ast.Tuple():
                 return [self._constant(item) for item in node.elts]
-            case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
-                return self.truth(node)
+            case ast.BoolOp():
+                join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
+                return reduce(join, map(self.truth, node.values))
+            case ast.UnaryOp(op=ast.Not()):
+                return pc.invert(self.truth(node.operand))
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
             case ast.UnaryOp(op=ast.USub()):
@@ -332,33 +320,34 @@ class _Condition:
             f"+ - * / %, and names of columns"
         )
 
-    def _constant(self, node: ast.expr) -> Any:
+    def _constant(self, node: ast.expr) -> pa.Scalar:
         value = self._value(node)
         if not isinstance(value, pa.Scalar):
             raise self._error(f"{ast.unparse(node)} is not a constant. A list holds constants only")
-        return value.as_py()
+        return value
 
     def _compared(self, node: ast.Compare) -> Operand:
         """Return the result of a comparison, also of a chain such as 2 < a <= b."""
         sides = [node.left, *node.comparators]
-        values = [self._value(side) for side in sides]
-        results = []
-        for i, operator in enumerate(node.ops):
-            shown = f"{ast.unparse(sides[i])}, {ast.unparse(sides[i + 1])}"
-            results.append(self._comparison(type(operator), values[i], values[i + 1], shown))
-        return reduce(pc.and_kleene, results)
+        values, texts = [self._value(side) for side in sides], [ast.unparse(side) for side in sides]
+        return reduce(
+            pc.and_kleene,
+            (
+                self._comparison(type(op), values[i], values[i + 1], f"{texts[i]}, {texts[i + 1]}")
+                for i, op in enumerate(node.ops)
+            ),
+        )
 
     def _comparison(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
         """shown: both operands, for error messages."""
-        if operator in (ast.NotIn, ast.IsNot):
-            opposite = ast.In if operator is ast.NotIn else ast.Is
-            return pc.invert(self._comparison(opposite, a, b, shown))
+        if operator in _OPPOSITES:
+            return pc.invert(self._comparison(_OPPOSITES[operator], a, b, shown))
+        if operator is ast.In:
+            return self._contained(a, b, shown)
         if operator is ast.Is:
             if _kind(b) != NOT_A_COLUMN or isinstance(a, list):
                 raise self._error(f"is and is not compare a column with None, not {shown}")
             return pc.is_null(a)
-        if operator is ast.In:
-            return self._contained(a, b, shown)
         kinds = {_kind(a), _kind(b)}
         if NOT_A_COLUMN in kinds:
             raise self._error(f"None is compared with is or is not: {shown}")
@@ -377,8 +366,7 @@ class _Condition:
         if isinstance(b, list):
             if not b:
                 raise self._error(f"the list is empty: {shown}")
-            equal = [self._comparison(ast.Eq, a, pa.scalar(constant), shown) for constant in b]
-            return reduce(pc.or_kleene, equal)
+            return reduce(pc.or_kleene, (self._comparison(ast.Eq, a, one, shown) for one in b))
         is_text = _kind(a) == "text" and isinstance(a, pa.Scalar)
         if is_text and _kind(b) == "multi":
             rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
@@ -425,19 +413,15 @@ class _Condition:
                 f"{ast.unparse(node)} calls a function that is not allowed in a condition. "
                 f"Use only len(), .startswith(), .endswith() and .lower()"
             )
-        value = self._value(node.func.value)
-        kinds, needs = (
-            (_TEXTS | {"multi"}, "a text or a list") if name == "len" else (_TEXTS, "a text")
-        )
-        if _kind(value) not in kinds:
+        value, (function, count, needs) = self._value(node.func.value), _METHODS[name]
+        if _kind(value) not in (_TEXTS if needs == "a text" else _TEXTS | {"multi"}):
             raise self._error(
                 f"{name}() needs {needs}: {ast.unparse(node.func.value)} is {_described(value)}"
             )
-        function, count = _METHODS[name]
-        arguments = [self._constant(argument) for argument in node.args]
+        arguments = [self._constant(argument).as_py() for argument in node.args]
         if len(arguments) != count or not all(isinstance(one, str) for one in arguments):
             raise self._error(f"{name}() takes {'one text' if count else 'no argument'}")
-        return function(value if name == "len" else _as_text(value), *arguments)
+        return function(value if _kind(value) == "multi" else _as_text(value), *arguments)
 
 
 def _kind(value: Operand) -> str:
@@ -491,9 +475,7 @@ def _as_text(value: Operand) -> Operand:
 
 def _length(value: Operand) -> Operand:
     """Return the number of characters of texts, or of names in lists."""
-    if _kind(value) == "multi":
-        return pc.list_value_length(value)
-    return pc.utf8_length(_as_text(value))
+    return pc.list_value_length(value) if _kind(value) == "multi" else pc.utf8_length(value)
 
 
 def _in_lower_case(texts: Operand) -> Operand:
@@ -516,9 +498,11 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: _divided,
     ast.Mod: _modulo,
 }
-_METHODS: dict[str, tuple[Callable[..., Any], int]] = {  # and the number of their arguments
-    "len": (_length, 0),
-    "lower": (_in_lower_case, 0),
-    "startswith": (pc.starts_with, 1),
-    "endswith": (pc.ends_with, 1),
+_OPPOSITES: dict[type, type] = {ast.NotIn: ast.In, ast.IsNot: ast.Is}
+# Function, number of its arguments, and what it is called on.
+_METHODS: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "len": (_length, 0, "a text or a list"),
+    "lower": (_in_lower_case, 0, "a text"),
+    "startswith": (pc.starts_with, 1, "a text"),
+    "endswith": (pc.ends_with, 1, "a text"),
 }
