@@ -294,7 +294,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "np.lexsort((offset[place, row], row))",
             "np.lexsort((row, offset[place, row]))",
         ),
-        ("letters-of-keys", "keys.offset * 8", "keys.offset"),
+        ("letters-of-keys", '"utf-8", "surrogateescape") for', '"utf-8", "replace") for'),
     ],
     "shards/index_table.py": [
         ("field-inside-end", "(size <= high - offset)", "(size <= high - low)"),

@@ -30,12 +30,12 @@ from wdstrain.shards.kinds import (
     ColumnInfo,
     Place,
     classes_of,
+    disagreement,
     json_place,
     names_of,
     number_of,
     text_of,
 )
-from wdstrain.shards.label import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import column_named

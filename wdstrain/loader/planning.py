@@ -26,7 +26,7 @@ from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.label import disagreement
+from wdstrain.shards.kinds import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes

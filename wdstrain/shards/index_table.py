@@ -136,8 +136,6 @@ def _part_names(fields: Iterable[str]) -> list[str]:
     return [f"{utf8_text(name)}.{part}" for name in fields for part in PARTS]
 
 
-
-
 def _check_extents(offsets: Offsets, shards: Sequence[Shard]) -> None:
     """Raise ValueError for numbers that lead outside a shard, and for samples that overlap."""
     for offset, size, _ in offsets.extents.values():

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -128,9 +128,8 @@ def _no_value(value: Any) -> None:
 class Kind:
     """What differs between the kinds of labels and columns.
 
-    described: for people. arrow: type of its column; None: it has none. python, items: type of a
-    value of JSON or of a field, and types of the items of a list, that make a column one of this
-    kind. read: such a value as the column holds it; raises SampleError for others. dtype: in a
+    described: for people. arrow: type of its column; None: it has none. python: type of a value of
+    JSON or of a field that makes a column one of this kind. read: such a value as the column holds it; raises SampleError for others. dtype: in a
     batch; "": as the field says, or a list. is_class: a sample has one of `classes`. can_be_label:
     an index may declare it.
     """
@@ -138,7 +137,6 @@ class Kind:
     described: str
     arrow: pa.DataType | None
     python: type | None = None
-    items: tuple[type, ...] = ()
     read: Callable[[Any], Any] = _no_value
     dtype: str = ""
     is_class: bool = False
@@ -154,18 +152,12 @@ def kind_of(arrow: pa.DataType) -> str:
 
 def kind_of_value(value: Any) -> str:
     """Return the kind of a column with a value of JSON or of a field."""
-    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+    kind = _KIND_OF_TYPE.get(type(value), NOT_A_COLUMN)
+    if kind == "integer" and not -(1 << 63) <= value < 1 << 63:
         return "text"
-    items = frozenset(map(type, value)) if type(value) is list else frozenset()
-    return _kind_of_types(type(value), items)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _kind_of_types(python: type, items: frozenset[type]) -> str:
-    for name, kind in KINDS.items():
-        if python is kind.python and items.issubset(kind.items):
-            return name
-    return NOT_A_COLUMN
+    if kind == "multi" and not {type(item) for item in value} <= {str, int}:
+        return NOT_A_COLUMN
+    return kind
 
 
 def json_place(name: str) -> Place:
@@ -278,8 +270,7 @@ KINDS = {
         "a list",
         pa.list_(pa.string()),
         list,
-        (str, int),
-        names_of,
+        read=names_of,
         dtype="float32",
         can_be_label=True,
     ),
@@ -287,3 +278,56 @@ KINDS = {
     "mask": Kind("masks", None, dtype="int64"),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }
+_KIND_OF_TYPE = {kind.python: name for name, kind in KINDS.items() if kind.python is not None}
+
+
+# --- labels of several sets -----------------------------------------------------------------------
+
+
+def joined_labels(
+    shard_labels: tuple[tuple[ColumnInfo, ...], ...],
+) -> tuple[tuple[ColumnInfo, ...], tuple[tuple[ColumnInfo, ...], ...]]:
+    """Return (labels of all shards together, labels of each shard or () if they are all equal).
+
+    shard_labels: labels of each shard; at least one shard. Class numbers are joined by the names of
+    the classes, as sets may number them differently.
+    """
+    different = list(dict.fromkeys(shard_labels))
+    if len(different) == 1:
+        return different[0], ()
+    by_set = [{label.place: label for label in labels} for labels in different]
+    joined = []
+    for place, first in by_set[0].items():
+        present = [labels[place] for labels in by_set if place in labels]
+        # Class numbers without names must not be joined: 0 may be another class in another set.
+        # Multi-labels store names, so they can always be joined.
+        meanings = {(one.kind, one.kind == "class" and one.has_names) for one in present}
+        if len(present) == len(by_set) and len(meanings) == 1:
+            classes = dict.fromkeys(name for label in present for name in label.classes)
+            joined.append(replace(first, classes=tuple(classes)))
+    return tuple(joined), shard_labels
+
+
+def disagreement(
+    shard_labels: Sequence[tuple[ColumnInfo, ...]], shards: Iterable[str], place: Place
+) -> str:
+    """Return the class numbering of each set at a place, and the first shard that has it.
+
+    shards: the names of the shards, for the text. "" if no set has a label there.
+    """
+    first_shards: dict[str, str] = {}  # by numbering
+    for shard, labels in zip(shards, shard_labels, strict=True):
+        numberings = (label.numbering for label in labels if label.place == place)
+        first_shards.setdefault(next(numberings, "no label"), shard)
+    if set(first_shards) == {"no label"}:
+        return ""
+    parts = "; ".join(f"{numbering} ({shard})" for numbering, shard in first_shards.items())
+    field, column = place
+    shown = field if column is None else f"{field}, column {column!r},"
+    return f"the label in {shown} differs between these sets: {parts}"
+
+
+def place_named(shard_labels: Sequence[tuple[ColumnInfo, ...]], name: str) -> Place | None:
+    """Return the place of the first label with a name, or stored there (`cls`, `json.kind`)."""
+    labels = (label for labels in shard_labels for label in labels)
+    return next((one.place for one in labels if name in (one.name, one.stored_as)), None)

@@ -174,20 +174,10 @@ class Offsets:
         ]
         return sorted(members, key=itemgetter(1))
 
-    @cached_property
-    def _keys(self) -> tuple[Ints, memoryview]:
-        """(int64[n + 1], bytes); key i is the bytes from entry i to entry i + 1."""
-        keys = self.rows.column(0)
-        _, edges, letters = keys.buffers()
-        if not len(keys):
-            return np.zeros(1, np.int64), memoryview(b"")
-        return np.frombuffer(edges, np.int64, len(keys) + 1, keys.offset * 8), memoryview(letters)
-
     def keys_of(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        edges, letters = self._keys
-        cuts = zip(edges[ids].tolist(), edges[ids + 1].tolist(), strict=True)
-        return [str(letters[a:b], "utf-8", "surrogateescape") for a, b in cuts]
+        keys = self.rows.column(0).take(pa.array(ids)).to_pylist()
+        return [key.decode("utf-8", "surrogateescape") for key in keys]
 
     def slice(self, start: int, stop: int) -> Offsets:
         """Return the rows of the samples [start, stop), without a copy."""
@@ -222,10 +212,10 @@ class Offsets:
 
     def digest(self) -> str:
         """Return a short hash of the keys, offsets and sizes."""
-        digest, (edges, letters), members = blake2b(digest_size=8), self._keys, self.members
-        key_bytes = letters[edges[0] : edges[-1]]
-        for values in (edges - edges[0], key_bytes, members.offset, members.size):
-            digest.update(np.asarray(values).tobytes())
+        keys, members = self.rows.column(0), self.members
+        digest = blake2b(firsts(pc.binary_length(keys)).tobytes(), digest_size=8)
+        for data in (b"".join(keys.to_pylist()), members.offset, members.size):
+            digest.update(data)
         return digest.hexdigest()
 
     def differences(self, other: Offsets) -> list[str]:

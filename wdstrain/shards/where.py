@@ -33,8 +33,7 @@ from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
 from wdstrain.shards.index_table import named_columns, shard_words
-from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
-from wdstrain.shards.label import place_named
+from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of, place_named
 
 Bools = npt.NDArray[np.bool_]
 # An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
@@ -228,9 +227,7 @@ class _Condition:
             column = column_named(rows, rest)
             if column is None and rest not in rows.fields:
                 raise self._unknown(rest)
-            return pc.is_valid(
-                rows.offsets.extents[rest][1] if column is None else column.values
-            )
+            return pc.is_valid(rows.offsets.extents[rest][1] if column is None else column.values)
         if base == "size" and rest in rows.fields:
             return rows.offsets.extents[rest][1]
         if isinstance(rows, TableRows) or name not in ("key", "shard", "size", "split"):
