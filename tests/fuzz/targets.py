@@ -593,7 +593,7 @@ def _rewritten(data: bytes, random: Random) -> bytes:
 
 
 _TABLE = tuple(  # code that reads the table of an index
-    f"wdstrain.shards.index_table:{name}"
+    f"wdstrain.shards.index_document:{name}"
     for name in (
         *("from_batch", "_names", "_part_names", "named_columns"),
         *("shard_words", "_check_extents", "_lies_in"),

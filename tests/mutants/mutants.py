@@ -122,7 +122,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "order/mixture.py": ("tests/order/test_mixture.py",),
     "order/weighted_plan.py": ("tests/order/test_weighted_plan.py",),
     "shards/selection.py": ("tests/shards/test_selection.py",),
-    "shards/index_table.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
+    "shards/index_document.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
     "shards/tar.py": ("tests/shards/test_tar.py",),
     "shards/kinds.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
@@ -296,7 +296,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("letters-of-keys", '"utf-8", "surrogateescape") for', '"utf-8", "replace") for'),
     ],
-    "shards/index_table.py": [
+    "shards/index_document.py": [
         ("field-inside-end", "(size <= high - offset)", "(size <= high - low)"),
         (
             "overlap-refused",

@@ -22,7 +22,7 @@ from wdstrain.errors import DamageError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
-from wdstrain.shards.index_table import Shard, to_batch
+from wdstrain.shards.index_document import Shard, to_batch
 from wdstrain.shards.kinds import ColumnInfo, disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Members, Offsets, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids

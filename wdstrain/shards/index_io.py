@@ -3,7 +3,7 @@
 Two files lie beside the shards. `index.json` is for people and other tools (a superset of
 `wids-shard-index-v1`): name, split, samples, bytes and sha256 of each shard; fields, labels with
 their classes, and how the set was made. `index.arrow` is an Arrow IPC file with one row per sample
-(`index_table`), uncompressed and memory-mapped.
+(`index_document`), uncompressed and memory-mapped.
 
 Both files carry the same `id`; a pair with different ids is refused. `index.arrow` holds a copy of the
 document, and `index.json` the sha256 of `index.arrow`: `changed` compares them, and what one of the
@@ -33,11 +33,12 @@ from wdstrain.shards.index_document import (
     VERSION,
     Document,
     find_document,
+    from_batch,
     parsed,
     read_document,
     refusing,
+    to_batch,
 )
-from wdstrain.shards.index_table import from_batch, to_batch
 from wdstrain.shards.offsets import Offsets, arrow_file, read_arrow_file
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole

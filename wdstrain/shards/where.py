@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
-from wdstrain.shards.index_table import named_columns, shard_words
+from wdstrain.shards.index_document import named_columns, shard_words
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of, place_named
 
 Bools = npt.NDArray[np.bool_]
