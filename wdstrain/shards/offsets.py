@@ -214,7 +214,7 @@ class Offsets:
         """Return a short hash of the keys, offsets and sizes."""
         keys, members = self.rows.column(0), self.members
         digest = blake2b(firsts(pc.binary_length(keys)).tobytes(), digest_size=8)
-        for data in (b"".join(keys.to_pylist()), members.offset, members.size):
+        for data in (b"".join(keys.to_pylist()), members.offset.tobytes(), members.size.tobytes()):
             digest.update(data)
         return digest.hexdigest()
 

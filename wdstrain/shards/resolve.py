@@ -107,15 +107,7 @@ class IndexFiles:
     """Index files that were read, each once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Index | None] = {}  # by address
-
-    def at(self, path: str) -> Index | None:
-        """Return the index in a file; None if there is none. Raises ShardError for a damaged one."""
-        if path not in self._known:
-            if not is_remote(path):
-                check_finished(os.path.dirname(path))
-            self._known[path] = find_index(path)
-        return self._known[path]
+        self.at = cache(_index_at)
 
     def shards(self, path: str) -> list[tuple[str, Index | None]]:
         """Return (path of a shard, the index that lists it or None) for a tar or an index file.
@@ -180,6 +172,13 @@ def is_newer(shard: Shard, *, may_be_short: bool = False) -> bool:
 
 
 # --- parts ----------------------------------------------------------------------------------------
+
+
+def _index_at(path: str) -> Index | None:
+    """Return the index in a file; None if there is none. Raises ShardError for a damaged one."""
+    if not is_remote(path):
+        check_finished(os.path.dirname(path))
+    return find_index(path)
 
 
 def _opened(

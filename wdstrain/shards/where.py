@@ -74,12 +74,11 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
     """
     tree, condition = parsed(text), _Condition(rows, text)
     try:
-        holds = condition.truth(tree)
+        holds = pc.fill_null(condition.truth(tree), False)
     except (pa.ArrowException, RecursionError, OverflowError) as error:
         raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
-    if isinstance(holds, pa.Scalar):
-        return np.full(len(rows), bool(holds.as_py()))
-    result = np.asarray(pc.fill_null(holds, False).to_numpy(zero_copy_only=False), np.bool_)
+    every = pa.array(np.ones(len(rows), np.bool_))  # a condition of constants has one value
+    result = np.asarray(pc.and_(every, holds), np.bool_)
     # A condition with `is` deals with missing values itself.
     if not isinstance(rows, TableRows) and not any(
         isinstance(n, (ast.Is, ast.IsNot)) for n in ast.walk(tree)
