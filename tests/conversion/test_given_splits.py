@@ -75,10 +75,9 @@ def table_words(tmp_path: Path, paths: list[str], form: str) -> list[str]:
 @pytest.mark.parametrize(
     "mode",
     [
-        *(
-            pytest.param(mode, marks=known_fault("conversion/flat_folders_of_splits"))
-            for mode in ("flat", "flat with masks", "flat below classes")
-        ),
+        "flat",
+        "flat with masks",
+        "flat below classes",
         "classes",
         "classes with masks",
     ],
@@ -148,7 +147,7 @@ def test_splits_of_tables_are_not_drawn_again_silently(
     assert is_told(status, text)
 
 
-@pytest.mark.parametrize("mode", ["classes", pytest.param("flat", marks=_MIXES)])
+@pytest.mark.parametrize("mode", ["classes", "flat"])
 def test_splits_of_folders_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:

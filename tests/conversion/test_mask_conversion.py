@@ -96,7 +96,6 @@ def _archive(tmp_path: Path, mask: bytes, photo: bytes, **options: Any) -> None:
     wt.convert_tars(tmp_path / "old.tar.gz", tmp_path / "out", **options)
 
 
-_KEPT = known_fault("conversion/masks_not_resized_with_images")
 SOURCES = [_folder, _pack, _table, _arrays, _hdf5, _tars, _archive]
 
 
@@ -110,7 +109,6 @@ def check_equal_sizes(tmp_path: Path, convert: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@_KEPT
 def test_a_mask_is_resized_with_its_image_or_the_option_is_refused(
     tmp_path: Path, source: Callable[..., None]
 ) -> None:
@@ -123,7 +121,6 @@ def test_a_mask_is_resized_with_its_image_or_the_option_is_refused(
     [("1.png", encoded(palette_mask())), ("1.tif", encoded(MASK, "TIFF"))],
     ids=["palette", "tiff"],
 )
-@_KEPT
 def test_a_mask_of_any_form_keeps_its_classes_when_it_is_resized(
     tmp_path: Path, name: str, mask: bytes
 ) -> None:
@@ -132,7 +129,6 @@ def test_a_mask_of_any_form_keeps_its_classes_when_it_is_resized(
 
 
 @pytest.mark.parametrize("drawn_on", ["upright", "stored"])
-@_KEPT
 def test_a_mask_of_a_rotated_photo_is_resized_to_the_upright_size_or_refused(
     tmp_path: Path, drawn_on: str
 ) -> None:
@@ -166,7 +162,6 @@ def test_a_mask_keeps_its_pixels_without_resizing(
     ],
     ids=["8 bits", "palette", "16 bits", "1 bit", "quality"],
 )
-@known_fault("conversion/resize_blends_masks")
 def test_a_png_of_classes_beside_a_photo_keeps_its_classes_or_is_refused(
     tmp_path: Path, verb: str, options: dict[str, Any], mask: Any, classes: set[int]
 ) -> None:

@@ -621,15 +621,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/images.py": [
         (
             "shorter-side",
-            "factor = side / min(width, height)",
-            "factor = side / max(width, height)",
+            "side / min(width, height))",
+            "side / max(width, height))",
         ),
         (
             "small-enough",
             "small = self.resize is None or min(size) <= self.resize",
             "small = self.resize is None or max(size) <= self.resize",
         ),
-        ("turned-jpeg", "fast=is_jpeg and upright", "fast=is_jpeg or upright"),
+        ("turned-jpeg", "size if is_jpeg and upright", "size if is_jpeg or upright"),
     ],
     "conversion/append.py": [
         (

@@ -173,10 +173,6 @@ class Catalog(ABC):
         """Return a hash of what samples consist of, without reading it."""
 
     @abstractmethod
-    def member_sizes(self, number: int) -> list[tuple[str, int]]:
-        """Return (field, bytes) of each member of a sample."""
-
-    @abstractmethod
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
         """Return the parts of samples; the error of a sample that cannot be read."""
 
@@ -202,10 +198,6 @@ class FileCatalog(Catalog):
             parts = [(f, *part) if type(part) is Piece else (f, part) for f, part in item.parts]
             hashed.update(repr((item.key, parts)).encode())
         return hashed.digest()
-
-    def member_sizes(self, number: int) -> list[tuple[str, int]]:
-        parts = self._items[number].parts
-        return [(field, part.size if type(part) is Piece else len(part)) for field, part in parts]
 
     def bad(self, number: int, reason: str) -> BadSample:
         return bad_file(self.name, self._items[number], reason)
@@ -293,9 +285,6 @@ class IndexCatalog(Catalog):
         for values in (members.first, members.field, members.size, members.crc):
             hashed.update(values.tobytes())
         return hashed.digest()
-
-    def member_sizes(self, number: int) -> list[tuple[str, int]]:
-        return [(name, size) for name, _, size in self.index.members(number)]
 
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
         fetched = {n: list(parts.items()) for n, parts in self.index.read(np.sort(numbers))}

@@ -69,10 +69,22 @@ def encode(
     """
     name = field_name(name)
     kind = name.rpartition(".")[2]
+    try:
+        return name, _encoded(name, kind, value, quality, classes or {})
+    except SampleError:
+        raise
+    except Exception as error:  # the methods of a value may raise anything
+        form = {"json": "JSON", "npy": "an array"}.get(kind, "UTF-8")
+        raise SampleError(f"its {name} cannot be written as {form} ({error})") from None
+
+
+def _encoded(
+    name: str, kind: str, value: Any, quality: int, classes: Mapping[str, int]
+) -> bytes | Pixels:
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return name, str(
-            _class(_class_in(bytes(value), classes), classes)
-        ).encode() if kind == "cls" and classes else bytes(value)
+        data = bytes(value)
+        is_class = kind == "cls" and classes
+        return str(_class(_class_in(data, classes), classes)).encode() if is_class else data
     if value is None:
         raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
     if kind in _PICKLES:
@@ -89,28 +101,33 @@ def encode(
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
         if isinstance(value, np.ndarray) or type(value) is Image.Image:
-            return name, Pixels(name, value.copy(), quality)
-        return name, _image(name, BY_EXTENSION[kind], value, quality)  # an open file
+            return Pixels(name, value.copy(), quality)
+        return _image(name, BY_EXTENSION[kind], value, quality)  # an open file
     if kind == "npy":
-        return name, _npy(name, value)
+        return _npy(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if kind == "cls":
-        return name, str(_class(value, classes or {})).encode()
+        return str(_class(value, classes)).encode()
     if kind == "json":
-        try:
-            return name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
-            raise SampleError(f"its {name} cannot be written as JSON ({error})") from None
-    if isinstance(value, (str, int, float)):
-        try:
-            return name, str(value).encode()
-        except UnicodeEncodeError as error:
-            raise SampleError(f"its {name} cannot be written as UTF-8 ({error.reason})") from None
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json.loads(text, object_pairs_hook=_checked)
+        return text.encode()
+    if isinstance(value, str):
+        return str.encode(value)  # str() of an enum is another text
+    for plain in (bool, int, float):
+        if isinstance(value, plain):
+            return str(plain(value)).encode()
     raise SampleError(
         f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an "
         f"array {name}.npy"
     )
+
+
+def _checked(pairs: list[tuple[str, Any]]) -> None:
+    """Raise ValueError if two names of a dict are one name in JSON, such as 1 and "1"."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a name comes twice in {[name for name, _ in pairs]}")
 
 
 def array_field(name: str, values: npt.NDArray[Any]) -> str:

@@ -2,8 +2,8 @@
 
 The first bytes of an image are compared with those of known formats. On request it is also decoded,
 or downscaled. Re-encoded images are upright (EXIF orientation applied) and 8-bit. JPEGs stay JPEGs,
-in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is given. Fields
-with a dot in their name (seg.png, depth.png) are data beside the image and are never re-encoded.
+in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is given. Images of
+values beside a photo (mask.png, or a gray png beside a jpg) get its size without blending.
 JPEGs are decoded at the smallest scale that is large enough (scaled DCT of libjpeg).
 """
 
@@ -63,10 +63,11 @@ class Recipe:
                     self._image(field, data)  # raises
             return list(parts)
         names = {field for field, _ in parts}
+        photo = _photo(parts) if self.changes else None
         made = []
         for field, data in parts:
             if is_image(field):
-                name, data = self._image(field, data)
+                name, data = self._image(field, data, photo)
                 # Two images of one sample keep different names. Readers find the format of an
                 # image in its bytes, so a field named png may hold a JPEG.
                 field = field if name in names else name
@@ -74,7 +75,7 @@ class Recipe:
             made.append((field, data))
         return made
 
-    def _image(self, field: str, data: bytes) -> Part:
+    def _image(self, field: str, data: bytes, photo: Part | None = None) -> Part:
         if not data:
             raise SampleError(f"its {field} has 0 bytes")
         if format_of(data) is None:
@@ -85,10 +86,35 @@ class Recipe:
             return field, data
         with warnings.catch_warnings():  # Pillow warns of odd metadata, and raises for damage
             warnings.simplefilter("ignore")
-            if self.changes and "." not in field:  # seg.png is data, not the image
+            if photo is not None and "." not in field and not _is_map(field, data, photo):
                 return self._encoded(field, data)
             decode_image(data)
+            if photo is not None and format_of(data) is not JPEG:
+                data = self._map(field, data, photo[1])
             return field, data
+
+    def _map(self, field: str, data: bytes, photo: bytes) -> bytes:
+        """Return an image of values, such as classes, in the size that its photo will have.
+
+        Values are never blended. An image of another size than its photo is kept.
+        """
+        with open_picture(photo) as image:
+            stored, shown = image.size, ImageOps.exif_transpose(image).size
+        small = self.resize is None or min(stored) <= self.resize
+        if small and self.quality is None:
+            return data
+        with open_picture(data) as image:
+            if image.size == stored != shown:
+                raise SampleError(
+                    f"its {field} has the size of the stored photo, which is shown rotated; store "
+                    f"both upright"
+                )
+            if small or image.size != shown:
+                return data
+            out = io.BytesIO()
+            made = image.resize(_smaller(*shown, self.resize or 1), Image.Resampling.NEAREST)
+            made.save(out, image.format)
+            return out.getvalue()
 
     def _encoded(self, field: str, data: bytes) -> Part:
         try:
@@ -107,12 +133,16 @@ class Recipe:
             )
         is_jpeg = format_of(data) is JPEG
         if is_jpeg or self.quality is not None:
-            return "jpg", self._jpeg(data, fast=is_jpeg and upright)
+            return "jpg", self._jpeg(data, size if is_jpeg and upright else None)
         return "png", self._png(data)
 
-    def _jpeg(self, data: bytes, *, fast: bool) -> bytes:
-        pixels = self._scaled(data) if fast else None
-        made = _resized(decode_image(data) if pixels is None else pixels, self.resize)
+    def _jpeg(self, data: bytes, size: tuple[int, int] | None) -> bytes:
+        """size: width and height of an upright JPEG, which can be decoded at a smaller scale."""
+        pixels = self._scaled(data) if size is not None else None
+        if pixels is None or size is None:
+            pixels = decode_image(data)
+            size = pixels.shape[1], pixels.shape[0]
+        made = pixels if self.resize is None else _resized(pixels, _smaller(*size, self.resize))
         colors = "RGB" if made.shape[2] == 3 else "Gray"
         return bytes(
             simplejpeg.encode_jpeg(made, self.quality or _QUALITY, colors, colorsubsampling="420")
@@ -148,31 +178,41 @@ class Recipe:
             elif upright.mode not in ("L", "LA", "RGB", "RGBA"):
                 upright = upright.convert("RGB")
             out = io.BytesIO()
-            self._smaller(upright).save(out, "PNG")
+            if self.resize is not None and self.resize < min(upright.size):
+                size = _smaller(*upright.size, self.resize)
+                upright = upright.resize(size, Image.Resampling.BICUBIC)
+            upright.save(out, "PNG")
             return out.getvalue()
 
-    def _smaller(self, image: Image.Image) -> Image.Image:
-        if self.resize is None or min(image.size) <= self.resize:
-            return image
-        return image.resize(
-            _smaller(image.width, image.height, self.resize), Image.Resampling.BICUBIC
-        )
+
+def _photo(parts: Sequence[Part]) -> Part | None:
+    """Return the image that the others belong to: the first JPEG, or else the first one."""
+    images = [part for part in parts if is_image(part[0]) and "." not in part[0]]
+    return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
+
+
+def _is_map(field: str, data: bytes, photo: Part) -> bool:
+    """Return whether the pixels of a lossless image beside a JPEG are values of one channel."""
+    if field == photo[0] or format_of(photo[1]) is not JPEG or format_of(data) is JPEG:
+        return False
+    decode_image(data)  # raises an error for damage that says where it is
+    with open_picture(data) as image:
+        return image.mode in ("1", "L", "P") or image.mode.startswith("I")
 
 
 def _smaller(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return width and height scaled so that the shorter is `side`."""
-    factor = side / min(width, height)
+    """Return width and height scaled so that the shorter is at most `side`."""
+    factor = min(1.0, side / min(width, height))
     return max(1, round(width * factor)), max(1, round(height * factor))
 
 
-def _resized(pixels: npt.NDArray[np.uint8], side: int | None) -> npt.NDArray[np.uint8]:
-    """Return uint8[h, w, c] with the shorter side at most `side`: bicubic, as Pillow but faster."""
-    height, width = pixels.shape[:2]
-    if side is None or min(height, width) <= side:
+def _resized(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """Return uint8[h, w, c] with this width and height: bicubic, as Pillow but faster."""
+    wide, high = size
+    if pixels.shape[:2] == (high, wide):
         return pixels
     import torch
 
-    wide, high = _smaller(width, height, side)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     made = torch.nn.functional.interpolate(
         planes, (high, wide), mode="bicubic", antialias=True, align_corners=False

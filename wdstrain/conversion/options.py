@@ -29,6 +29,11 @@ _WHOLE_NUMBERS = (
     *("max_shard_samples", "num_shards", "num_workers", "limit", "resize", "quality"),
     "seed",
 )
+_EXCLUSIVE = (
+    ("append", "overwrite"),
+    ("resume", "overwrite"),
+    ("num_shards", "max_shard_samples"),
+)
 # the bytes of a set depend on these
 _SAVED = (
     *("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit"),
@@ -160,19 +165,12 @@ class Options:
             raise UsageError(
                 f'stratify={self.stratify!r} needs a split. Add split={{"train": 0.9, "val": 0.1}}.'
             )
-        if self.append and self.overwrite:
-            raise UsageError(
-                "append=True keeps the shards that overwrite=True would replace. Give only one."
-            )
-        if self.num_shards is not None and self.max_shard_samples is not None:
-            raise UsageError(
-                f"num_shards={self.num_shards} and max_shard_samples={self.max_shard_samples} "
-                f"exclude each other. Give only one."
-            )
-        if self.resume and self.overwrite:
-            raise UsageError(
-                "resume=True continues a conversion, and overwrite=True replaces it. Give only one."
-            )
+        for one, other in _EXCLUSIVE:
+            values = getattr(self, one), getattr(self, other)
+            if all(values):
+                raise UsageError(
+                    f"{one}={values[0]} and {other}={values[1]} exclude each other. Give only one."
+                )
 
     def saved(self) -> dict[str, Any]:
         """Return the options that the bytes of a set depend on, as its index keeps them."""

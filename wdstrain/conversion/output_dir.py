@@ -312,12 +312,6 @@ def _info(path: str) -> dict[str, Any]:
     return {}
 
 
-def source_in(path: str) -> dict[str, Any]:
-    """Return the source in the index at `path`; {} if it cannot be read."""
-    source = _info(path).get("source")
-    return source if isinstance(source, dict) else {}
-
-
 def _discard(path: str) -> None:
     """Remove a folder or a file, as far as that is possible."""
     if os.path.isdir(path) and not os.path.islink(path):

@@ -58,7 +58,7 @@ from wdstrain.conversion.shard_plan import (
     plan_shards,
 )
 from wdstrain.conversion.shard_pool import write_shards
-from wdstrain.conversion.shard_writer import IndexBuilder, Packed
+from wdstrain.conversion.shard_writer import Packed
 from wdstrain.conversion.stream_writer import can_write_directly, write_stream
 from wdstrain.conversion.upload import (
     BucketUpdate,
@@ -74,7 +74,7 @@ from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import TABLE_NAME, check_sizes, json_bytes, load, save_index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Ints
+from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
 from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import write_whole
@@ -172,7 +172,7 @@ def _dry_run(
     """Return the result that a conversion would have, without writing anything.
 
     Files are not read: samples that would be skipped when they are read are counted as packed, and
-    the sizes are those before images are re-encoded. The index has no checksums and no columns.
+    the sizes are those before images are re-encoded. The index has no fields and no columns.
     """
     former = _set_in(out) if options.append else None
     if former is None and not (options.overwrite or options.resume):
@@ -200,10 +200,12 @@ def _dry_run(
 
 
 def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
-    """Return the index that a shard would have, without checksums and columns."""
-    rows = IndexBuilder()
-    for number in shard.numbers.tolist():
-        rows.reserve(catalog.key(number), catalog.member_sizes(number))
+    """Return the index that a shard would have, without fields and columns."""
+    rows = OffsetsBuilder()
+    for number, size in zip(
+        shard.numbers.tolist(), catalog.sizes[shard.numbers].tolist(), strict=True
+    ):
+        rows.put(catalog.key(number), rows.stop, rows.stop + size, [])
     path = f"{out.rstrip('/')}/{shard.name}"
     entry = Shard(path, len(rows), rows.stop + len(END), shard.split)
     return Index((entry,), rows.offsets())

@@ -66,15 +66,6 @@ class IndexBuilder(OffsetsBuilder):
         self.put(key, first, stop, members)
         return made
 
-    def reserve(self, key: str, sizes: Sequence[tuple[str, int]]) -> None:
-        """Add a sample whose bytes are not known: (field, size) of each member, without crc32."""
-        first, members = self.stop, []
-        for field, size in sizes:
-            self.stop += len(header(f"{key}.{field}", size))
-            members.append((field, self.stop, size, 0))
-            self.stop += size + -size % BLOCK
-        self.put(key, first, self.stop, members)
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -180,7 +171,8 @@ class ShardFile:
         self._chunk: list[bytes] = []
         self._written = 0
         self._file = FileIO(self._temporary, "w")
-        self._digest = _Digest()
+        self._hash, self._hasher = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._hashed: Future[None] | None = None  # of the last chunk that was written
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -203,12 +195,12 @@ class ShardFile:
         """Give the shard its name and return its index. Raises OSError."""
         self._chunk.append(END)
         self._flush()
-        sha256 = self._digest.finish()
+        self._wait_for_hash()
         self._file.close()
         publish(self._temporary, self._path)
         size = self._rows.stop + len(END)
         return Index(
-            (Shard(self._path, len(self._rows), size, self._split, sha256),),
+            (Shard(self._path, len(self._rows), size, self._split, self._hash.hexdigest()),),
             self._rows.offsets().with_columns(self._columns.finish()),
         )
 
@@ -217,16 +209,22 @@ class ShardFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self._digest.close()
+        self._hasher.shutdown(wait=True)
         with suppress(OSError):
             os.unlink(self._temporary)
 
     def _flush(self) -> None:
         data = memoryview(b"".join(self._chunk))
         self._chunk, self._written = [], self._rows.stop
-        self._digest.update(data)
+        self._wait_for_hash()
+        self._hashed = self._hasher.submit(self._hash.update, data)
         while data:
             data = data[self._file.write(data) :]
+
+    def _wait_for_hash(self) -> None:
+        """Wait for the thread that computes the sha256, which is at most one chunk behind."""
+        if self._hashed is not None:
+            self._hashed.result()
 
 
 def write_samples(
@@ -243,28 +241,6 @@ def write_samples(
         index = shard.finish()
         tick(len(shard), shard.bytes)
         return index
-
-
-class _Digest:
-    """The sha256 of written bytes, computed in its own thread, at most one chunk behind."""
-
-    def __init__(self) -> None:
-        self._hash, self._pool = hashlib.sha256(), ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None
-
-    def update(self, data: memoryview) -> None:
-        if self._last is not None:
-            self._last.result()
-        self._last = self._pool.submit(self._hash.update, data)
-
-    def finish(self) -> str:
-        """Return the sha256 of all bytes, in hexadecimal."""
-        if self._last is not None:
-            self._last.result()
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
 
 
 def _fetched(

@@ -117,13 +117,9 @@ def _kept(parts: list[Part], options: TarsOptions) -> list[Part]:
 
 def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:
     """Yield (key, parts) of each sample. Raises ShardError for a key in two places."""
-    read = _zip_members if _is_zip(path) else _tar_members
+    read = _zip_members if name_of(path).lower().endswith(".zip") else _tar_members
     for sample in samples(read(path, skipped), shown(path), skipped):
         yield sample.pop("__key__"), list(sample.items())
-
-
-def _is_zip(path: str) -> bool:
-    return name_of(path).lower().endswith(".zip")
 
 
 def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:

@@ -292,7 +292,12 @@ def _text(value: Any) -> str:
 
 def _open(name: str, array: Any) -> Rows:
     if not isinstance(array, (str, os.PathLike)):
-        return np.asanyarray(array) if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
+        try:
+            is_masked = isinstance(array, np.ma.MaskedArray)
+            return np.asanyarray(array) if is_masked else np.asarray(array)
+        except Exception as error:  # the methods of an array may raise anything
+            kind = type(array).__name__
+            raise UsageError(f"{name}: {kind} cannot be read as an array: {error}.") from None
     path, _, member = os.fspath(array).partition(".npz:")
     check_there(f"{path}.npz" if member else path, f"{name}={os.fspath(array)}")
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from wdstrain.conversion.classes import look_alikes, stated_classes
 from wdstrain.conversion.listing import (
@@ -44,12 +44,12 @@ def list_folder(
     if not os.path.isdir(source):
         raise UsageError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}
-    splits = {} if flat else _splits(source, ignored)
+    splits = _splits(source, ignored, alone=flat)
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()}
     roots = roots or {"": source}
     images, outside = _find_images(roots, ignored, flat=flat)
     mask_files = _find_masks(source, masks, images, ignored) if masks and images else None
-    classes = [] if flat else sorted({image.kind for image in images})
+    classes = [] if flat else sorted({image.stratum for image in images})
     if fixed and flat:
         raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
     _check_found(source, classes, fixed, outside if not images else None, ignored)
@@ -62,18 +62,18 @@ def list_folder(
     numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
     keys, items = {split: Keys() for split in roots}, list[Sample]()
     for image in images:
-        parts: list[tuple[str, bytes | str]] = [(image.field, image.path)]
+        path, parts = str(image.parts[0][1]), list(image.parts)
         if classes:
-            parts.append(("cls", numbers[image.kind]))
+            parts.append(("cls", numbers[image.stratum]))
         if mask_files is not None:
-            if image.path not in mask_files:
+            if path not in mask_files:
                 count_ignored(ignored, "images without a mask")
                 continue
-            parts.append(mask_files[image.path])
+            parts.append(mask_files[path])
         stem = image.name.rpartition(".")[0]
         key = keys[image.split].key(stem)
         name = image.name if key != stem else ""
-        items.append(Sample(key, parts, image.split, stratum=image.kind, name=name))
+        items.append(image._replace(key=key, parts=parts, name=name))
     labels = (
         (ColumnInfo("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
     )
@@ -96,21 +96,14 @@ def list_folder(
     )
 
 
-class _Image(NamedTuple):
-    """An image in a folder. name: its path below the folder of its split. kind: its class."""
-
-    split: str
-    kind: str
-    name: str
-    path: str
-    field: str
-
-
 def _find_images(
     roots: dict[str, str], ignored: dict[str, int], *, flat: bool
-) -> tuple[list[_Image], int]:
-    """Return (images, number of images outside a class folder). roots: folders by split."""
-    images, outside = list[_Image](), 0
+) -> tuple[list[Sample], int]:
+    """Return (images, number of images outside a class folder). roots: folders by split.
+
+    name: the path below the folder of the split.
+    """
+    images, outside = list[Sample](), 0
     for split, root in roots.items():
         for below, folder, names in _files(root, ignored):
             kind = "" if flat else below.split("/", 1)[0]
@@ -122,8 +115,8 @@ def _find_images(
                 elif not kind and not flat:
                     outside += 1
                 else:
-                    path = f"{folder}{os.sep}{name}"
-                    images.append(_Image(split, kind, prefix + name, path, field))
+                    parts = [(field, f"{folder}{os.sep}{name}")]
+                    images.append(Sample(None, parts, split, stratum=kind, name=prefix + name))
     return images, outside
 
 
@@ -161,7 +154,7 @@ def _check_found(
 def _find_masks(
     source: str,
     masks: str,
-    images: Sequence[_Image],
+    images: Sequence[Sample],
     ignored: dict[str, int],
 ) -> dict[str, tuple[str, str]]:
     """Return (field, path) of the mask of each image, by the path of the image.
@@ -190,8 +183,11 @@ def _find_masks(
             if stem in by_stem:
                 raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
             by_stem[stem] = (f"mask.{field}", path)
-    stems = {image.path: os.path.relpath(image.path, source).rpartition(".")[0] for image in images}
-    stems = {path: stem.replace(os.sep, "/") for path, stem in stems.items()}
+    paths = [str(image.parts[0][1]) for image in images]
+    stems = {
+        path: os.path.relpath(path, source).rpartition(".")[0].replace(os.sep, "/")
+        for path in paths
+    }
     matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
     if not matched:
         raise SourceError(
@@ -204,11 +200,18 @@ def _find_masks(
     return matched
 
 
-def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
-    """Return {folder: split} if `source` has folders named train and val or test; else {}."""
+def _splits(source: str, ignored: dict[str, int], *, alone: bool) -> dict[str, str]:
+    """Return {folder: split} if `source` has folders named train and val or test; else {}.
+
+    alone: only if it has no other folders and files.
+    """
     folders = _folders(source)
     named = {folder: SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS}
     if "train" not in named.values() or len(named) < 2:
+        return {}
+    with os.scandir(source) as entries:
+        beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
+    if alone and (beside or len(folders) > len(named)):
         return {}
     if len(set(named.values())) < len(named):
         raise SourceError(
@@ -216,8 +219,6 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
             "Keep one folder for each split."
         )
     count_ignored(ignored, "folders beside the splits", len(folders) - len(named))
-    with os.scandir(source) as entries:
-        beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
     count_ignored(ignored, "files beside the splits", len(beside))
     order = list(dict.fromkeys(SPLITS.values()))
     return dict(sorted(named.items(), key=lambda item: order.index(item[1])))

@@ -8,6 +8,7 @@ skipped. An iterable that raises ends the conversion.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, Sample, Source
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
+
+_KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 
 
 def stream_samples(
@@ -37,14 +40,13 @@ def stream_samples(
     for samples in parts.values():
         _check_iterable(samples)
     numbers = Numbered("cls")
-    has_numbers = has_names = False  # whether a cls is a number, or a name
+    seen: set[str] = set()  # what each cls is: "numbers" or "names"
     names = check_classes(classes) or check_classes(classes_of(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
     is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
     counted = not names and not is_declared
 
     def entries() -> Iterator[Sample | BadSample]:
-        nonlocal has_numbers, has_names
         for split, part in parts.items():
             for number, sample in _numbered(part):
                 try:
@@ -52,23 +54,22 @@ def stream_samples(
                         raise sample
                     key, packed = _packed(sample, fields, quality, places)
                     stratum = _stratum(packed)
-                    if stratum and (has_names if stratum.isdecimal() else has_numbers):
-                        others = "names" if has_names else "numbers"
-                        raise SampleError(f"its cls is {stratum!r}, but others are {others}")
-                    if counted and stratum.isdecimal():
+                    kind = "numbers" if stratum.isdecimal() else "names"
+                    if stratum and seen - {kind}:
+                        raise SampleError(f"its cls is {stratum!r}, but others are {min(seen)}")
+                    if counted and kind == "numbers":
                         numbers.see(int(stratum))
                 except SampleError as error:
                     yield BadSample(name, number + 1, "", str(error))
                     continue
-                has_names = has_names or bool(stratum and not stratum.isdecimal())
-                has_numbers = has_numbers or stratum.isdecimal()
-                if stratum.isdecimal() and int(stratum) < len(names):
+                seen.update([kind] if stratum else [])
+                if kind == "numbers" and int(stratum) < len(names):
                     stratum = names[int(stratum)]
                 grouped = str(group(sample)) if group else ""
                 yield Sample(key, packed, split, grouped, stratum, number + 1)
 
     def all_labels() -> tuple[ColumnInfo, ...]:
-        if not has_numbers or is_declared:
+        if "numbers" not in seen or is_declared:
             return tuple(labels)
         return (*labels, ColumnInfo("label", "class", "cls", classes=names or numbers.classes()))
 
@@ -97,7 +98,7 @@ def _packed(
     if not packed:
         raise SampleError(f"it has no fields, only {', '.join(map(repr, named)) or 'nothing'}")
     key = named.get("__key__")
-    if key is not None and (not isinstance(key, str) or not key or "\0" in key):
+    if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
     if len({field for field, _ in packed}) < len(packed):
         names = ", ".join(field for field, _ in packed)
@@ -145,11 +146,9 @@ def _numbered(part: Any) -> Iterator[tuple[int, Any]]:
 
 def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(sample, Mapping):
-        return {
-            str(field): value
-            for field, value in sample.items()
-            if fields is None or field in (*fields, "__key__")
-        }
+        if odd := [name for name in sample if not isinstance(name, str)]:
+            raise SampleError(f"the name of a field is {odd[0]!r}, but it must be text")
+        return {f: v for f, v in sample.items() if fields is None or f in (*fields, "__key__")}
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]
     names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
     if len(names) != len(values):

@@ -184,7 +184,11 @@ class _Rows:
         keys, items = Keys(), list[Sample]()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
         find = lambda place, cell, file, row: rule.image(self._paths[place])  # noqa: E731
-        for image, sample in _good(self._samples(find), bad_samples):
+        for entry in self._samples(find):
+            if isinstance(entry, BadSample):
+                bad_samples.put(entry)
+                continue
+            image, sample = entry
             stem = os.path.splitext(image.name)[0]
             key = keys.key(stem)
             name = image.name if key != stem else ""
@@ -323,16 +327,6 @@ class _Rows:
         if name is None:
             return ""
         return str((self._values[name] if name in self._values else self._cells[name])[place])
-
-
-def _good(
-    entries: Iterator[tuple[Image, Sample] | BadSample], bad_samples: BadSamples
-) -> Iterator[tuple[Image, Sample]]:
-    for entry in entries:
-        if isinstance(entry, BadSample):
-            bad_samples.put(entry)
-        else:
-            yield entry
 
 
 _Find = Callable[[int, Any, str, int], Image]  # (place, cell, file, row) -> the image of a row
