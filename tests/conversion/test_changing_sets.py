@@ -261,13 +261,10 @@ def _two_splits(folder: Path, source: str) -> wt.Index:
     return wt.convert_tars(sets, folder / "out")
 
 
-_BY_SPLIT = known_fault("conversion/keys_unique_per_split_or_per_set")
-
-
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param("class folders", marks=_BY_SPLIT),
+        "class folders",
         "sets",
         "tables",
     ],
@@ -281,7 +278,7 @@ def test_a_key_names_one_sample_of_a_set(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param("class folders", marks=_BY_SPLIT),
+        "class folders",
         "sets",
         "tables",
     ],

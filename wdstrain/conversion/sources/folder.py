@@ -60,7 +60,7 @@ def list_folder(
     names = dict.fromkeys([*fixed, *classes])
     decided = [f"classes: {alike} look alike" for alike in look_alikes(names)]
     numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
-    keys, items = {split: Keys() for split in roots}, list[Sample]()
+    keys, items = Keys(), list[Sample]()
     for image in images:
         path, parts = str(image.parts[0][1]), list(image.parts)
         if classes:
@@ -71,7 +71,7 @@ def list_folder(
                 continue
             parts.append(mask_files[path])
         stem = image.name.rpartition(".")[0]
-        key = keys[image.split].key(stem)
+        key = keys.key(stem)
         name = image.name if key != stem else ""
         items.append(image._replace(key=key, parts=parts, name=name))
     labels = (
