@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4661,
     "training": 4387,
-    "inspection": 2961,
+    "inspection": 2964,
     "loader": 1221,
     "shards": 2392,
     "decode": 1386,

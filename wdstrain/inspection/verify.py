@@ -294,8 +294,11 @@ def _changes(
     if differing:
         return
     stored = {column.place: column for column in values.columns.finish()}
+    extents = expected.offsets.extents
     for column in expected.columns:
-        held = expected.offsets.extents[column.field][0]
+        if column.field not in extents:  # its values do not come from the samples
+            continue
+        held = extents[column.field][0]
         values.counts["columns"][column.stored_as] += len(held) - held.null_count
         for number, indexed, value in _differences(column, stored[column.place]):
             key, extent = expected.key(number), held[number]
