@@ -13,7 +13,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.tables import attempt, read_members, write_images, write_table
 
 IMAGES, KINDS = 14, "abc"
@@ -99,15 +98,7 @@ class Changing:
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize(
     "later",
-    [
-        pytest.param(
-            list(range(14)), marks=known_fault("conversion/table_grows_traceback", IndexError)
-        ),
-        pytest.param(
-            list(range(11, -1, -1)), marks=known_fault("conversion/table_replaced_mislabels")
-        ),
-        pytest.param(list(range(8))),
-    ],
+    [list(range(14)), list(range(11, -1, -1)), list(range(8))],
     ids=["grown", "in another order", "shorter"],
 )
 def test_a_table_that_changes_at_any_moment_is_packed_in_one_version_or_named(

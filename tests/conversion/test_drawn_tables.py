@@ -40,7 +40,7 @@ _ODD = {
     "number": ["NA", "nan", "abc", "", "inf", "-", "None"],
     "whole": ["NA", "nan", "abc", "", "x1"],
     "truth": ["maybe", ""],
-    "words": ["", "nan", " "],
+    "words": ["", " "],
     "several": ["", " "],
 }
 
@@ -208,13 +208,7 @@ def check(folder: Path, seed: int) -> None:
     }
     label = f"y:{kinds[case.kind]}" if case.declared else "y"
     odd = next((row["y"] for row in case.rows if row["y"] in _ODD[case.kind]), None)
-    if (
-        case.declared
-        and kinds[case.kind] == "class"
-        and isinstance(odd, str)
-        and odd.strip()
-        and odd != "nan"
-    ):
+    if case.declared and kinds[case.kind] == "class" and isinstance(odd, str) and odd.strip():
         label = "y"  # declared as a class, every text is a class
     options: dict[str, Any] = {
         "on_error": "skip",

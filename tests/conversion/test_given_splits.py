@@ -96,13 +96,7 @@ def test_folders_named_after_splits_become_splits_or_the_user_is_told(
 
 @pytest.mark.parametrize(
     ("form", "folders"),
-    [
-        *((form, False) for form in FORMS),
-        *(
-            pytest.param(form, True, marks=known_fault("conversion/flat_folders_of_splits"))
-            for form in FORMS
-        ),
-    ],
+    [(form, folders) for form in FORMS for folders in (False, True)],
 )
 def test_tables_named_after_splits_become_splits_or_the_user_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, folders: bool
@@ -125,10 +119,7 @@ def is_told(status: int, text: str) -> bool:
 
 @pytest.mark.parametrize(
     ("form", "by"),
-    [
-        *(pytest.param(form, "file names", marks=_MIXES) for form in FORMS),
-        *((form, "a column") for form in FORMS),
-    ],
+    [(form, by) for form in FORMS for by in ("file names", "a column")],
 )
 def test_splits_of_tables_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, by: str

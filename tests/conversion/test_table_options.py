@@ -70,7 +70,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"y": ["a"], "image": [picture(2)]}, "differ: the column 'y' is string and int64"),
+        ({"y": ["a"], "image": [picture(2)]}, "differs: the column 'y' is string and int64"),
         ({"image": [picture(2)]}, "has no column 'y', unlike .*a.parquet"),
         ({"y": [1], "image": [picture(2)], "z": [1]}, "has a column 'z' more"),
     ],

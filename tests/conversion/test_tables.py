@@ -404,12 +404,9 @@ def test_an_ambiguous_column_is_an_error_with_both_declarations(
 
 def test_two_names_of_one_number_stay_two_classes(tmp_path: Path) -> None:
     file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
-    with pytest.raises(
-        UsageError, match="'y' holds 1.1 and 1.10, which are the same number but different names"
-    ):
-        wt.convert_table(
-            file, str(tmp_path / "out"), image="file", label="y:class", on_error="skip"
-        )
+    index = wt.convert_table(file, str(tmp_path / "out"), image="file", label="y:class")
+    assert index.labels[0].classes == ("1.1", "1.10", "1.2")
+    assert set(index.table["y"].to_pylist()) == {"1.1", "1.10", "1.2"}
     assert (
         wt.convert_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind
         == "number"
@@ -618,7 +615,8 @@ def test_a_csv_that_is_not_utf_8_is_refused_with_its_offset(
 ) -> None:
     (folder / "t.csv").write_bytes(data)
     with pytest.raises(
-        SourceError, match=f"t.csv {message}. A table must be UTF-8. Save it as UTF-8.$"
+        SourceError,
+        match=f"t.csv {message}. A table must be UTF-8. Save it as UTF-8, or give its encoding",
     ):
         wt.convert_table(folder / "t.csv", folder / "out", image="file", label="y")
 
@@ -670,16 +668,11 @@ def test_a_header_whose_width_differs_from_all_rows_is_an_error(
         )
 
 
-@pytest.mark.parametrize("delimiter", ["|", "\t", ";"])
-def test_a_column_name_inside_another_suggests_a_wrong_delimiter(
-    folder: Path, delimiter: str
-) -> None:
-    (folder / "t.csv").write_text(f"file{delimiter}y,z\nIMG/0.png,a\n")
-    with pytest.raises(
-        UsageError,
-        match=rf"no column 'file'.*The header has {re.escape(repr(delimiter))} between its columns",
-    ):
-        wt.convert_table(folder / "t.csv", folder / "out", image="file")
+@pytest.mark.parametrize("delimiter", [";", "|", "\t"])
+def test_the_delimiter_is_the_one_of_the_first_line(folder: Path, delimiter: str) -> None:
+    (folder / "t.csv").write_text(f"file{delimiter}y\nIMG/0.png{delimiter}a, b\n")
+    index = wt.convert_table(folder / "t.csv", folder / "out", image="file", label="y")
+    assert index.labels[0].classes == ("a, b",)
 
 
 def test_similar_split_names_are_printed_and_not_merged(

@@ -608,14 +608,12 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
     ],
-    "conversion/label_values.py": [
+    "conversion/labels.py": [
         (
             "numbers-of-classes",
             "distinct[0] >= 0 and distinct[-1]",
             "distinct[0] > 0 and distinct[-1]",
         ),
-    ],
-    "conversion/label_kinds.py": [
         ("negative-numbers", "if negative - {-1}:", "if negative == {-1}:"),
     ],
     "conversion/images.py": [
@@ -650,16 +648,17 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/sources/table.py": [
         (
             "group-is-column",
-            'return f"{column}={text}" if text else ""',
-            'return f"{column}={text}"',
+            'group=f"{self._options.group_by}={group}" if group else ""',
+            'group=f"{self._options.group_by}={group}"',
         ),
-    ],
-    "conversion/sources/table_columns.py": [
         (
             "same-spelling",
-            "first.setdefault(value, text) != text",
-            "first.setdefault(value, text) is None",
+            "max((codes, values), texts, key",
+            "min((codes, values), texts, key",
         ),
+    ],
+    "conversion/sources/table_files.py": [
+        ("changed-table", "if _state(path) != states[path]:", "if _state(path) is None:"),
     ],
     # --- training ---
     "training/optim.py": [

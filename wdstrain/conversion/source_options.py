@@ -84,8 +84,8 @@ class TableOptions(Options):
 
     table: Any = option(
         REQUIRED,
-        "file, folder or glob of tables (.csv, .tsv, .jsonl, .parquet), or "
-        "hf://datasets/OWNER/NAME; in Python also a DataFrame",
+        "file, folder or glob of tables (.csv, .tsv, .jsonl, .parquet, .arrow), or "
+        "hf://datasets/OWNER/NAME; in Python also a DataFrame or another Arrow table",
         metavar="FILE",
         several=True,
     )
@@ -123,6 +123,16 @@ class TableOptions(Options):
     like: Urls | None = _like()
     group_by: str | None = option(None, "keep rows with equal COL in the same split", metavar="COL")
     split_by: str | None = option(None, "column that names the split of each row", metavar="COL")
+    text: str | None = option(None, "store the text of COL as the field txt", metavar="COL")
+    decimal: str = option(
+        ".", "character before the fraction of numbers in a CSV (default: a point)", metavar="CHAR"
+    )
+    escape: str | None = option(
+        None, "character before quotes in the cells of a CSV, such as a backslash", metavar="CHAR"
+    )
+    encoding: str = option(
+        "utf-8", "encoding of a CSV, such as cp1252 (default: utf-8)", metavar="NAME"
+    )
 
 
 def _fields(place: str) -> Any:

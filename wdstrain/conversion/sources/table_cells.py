@@ -1,125 +1,208 @@
-"""Tables as batches of plain values: what every kind of table gives.
+"""Cells of tables: Arrow arrays, or lists of plain values where a column has several types.
 
-A cell is None, a bool, an int, a float, a text, bytes, or a list or dict of these.
+A plain value is None, a bool, an int, a float, a text, bytes, or a list or dict of these.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.conversion.labels import NUMBER, WHOLE, number_in
+from wdstrain.conversion.listing import Part, field_name, tidy
+from wdstrain.decode.formats import format_of
+from wdstrain.errors import UsageError
 
-Changes = dict[str, Counter[str]]  # column -> what numbers that JSON lacks became -> how many
+Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list
+Changes = Counter[str]  # what numbers that JSON lacks became -> how many
 
-BATCH_ROWS = 8192  # rows of a batch
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta)  # their text says all
+_SIMPLE = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Some rows of a file. rows: the line or number of each in it, from 1; cells: by column."""
+def cells_of(values: list[Any]) -> Cells:
+    """Return values as an Arrow array, if that gives back the same values."""
+    types = set(map(type, values)) - {type(None)}
+    if len(types) <= 1 and types <= {bool, int, float, str}:
+        try:
+            return pa.chunked_array([pa.array(values)])
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+            pass  # a number beyond 64 bits, or half a character
+    return values
 
-    file: str
-    rows: Sequence[int]
-    cells: dict[str, list[Any]]
+
+def joined(parts: Sequence[Cells]) -> Cells:
+    """Return the cells of several parts of a column."""
+    kinds: set[Any] = {None if isinstance(part, list) else part.type for part in parts}
+    kinds = kinds - {pa.null()} or {pa.null()}
+    if len(kinds) > 1 or None in kinds:
+        return [value for part in parts for value in _values(part, Counter())]
+    kind = kinds.pop()
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.chunked_array([chunk for part in parts for chunk in part.cast(kind).chunks], kind)
 
 
-class Table(Protocol):
-    """A table that can be read again and again.
+def typed(texts: pa.ChunkedArray, decimal: str = ".") -> Cells:
+    """Return texts as numbers if all of them are, else as booleans, else as they are.
 
-    classes: names of class numbers by column, where the table has them. binary: columns that may
-    hold images, which are read only if they are named.
+    Empty cells are null. 007 and 1e999 are texts. decimal: separates the fraction of a number.
     """
-
-    name: str
-    columns: list[str]
-    classes: dict[str, tuple[str, ...]]
-    binary: frozenset[str]
-
-    def batches(
-        self, columns: Sequence[str], *, raw: Collection[str] = (), changes: Changes | None = None
-    ) -> Iterator[Batch]:
-        """Yield all rows that can be read. raw: columns that stay text, if the file has no types.
-
-        changes: counts the numbers that JSON cannot hold.
-        """
-
-
-def check_names(name: str, columns: Sequence[str]) -> None:
-    """Raise SourceError if two columns have one name."""
-    if len(set(columns)) < len(columns):
-        raise SourceError(
-            f"{name} names a column twice: {', '.join(columns)}. Give each its own name."
-        )
+    bare = pc.utf8_trim_whitespace(texts)
+    bare = pc.if_else(pc.equal(bare, ""), None, bare)
+    numbers = pc.replace_substring_regex(pc.replace_substring(bare, decimal, "."), r"^\+", "")
+    if _all_match(numbers, WHOLE.pattern):
+        return numbers.cast(pa.int64())
+    if _all_match(numbers, NUMBER.pattern) and pc.all(pc.is_finite(numbers.cast("double"))).as_py():
+        if not pc.any(pc.match_substring_regex(numbers, f"^({WHOLE.pattern})$")).as_py():
+            return numbers.cast(pa.float64())
+        return [None if text is None else number_in(text) for text in numbers.to_pylist()]
+    if _all_match(bare, "(?i:true|false)"):
+        return pc.equal(pc.utf8_lower(bare), "true")
+    return pc.if_else(pc.is_null(bare), None, texts)
 
 
-def joined_column(name: str, columns: Iterable[str]) -> str:
-    """Return a hint if the table has another delimiter, so that its columns are not separated."""
-    for column in columns:
-        for delimiter in "\t;|,: ":
-            if delimiter in column and name in [part.strip() for part in column.split(delimiter)]:
-                return (
-                    f" The header has {delimiter!r} between its columns. Separate cells by commas, "
-                    "by semicolons if the header has no comma, or by tabs in a .tsv file."
-                )
-    return ""
+def _all_match(texts: pa.ChunkedArray, pattern: str) -> bool:
+    return not pc.any(pc.invert(pc.match_substring_regex(texts, f"^({pattern})$"))).as_py()
 
 
-def check_same_columns(first: Sequence[str], file: str, columns: Sequence[str], other: str) -> None:
-    missing = [name for name in first if name not in columns]
-    more = [name for name in columns if name not in first]
-    if missing or more:
-        differing = f"has no column '{missing[0]}'" if missing else f"has a column '{more[0]}' more"
-        raise SourceError(
-            f"{other} {differing}, unlike {file}. Files of one table must have the same columns. "
-            f"Convert each by itself, or write them again."
-        )
+def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], list[Any]]:
+    """Return (place of each cell among the distinct values: int32[n], these as plain values)."""
+    if isinstance(cells, pa.ChunkedArray):
+        try:
+            coded = cells.dictionary_encode(null_encoding="encode").combine_chunks()
+            return coded.indices.to_numpy(), plain(coded.dictionary)
+        except pa.ArrowNotImplementedError:
+            pass  # lists and structs
+    places: dict[str, int] = {}  # by text, which tells 1 from 1.0 and True
+    values: list[Any] = []
+    codes = np.empty(len(cells), np.int32)
+    for row, value in enumerate(plain(cells)):
+        codes[row] = code = places.setdefault(repr(value), len(values))
+        if code == len(values):
+            values.append(value)
+    return codes, values
 
 
-def plain_list(cells: Iterable[Any], column: str, changes: Changes | None) -> list[Any]:
-    counts = Counter[str]() if changes is None else changes.setdefault(column, Counter())
-    return [_plain(cell, counts) for cell in cells]
+def plain(cells: Any, changes: Changes | None = None) -> list[Any]:
+    """Return cells as plain values. changes: counts the values that JSON cannot hold."""
+    counts = Counter[str]() if changes is None else changes
+    values = _values(cells, counts)
+    is_simple = not isinstance(cells, list) and cells.type in _SIMPLE
+    return values if is_simple else [_plain(value, counts) for value in values]
 
 
-def _plain(value: Any, changed: Counter[str]) -> Any:
+def _values(cells: Any, changes: Changes) -> list[Any]:
+    if isinstance(cells, list):
+        return cells
+    try:
+        return list(cells.to_pylist())
+    except (OverflowError, ValueError):
+        return [_within_years(cell, changes) for cell in cells]
+
+
+def count_changes(cells: Cells) -> Changes:
+    """Return how many values of a column JSON cannot hold, by what they become."""
+    changes, step = Counter[str](), 8192
+    kind = None if isinstance(cells, list) else cells.type
+    is_float = kind is not None and pa.types.is_floating(kind)
+    if kind in _SIMPLE or (is_float and pc.all(pc.is_finite(cells)).as_py()):
+        return changes
+    for start in range(0, len(cells), step):
+        plain(cells[start : start + step], changes)
+    return changes
+
+
+def _within_years(cell: pa.Scalar, changes: Changes) -> Any:
+    try:
+        return cell.as_py()
+    except (OverflowError, ValueError):
+        changes["a time beyond the years 1 to 9999 became null"] += 1
+        return None
+
+
+def _plain(value: Any, changed: Changes) -> Any:
     """Return a cell as the plain values that JSON knows, or bytes."""
-    if value is None or (
-        isinstance(value, (bool, int, str, bytes)) and type(value).__module__ == "builtins"
-    ):
+    if value is None or type(value) in (bool, int, str, bytes):
         return value
-    if isinstance(value, (np.datetime64, np.timedelta64)):
-        return None if np.isnat(value) else str(value)
-    if isinstance(value, np.generic):
+    is_time = isinstance(value, (np.datetime64, np.timedelta64))
+    if type(value).__name__ in ("NAType", "NaTType") or (is_time and np.isnat(value)):
+        return None
+    if isinstance(value, np.generic) and not is_time:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         became = "NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"
         changed[became] += 1
         return None if math.isnan(value) else str(value)
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
     if isinstance(value, (bool, int, float, str, bytes)):
         return value
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(item, changed) for item in value]
     if isinstance(value, dict):
         return {str(name): _plain(item, changed) for name, item in value.items()}
-    if type(value).__name__ in ("NAType", "NaTType"):
-        return None
     is_pandas = type(value).__module__.startswith("pandas.")
-    if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or is_pandas:
+    if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or is_time or is_pandas:
         return str(value)
     raise UsageError(
         f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, "
         "numbers, bytes, lists or dicts."
     )
+
+
+# --- fields of a sample ---------------------------------------------------------------------------
+
+
+def json_fields(cells: dict[str, Any]) -> list[Part]:
+    """Return the fields of columns: one json, and a field for each bytes value, which JSON lacks.
+
+    In lists and dicts, bytes are replaced by the name of their field.
+    """
+    fields: list[Part] = []
+    kept: dict[str, Any] = {}
+    for name, value in cells.items():
+        is_file = isinstance(value, dict) and set(value) == {"bytes", "path"}
+        data = value.get("bytes") if is_file else value
+        if isinstance(data, bytes):
+            _without_bytes(data, _part_of_name(name), fields)
+        else:
+            kept[name] = _without_bytes(value, _part_of_name(name), fields)
+    return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
+
+
+def _without_bytes(value: Any, name: str, fields: list[Part]) -> Any:
+    """Return a value whose bytes are replaced by names of fields, which are added to `fields`."""
+    if isinstance(value, bytes):
+        found = format_of(value)
+        kind = "bin" if found is None else found.extensions[0]
+        fields.append((field_name(f"{name}.{kind}"), value))
+        return fields[-1][0]
+    if isinstance(value, list):
+        return [_without_bytes(item, f"{name}.{i}", fields) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {
+            key: _without_bytes(item, f"{name}.{_part_of_name(key)}", fields)
+            for key, item in value.items()
+        }
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _part_of_name(column: str) -> str:
+    """Return the name of a column as a part of a field's name."""
+    return tidy(column.replace("/", "_"))

@@ -1,232 +1,182 @@
-"""A table in files of one format: CSV, TSV, JSON lines or Parquet; or in a pandas DataFrame.
-
-A table is one file, or several with the same columns. It is read several times, each time only the
-columns that are needed, in batches, so memory does not grow with the images in it. Parquet is read
-through pyarrow.dataset; `table_text` says why the other formats are not.
-"""
+"""The files of a table: of a path, folder, glob or address on the Hub, or of several of these."""
 
 from __future__ import annotations
 
-import json
+import glob
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from stat import S_ISREG
 from typing import Any
+from urllib.parse import unquote
 
-import pyarrow as pa
-import pyarrow.dataset as ds
-from pyarrow.fs import LocalFileSystem
-
-from wdstrain.conversion.listing import BadSamples
-from wdstrain.conversion.sources.table_cells import (
-    BATCH_ROWS,
-    Batch,
-    Changes,
-    Table,
-    check_names,
-    check_same_columns,
-    plain_list,
-)
-from wdstrain.conversion.sources.table_text import CsvTable, JsonTable
+from wdstrain.conversion.listing import check_there, is_litter, split_of
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.storage.remote import gopen, is_remote, shown_path
+from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
+from wdstrain.storage.remote import gopen, is_remote
 
-_IMAGE_BATCH = 128  # rows of a batch with images
-
-
-def read_files(
-    name: str, files: Sequence[str], bad_samples: BadSamples, *, header: bool = True
-) -> Table:
-    """Return the table in some files of one format, by the extension of the first.
-
-    header False: the first line of a CSV is data; its columns are named "0", "1", ...
-    Raises SourceError for files that cannot be read, that are no table or that do not fit together.
-    """
-    kind = format_of(files[0])
-    if not header and kind != "csv":
-        raise UsageError(
-            f"{name}: only CSV and TSV files can be without a header. Leave out header=False."
-        )
-    if kind == "parquet":
-        return _ParquetTable(name, files)
-    if kind == "json":
-        return JsonTable(name, files, bad_samples)
-    return CsvTable(name, files, bad_samples, header)
+FORMS = {
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather"), "arrow"),
+}
 
 
-def format_of(path: str) -> str:
-    """Return csv, json or parquet, by the extension of a file; csv for others."""
-    extension = os.path.splitext(path)[1].lower()
-    if extension in (".parquet", ".pq"):
-        return "parquet"
-    return "json" if extension in (".jsonl", ".ndjson", ".json") else "csv"
+@dataclass(frozen=True)
+class TableFiles:
+    """The files of a table. base: where relative paths of images begin."""
 
+    name: str
+    paths: list[str]
+    base: str
 
-# --- Parquet --------------------------------------------------------------------------------------
+    def key_prefix(self, file: str) -> str:
+        """Return the beginning of the keys of a file's rows; "" if it is the only file."""
+        return "" if len(self.paths) < 2 else f"{os.path.splitext(self._below(file))[0]}/"
 
+    def splits(self) -> dict[str, str]:
+        """Return the split of each file, by its name or folders; {} unless all of several have one."""
+        names = {file: reversed(self._below(file).split("/")) for file in self.paths}
+        splits = {file: next(filter(None, map(split_of, n)), "") for file, n in names.items()}
+        return splits if len(splits) > 1 and all(splits.values()) else {}
 
-class _ParquetTable:
-    """Parquet files with one schema."""
-
-    def __init__(self, name: str, files: Sequence[str]) -> None:
-        self.name, self._files = name, files
-        options = ds.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
-        self._format = ds.ParquetFileFormat(default_fragment_scan_options=options)
-        schemas = [self._schema_of(path) for path in files]
-        self._schema = _one_schema(files, schemas)
-        self.columns = self._schema.names
-        self.classes = _class_names(self._schema.metadata or {})
-        for path, schema in zip(files, schemas, strict=True):
-            if _class_names(schema.metadata or {}) != self.classes:
-                raise SourceError(
-                    f"{shown_path(path)} and {shown_path(files[0])} name the classes of their "
-                    f"numbers differently. Convert each by itself."
-                )
-        self.binary = frozenset(
-            field.name for field in self._schema if _may_hold_images(field.type)
-        )
-
-    def batches(
-        self, columns: Sequence[str], *, raw: Collection[str] = (), changes: Changes | None = None
-    ) -> Iterator[Batch]:
-        count = BATCH_ROWS if self.binary.isdisjoint(columns) else _IMAGE_BATCH
-        for path in self._files:
-            row = 1
-            with self._reading(path):
-                for batch in self._fragment(path).to_batches(
-                    schema=self._schema,
-                    columns=list(columns),
-                    batch_size=count,
-                    batch_readahead=1,
-                    fragment_readahead=1,
-                ):
-                    numbers = range(row, row + batch.num_rows)
-                    row += batch.num_rows
-                    cells = {
-                        c: plain_list(batch.column(i).to_pylist(), c, changes)
-                        for i, c in enumerate(columns)
-                    }
-                    yield Batch(shown_path(path), numbers, cells)
-
-    def _fragment(self, path: str) -> ds.Fragment:
-        if is_remote(path):
-            return self._format.make_fragment(gopen(path))
-        return self._format.make_fragment(os.path.abspath(path), LocalFileSystem())
-
-    def _schema_of(self, path: str) -> pa.Schema:
-        with self._reading(path):
-            schema = self._fragment(path).physical_schema
-        check_names(shown_path(path), schema.names)
-        return schema
-
-    @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
-        try:
-            if not is_remote(path):  # Arrow's errors have no strerror
-                os.close(os.open(path, os.O_RDONLY))
-            yield
-        except pa.ArrowException as error:
-            raise SourceError(
-                f"{shown_path(path)} cannot be read as Parquet ({str(error).splitlines()[0]}). "
-                f"Copy or write it again."
-            ) from error
-        except OSError as error:
-            reason = error.strerror or str(error).splitlines()[0]
-            raise SourceError(
-                f"{shown_path(path)} cannot be read as Parquet ({reason}). Check the file and its "
-                f"permissions."
-            ) from error
-
-
-def _one_schema(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the schema of all files; a column that is null in a file takes the type of another."""
-    made = schemas[0]
-    for path, schema in zip(files, schemas, strict=True):
-        check_same_columns(made.names, shown_path(files[0]), schema.names, shown_path(path))
-        for place, name in enumerate(made.names):
-            types = schema.field(name).type, made.field(name).type
-            merged = _merged_type(*types)
-            if merged is None:
-                raise SourceError(
-                    f"{shown_path(path)} and {shown_path(files[0])} differ: the column '{name}' is "
-                    f"{types[0]} and {types[1]}. Files of one table must have one schema. Convert "
-                    f"each by itself, or write them again."
-                )
-            made = made.set(place, pa.field(name, merged))
-    return made
-
-
-def _merged_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """Return the type of two that are equal but for nulls; None if there is none."""
-    if a == b or pa.types.is_null(b):
-        return a
-    if pa.types.is_null(a):
-        return b
-    if pa.types.is_list(a) and pa.types.is_list(b):
-        inner = _merged_type(a.value_type, b.value_type)
-        return None if inner is None else pa.list_(inner)
-    if not (pa.types.is_struct(a) and pa.types.is_struct(b)):
-        return None
-    if {field.name for field in a} != {field.name for field in b}:
-        return None
-    types = {field.name: _merged_type(field.type, b.field(field.name).type) for field in a}
-    return None if None in types.values() else pa.struct(list(types.items()))
-
-
-def _may_hold_images(kind: pa.DataType) -> bool:
-    """Return whether a column is bytes, or Hugging Face's struct of bytes and path."""
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _may_hold_images(field.type) for field in kind)
-    return bool(
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
-
-
-def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
-    """Return the class names that Hugging Face writes into the metadata of Parquet, by column."""
-    try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        kinds = {
-            name: kind.get("feature", kind) if isinstance(kind, dict) else {}
-            for name, kind in features.items()
+    def partitions(self, file: str) -> dict[str, str]:
+        """Return the cells that folders such as kind=cat give to all rows of a file."""
+        pairs = [part.partition("=") for part in self._below(file).split("/")[:-1]]
+        return {
+            unquote(name): "" if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
+            for name, equals, value in pairs
+            if name and equals
         }
-        names = {c: kind["names"] for c, kind in kinds.items() if kind.get("_type") == "ClassLabel"}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return {}
-    return {
-        column: tuple(classes)
-        for column, classes in names.items()
-        if isinstance(classes, list)
-        and all(isinstance(name, str) for name in classes)
-        and len(set(classes)) == len(classes)
-    }
+
+    def _below(self, file: str) -> str:
+        path = unquote(file) if is_remote(file) else file
+        return path.removeprefix(os.path.join(self.base, "")).replace(os.sep, "/")
 
 
-# --- DataFrames -----------------------------------------------------------------------------------
+def find_files(table: Any) -> TableFiles:
+    """Return the files of one or several addresses of a table.
+
+    Raises SourceError if there are none, or if they are of several formats.
+    """
+    named = [table] if isinstance(table, (str, os.PathLike)) else table
+    if not isinstance(named, (list, tuple)) or not named:
+        raise UsageError(
+            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, "
+            "several of them, a list of dicts, or a DataFrame or table that offers Arrow data "
+            "(pandas, polars, DuckDB, pyarrow). Collect a lazy frame first."
+        )
+    addresses = [str(os.fspath(address)) for address in named]
+    name = ", ".join(addresses)
+    matches = [_find(address) for address in addresses]
+    paths = list(dict.fromkeys(path for some, _ in matches for path in some))
+    if not paths:
+        raise SourceError(
+            f"{name} holds no tables. Check the path. Tables end in {', '.join(FORMS)}. Shards of "
+            f"webdataset need no conversion: wdstrain info {name}"
+        )
+    forms = {form_of(path): path for path in paths}
+    if len(forms) > 1:
+        first, second = list(forms.values())[:2]
+        raise SourceError(
+            f"{name} holds tables of several formats, such as {first} and {second}. Name the files "
+            "of one format."
+        )
+    bases = [base for _, base in matches]
+    base = bases[0] if len(set(bases)) == 1 else os.path.commonpath([*map(os.path.abspath, bases)])
+    return TableFiles(name, paths, base)
 
 
-class FrameTable:
-    """A pandas DataFrame."""
+def form_of(path: str) -> str:
+    """Return csv, json, parquet or arrow, by the extension of a file; csv for others."""
+    return {**FORMS, ".json": "json", ".ipc": "arrow"}.get(_extension(path), "csv")
 
-    name = "the DataFrame"
 
-    def __init__(self, frame: Any) -> None:
-        self._frame = frame
-        self.columns = [str(column) for column in frame.columns]
-        self.classes: dict[str, tuple[str, ...]] = {}
-        self.binary: frozenset[str] = frozenset()
-        check_names(self.name, self.columns)
-        if not len(frame):
-            raise SourceError(f"{self.name} has no rows. Check the table.")
+def _extension(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
-    def batches(
-        self, columns: Sequence[str], *, raw: Collection[str] = (), changes: Changes | None = None
-    ) -> Iterator[Batch]:
-        for first in range(0, len(self._frame), BATCH_ROWS):
-            rows = self._frame.iloc[first : first + BATCH_ROWS]
-            cells = {
-                c: plain_list(rows.iloc[:, self.columns.index(c)], c, changes) for c in columns
-            }
-            yield Batch(self.name, range(first + 1, first + 1 + len(rows)), cells)
+
+def _find(address: str) -> tuple[list[str], str]:
+    """Return (files, folder) of one address."""
+    if is_hub(address):
+        return _find_on_hub(address)
+    if is_remote(address):
+        return [address], address.rpartition("/")[0]
+    if os.path.isdir(address):
+        return _files_below(address), address
+    if glob.has_magic(address) and not os.path.lexists(address):
+        try:
+            paths = list(filter(os.path.isfile, matching_paths(address)))
+        except OSError as error:
+            raise _unreadable(address, error, "the permissions of the folder") from error
+        if not paths:
+            raise UsageError(f"{address}: no file matches this pattern. Check the path.")
+        return paths, os.path.commonpath([os.path.dirname(path) for path in paths])
+    check_there(address)
+    return [address], os.path.dirname(address)
+
+
+def _find_on_hub(address: str) -> tuple[list[str], str]:
+    base, files = list_hub_files(address)
+    tables = [path for path in files if _extension(path) in FORMS]
+    return [path for path in tables if form_of(path) == "parquet"] or tables, base
+
+
+def _files_below(folder: str) -> list[str]:
+    def failed(error: OSError) -> None:
+        raise _unreadable(folder, error, "the permissions of the folder") from error
+
+    paths = []
+    for place, folders, names in os.walk(folder, onerror=failed, followlinks=False):
+        folders[:] = sorted(name for name in folders if not _is_leftover(name))
+        paths += [
+            os.path.join(place, name)
+            for name in sorted(names)
+            if _extension(name) in FORMS and not _is_leftover(name)
+        ]
+    return paths
+
+
+def _is_leftover(name: str) -> bool:
+    """Return whether a name is of no table: Spark, pandas and Arrow ignore `_temporary`, too."""
+    return is_litter(name) or name.startswith("_")
+
+
+# --- contents -------------------------------------------------------------------------------------
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of a local file, a pipe, or a file of a server."""
+    try:
+        with gopen(path) if is_remote(path) else open(path, "rb") as file:
+            return bytes(file.read())
+    except OSError as error:
+        raise _unreadable(path, error, "the path and its permissions") from error
+
+
+@contextmanager
+def unchanged(path: str, states: dict[str, Any]) -> Iterator[None]:
+    """Raise SourceError if a local file is another than when it was first read, before or after.
+
+    states: what differs if a file was changed, by path.
+    """
+    states.setdefault(path, _state(path))
+    yield
+    if _state(path) != states[path]:
+        raise SourceError(f"{path} changed while it was converted. Convert it again.")
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None  # a file of a server
+    is_file = S_ISREG(status.st_mode)
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if is_file else None
+
+
+def _unreadable(path: str, error: OSError, check: str) -> SourceError:
+    place = error.filename or path
+    return SourceError(f"{place} cannot be read: {error.strerror}. Check {check}.")

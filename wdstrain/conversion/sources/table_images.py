@@ -11,63 +11,55 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from stat import S_ISREG
+from typing import Any
 
 from wdstrain.conversion.images import field_of
-from wdstrain.conversion.listing import image_field
-from wdstrain.conversion.sources.table_cells import Table, joined_column
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.conversion.listing import Sample, image_field
+from wdstrain.conversion.sources.table_read import Table
+from wdstrain.errors import SourceError
 
 _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
 
 
-class Image(NamedTuple):
-    """The image of a row. name: with extension, for the key. identity: equal for equal images."""
-
-    name: str
-    field: str
-    content: bytes | str  # bytes, or the path of the file
-    identity: str
-
-
 class ImageColumn:
-    """The columns of paths or images. holds_bytes: the images themselves are in the table."""
+    """The columns of paths or images.
+
+    kept: they stay beside the image, because those of a template are data of their own.
+    holds_bytes: the images themselves are in the table.
+    """
 
     def __init__(self, table: Table, image: str) -> None:
         """image: a column, or a template with the names of columns in braces."""
         self._template = "" if image in table.columns else image
         names = _COLUMN.findall(image) if self._template else [image]
-        missing = [name for name in names if name not in table.columns]
-        if missing or not names:
-            name = missing[0] if names else image
-            raise UsageError(
-                f"{table.name} has no column '{name}'. Use one of its columns: "
-                f"{', '.join(table.columns)}.{joined_column(name, table.columns)}"
-            )
+        self.kept = bool(self._template)
+        for name in names or [image]:
+            table.check_column(name)
         self.columns = list(dict.fromkeys(names))
         self.holds_bytes = not self._template and any(
-            _has_bytes(cell) for batch in table.batches([image]) for cell in batch.cells[image]
+            isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
+            for _, _, cells in table.batches([image])
+            for cell in cells[image]
         )
 
-    @property
-    def kept(self) -> bool:
-        """Whether the columns stay beside the image: those of a template are data of their own."""
-        return bool(self._template)
+    def paths(self, table: Table) -> Iterator[str]:
+        """Yield the path of each row; "" if there is none. Numbers are as a CSV has them."""
+        for _, _, columns in table.batches(self.columns, written=True):
+            for row in zip(*(columns[name] for name in self.columns), strict=True):
+                yield self._path(dict(zip(self.columns, row, strict=True)))
 
-    def path(self, cells: dict[str, Any]) -> str:
-        """Return the path in the cells of a row; "" if there is none."""
-        if not self._template:
-            return _path_in(cells[self.columns[0]])
-        texts = {name: str(cells[name]).strip() for name in self.columns if cells[name] is not None}
-        if len(texts) < len(self.columns):
-            return ""
+    def _path(self, cells: dict[str, Any]) -> str:
+        texts = {name: _text_in(cells[name]) for name in self.columns}
+        if not self.kept or not all(texts.values()):
+            return "" if self.kept else texts[self.columns[0]]
         return _COLUMN.sub(lambda match: texts[match[1]], self._template)
 
 
-def bytes_image(cell: Any, name: str) -> Image:
-    """Return the image in a cell with bytes. name: for the key, if the cell has no path.
+def bytes_image(cell: Any, name: str) -> Sample:
+    """Return a sample of the image in a cell. name: of the image, if the cell has no path.
 
     Raises SourceError if it is no image.
     """
@@ -77,7 +69,12 @@ def bytes_image(cell: Any, name: str) -> Image:
         raise SourceError("it holds a path where other rows hold the bytes of an image")
     if not isinstance(cell, bytes):
         raise SourceError("there are no bytes of an image")
-    return Image(name, field_of(cell), cell, blake2b(cell, digest_size=16).hexdigest())
+    return Sample(
+        None,
+        [(field_of(cell), cell)],
+        name=name,
+        identity=blake2b(cell, digest_size=16).hexdigest(),
+    )
 
 
 class PathRule:
@@ -96,8 +93,8 @@ class PathRule:
         if has_root and absolute and not any(map(os.path.isfile, absolute)):
             self._left_out = self._beginning(absolute)
 
-    def image(self, path: str) -> Image:
-        """Return the image of a path as the table has it. Raises SourceError if it is not there."""
+    def image(self, path: str) -> Sample:
+        """Return a sample of the image of a path as the table has it. Raises SourceError."""
         if not path:
             raise SourceError("there is no path of an image")
         self.asked += 1
@@ -110,18 +107,15 @@ class PathRule:
             file = self._below(name)
         elif _is_absolute(path):
             name = os.path.normpath(path).removeprefix(self._prefix)
-        if not os.path.isfile(file):
-            if _is_hidden(file):
-                raise SourceError(
-                    "the image cannot be read: Permission denied. Check the permissions of its "
-                    "folders"
-                )
-            where = "root says where relative paths begin"
-            if _is_absolute(path):
-                where = "root=FOLDER replaces the beginning that absolute paths share"
-            raise SourceError(f"the image is not there; {where}")
+        if not _is_there(file):
+            raise SourceError(
+                "the image is not there; root=FOLDER replaces the beginning that absolute paths share"
+                if _is_absolute(path)
+                else "the image is not there; root says where relative paths begin"
+            )
         self.found += 1
-        return Image(name, str(image_field(file)), file, os.path.abspath(file))
+        parts = [(str(image_field(file)), file)]
+        return Sample(None, parts, name=name, identity=os.path.abspath(file))
 
     def decision(self) -> str:
         """Return the rule and how many files it found, for people."""
@@ -150,15 +144,16 @@ class PathRule:
         return None
 
 
-def _is_hidden(path: str) -> bool:
-    """Return whether a file is in a folder that may not be read, so it may be there."""
+def _is_there(path: str) -> bool:
+    """Return whether a file exists. Raises SourceError for one in a folder that may not be read."""
     try:
-        os.stat(path)
+        return S_ISREG(os.stat(path).st_mode)
     except PermissionError:
-        return True
+        raise SourceError(
+            "the image cannot be read: Permission denied. Check the permissions of its folders"
+        ) from None
     except (OSError, ValueError):
-        pass
-    return False
+        return False
 
 
 def _is_absolute(path: str) -> bool:
@@ -167,10 +162,6 @@ def _is_absolute(path: str) -> bool:
     return has_drive or path.startswith(("/", "\\"))
 
 
-def _has_bytes(cell: Any) -> bool:
-    return isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
-
-
-def _path_in(cell: Any) -> str:
+def _text_in(cell: Any) -> str:
     cell = cell.get("path") if isinstance(cell, dict) else cell
-    return cell.strip() if isinstance(cell, str) else ""
+    return "" if cell is None else str(cell).strip()
