@@ -309,7 +309,7 @@ def count(out: Path, pattern: str) -> int:
         pytest.param("plain", "owner", 1, marks=pytest.mark.slow),
         pytest.param("plain", "shards/*.part", 10, marks=pytest.mark.slow),
         pytest.param("resized", "shards/*.part", 5, marks=pytest.mark.slow),
-        pytest.param("arrays", "spill/spill.json", 1, marks=pytest.mark.slow),
+        pytest.param("arrays", "spill/spill.arrow", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_conversion_killed_at_any_moment_resumes_to_the_same_bytes(
