@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 4387,
     "inspection": 2964,
     "loader": 1221,
-    "shards": 2392,
+    "shards": 2400,
     "decode": 1386,
     "storage": 1196,
     "reader": 507,

@@ -294,7 +294,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "np.lexsort((offset[place, row], row))",
             "np.lexsort((row, offset[place, row]))",
         ),
-        ("letters-of-keys", "column(0).take(pa.array(ids))", "column(0).slice(0, len(ids))"),
+        ("letters-of-keys", "column(0).take(as_arrow(ids))", "column(0).slice(0, len(ids))"),
     ],
     "shards/index_document.py": [
         ("field-inside-end", "(size <= high - offset)", "(size <= high - low)"),

@@ -45,7 +45,7 @@ from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Offsets, arrow_file, numbers, read_arrow_file
+from wdstrain.shards.offsets import Offsets, arrow_file, as_numpy, read_arrow_file
 from wdstrain.storage.files import sync_folder, write_whole
 
 _RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
@@ -319,7 +319,7 @@ def _restored(source: Source, folder: str, options: Options, bad: BadSamples) ->
         return None
     if source.mark is None or about["identity"] != _identity(source, options):
         return None
-    columns, arrays = rows.columns[:-_META], [numbers(values) for values in rows.columns[-_META:]]
+    columns, arrays = rows.columns[:-_META], [as_numpy(values) for values in rows.columns[-_META:]]
     meta = SampleMeta.of(arrays, *about["meta"])
     shards = tuple(Shard(os.path.join(folder, name), *counts) for name, *counts in about["files"])
     index = Index(shards, Offsets.of_arrays(about["fields"], columns))

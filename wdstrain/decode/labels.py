@@ -36,7 +36,7 @@ from wdstrain.shards.kinds import (
     number_of,
     text_of,
 )
-from wdstrain.shards.offsets import Ints
+from wdstrain.shards.offsets import Ints, as_numpy
 from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import column_named
 
@@ -378,7 +378,7 @@ def _numbers(field: LabelField, column: Column) -> LabelColumn | None:
     if column.kind not in ("flag", "integer", "number"):
         return None
     values = column.values.cast(pa.int8()) if column.kind == "flag" else column.values
-    numbers = np.asarray(values)
+    numbers = as_numpy(values)
     if not np.isfinite(numbers).all() or np.abs(numbers.astype(np.float64)).max() > _LARGEST:
         return None
     if not is_exact(numbers, field.dtype):
@@ -410,7 +410,7 @@ def _classes(field: LabelField, column: Column) -> LabelColumn | None:
         numbers = np.array([field.delivered(value) for value in values], np.int64)
     except SampleError:
         return None
-    return LabelColumn(np.asarray(coded.indices), numbers=numbers)
+    return LabelColumn(as_numpy(coded.indices), numbers=numbers)
 
 
 def is_exact(values: Any, dtype: str) -> bool:

@@ -104,12 +104,12 @@ class Offsets:
     @cached_property
     def start(self) -> Ints:
         """Where each sample begins in its shard, with its headers. int64[n]"""
-        return np.asarray(numbers(self.rows.column(1)))
+        return np.asarray(as_numpy(self.rows.column(1)))
 
     @cached_property
     def size(self) -> Ints:
         """Bytes of each sample, with its headers. int64[n]"""
-        return np.asarray(numbers(self.rows.column(2)))
+        return np.asarray(as_numpy(self.rows.column(2)))
 
     @cached_property
     def stop(self) -> Ints:
@@ -136,8 +136,8 @@ class Offsets:
             if offset.null_count:
                 has = np.asarray(offset.is_valid())
             if crc.null_count < len(crc):
-                crcs = np.asarray(crc.fill_null(0))
-            views.append((numbers(offset), numbers(size), crcs, has))
+                crcs = as_numpy(crc.fill_null(0) if crc.null_count else crc)
+            views.append((as_numpy(offset), as_numpy(size), crcs, has))
         return views
 
     @cached_property
@@ -176,7 +176,7 @@ class Offsets:
 
     def keys_of(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        keys = self.rows.column(0).take(pa.array(ids)).to_pylist()
+        keys = self.rows.column(0).take(as_arrow(ids)).to_pylist()
         return [key.decode("utf-8", "surrogateescape") for key in keys]
 
     def slice(self, start: int, stop: int) -> Offsets:
@@ -185,7 +185,7 @@ class Offsets:
 
     def take(self, ids: Ints) -> Offsets:
         """Return the rows of these samples, in the order of `ids` (int64[k])."""
-        return replace(self, rows=pc.take(self.rows, pa.array(ids)))
+        return replace(self, rows=pc.take(self.rows, as_arrow(ids)))
 
     @classmethod
     def join(cls, parts: Sequence[Offsets]) -> Offsets:
@@ -295,10 +295,19 @@ def firsts(counts: Sequence[int] | Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
-def numbers(values: pa.Array) -> Any:
-    """Return the values of a column as a numpy view; the values of empty cells are undefined."""
-    buffers, count = [None, values.buffers()[1]], len(values)
-    return pa.Array.from_buffers(values.type, count, buffers, offset=values.offset).to_numpy()
+def as_numpy(values: pa.Array) -> Any:
+    """Return the values of a column as a numpy view; the values of empty cells are undefined.
+
+    Its first conversion to or from numpy would take pyarrow 0.3 s, because it imports pandas.
+    """
+    kind = np.dtype(values.type.to_pandas_dtype())
+    return np.ndarray(len(values), kind, values.buffers()[1], values.offset * kind.itemsize)
+
+
+def as_arrow(ids: Ints) -> pa.Array:
+    """Return int64 numbers as an Arrow array; see `as_numpy`."""
+    data = pa.py_buffer(np.ascontiguousarray(ids, np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(ids), [None, data])
 
 
 def arrow_file(rows: pa.RecordBatch, metadata: bytes = b"") -> pa.Buffer:
