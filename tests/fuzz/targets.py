@@ -1071,14 +1071,18 @@ def _folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
+_SCAN_CODE = tuple(
+    f"wdstrain.inspection.scan:{name}"
+    for name in ("ShardReader", "scan_shard", "members_of", "is_header", "_members")
+)
 _TAR_CODE = ("wdstrain.shards.tar", "wdstrain.shards.tar_headers")
 TARGETS = {
     target.name: target
     for target in (
         Target("tar", run_tar, _tar_seeds, _TAR_CODE, (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
         Target("written", run_written, lambda: [b"a.txt=1\na.cls=2\nb/c.txt=", b"x" * 99 + b"/" + b"y" * 99 + b".txt=z"], _TAR_CODE),
-        Target("salvage", run_salvage, _tar_seeds, ("wdstrain.inspection.scan",), (), _mutated_tar),
-        Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair:recover", "wdstrain.inspection.scan"), (), _mutated_tar),
+        Target("salvage", run_salvage, _tar_seeds, _SCAN_CODE, (), _mutated_tar),
+        Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.inspection.repair:recover", *_SCAN_CODE), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.offsets:read_arrow_file", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
