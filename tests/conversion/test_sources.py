@@ -848,9 +848,7 @@ def test_sets_are_merged_and_equal_keys_are_renamed(tmp_path: Path) -> None:
     assert set(packed) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
 
 
-def test_keys_shared_by_two_splits_are_renamed_when_splits_are_drawn_again(
-    tmp_path: Path,
-) -> None:
+def test_names_shared_by_two_splits_make_different_keys(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for number in range(6):
             path = tmp_path / "in" / split / "cat" / f"{number}.png"
@@ -858,7 +856,8 @@ def test_keys_shared_by_two_splits_are_renamed_when_splits_are_drawn_again(
             path.write_bytes(picture(number + 10 * (split == "val")))
     wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "old"))
     assert (
-        len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))}) == 6
+        len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))})
+        == 12
     )
     wt.convert_tars(str(tmp_path / "old"), str(tmp_path / "new"), split={"all": 1.0})
     assert len(samples(tmp_path / "new")) == 12
