@@ -848,6 +848,28 @@ def test_sets_are_merged_and_equal_keys_are_renamed(tmp_path: Path) -> None:
     assert set(packed) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
 
 
+def test_rows_of_a_virtual_data_set_with_a_missing_file_are_bad(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["x"] = np.arange(3)
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        layout = h5py.VirtualLayout((6,), "i8")
+        layout[:3], layout[3:] = (
+            h5py.VirtualSource(f"{name}.h5", "x", shape=(3,)) for name in ("a", "b")
+        )
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    assert len(wt.convert_hdf5(tmp_path / "all.h5", tmp_path / "whole", {"x": "/x"})) == 6
+    (tmp_path / "b.h5").unlink()
+    with pytest.raises(
+        SourceError,
+        match=r"b\.h5 cannot be read \(there is no such file\). Its rows would be fill values",
+    ):
+        wt.convert_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
+    (tmp_path / "a.h5").rename(tmp_path / "b.h5")
+    with pytest.raises(SourceError, match=r"a\.h5 cannot be read"):
+        wt.convert_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
+
+
 def test_names_shared_by_two_splits_make_different_keys(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for number in range(6):

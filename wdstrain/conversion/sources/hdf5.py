@@ -1,12 +1,13 @@
 """Rows of HDF5 and PyTables data sets.
 
 Data sets are read forward, in whole chunks or through h5py's cache of chunks, so each chunk is
-decompressed once. hdf5plugin adds the compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a PyTables
-table) has a path below it: /events/table/energy.
+decompressed once. hdf5plugin adds the compressions that h5py lacks, such as PyTables' blosc. A
+column of a compound data set (a PyTables table) has a path below it: /events/table/energy.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -61,7 +62,6 @@ def stream_hdf5(
         "key": key,
         **stated_classes(check_classes(classes)),
     }
-    asked = [list(wanted.items()), list(labels), list(classes), quality]
     return stream_rows(
         file,
         data_sets,
@@ -70,7 +70,7 @@ def stream_hdf5(
         classes=classes,
         quality=quality,
         keys="__key__" if key else None,
-        mark=f"{file_mark(file)} {asked}",
+        mark=f"{file_mark(file)} {[list(wanted.items()), list(labels), list(classes), quality]}",
     )
 
 
@@ -84,6 +84,15 @@ class _DataSet:
                 f"{file}{opened.name} holds nothing (its data space is null). Name a data set with "
                 f"rows."
             )
+        folder = os.path.dirname(os.path.abspath(file))
+        for _, name, *_ in opened.virtual_sources() if opened.is_virtual else ():
+            # HDF5 returns fill values for a missing file. A name with % is a series of files: its
+            # rows are those of the existing ones.
+            if "%" not in name and not any(map(os.path.exists, (name, os.path.join(folder, name)))):
+                raise SourceError(
+                    f"{file}{opened.name} is virtual, and {name} cannot be read (there is no such "
+                    f"file). Its rows would be fill values. Put the file beside {file}."
+                )
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)

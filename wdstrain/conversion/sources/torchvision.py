@@ -36,11 +36,12 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     for split in wanted:
         value = split == "train" if parameter == "train" else split
         try:
-            opened = kind(root, **({parameter: value} if parameter else {}))
-            data_sets["val" if split == "valid" else split] = opened
+            data_sets["val" if split == "valid" else split] = kind(
+                root, **({parameter: value} if parameter else {})
+            )
         except Exception as error:  # data sets raise any type for missing files
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            reasons[split] = f"{split or name}: {text}"
+            first_line = str(error).partition("\n")[0]
+            reasons[split] = f"{split or name}: {first_line or type(error).__name__}"
     if not data_sets:
         check_there(root, kind="folder")
         raise SourceError(
@@ -54,14 +55,21 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
             f"Fix it, or name the splits to convert: "
             f"splits={[split for split in wanted if split not in reasons]}"
         )
-    left_out = [f"split {one}, which was not asked for" for one in known if one not in wanted]
     files = {split: _Files(one) for split, one in data_sets.items() if _has_files(one)}
     parts = files if len(files) == len(data_sets) else data_sets
-    classes = classes_of(next(iter(data_sets.values())))
     source = {"kind": "torchvision", "name": name, "splits": list(data_sets)}
-    fields = None if parts is files else ("png", "cls")
-    stream = stream_samples(parts, fields=fields, classes=classes, name=name, source=source)
-    return replace(stream, resplit=True, ignored=dict.fromkeys(left_out, 1))
+    stream = stream_samples(
+        parts,
+        fields=None if parts is files else ("png", "cls"),
+        classes=classes_of(next(iter(data_sets.values()))),
+        name=name,
+        source=source,
+    )
+    return replace(
+        stream,
+        resplit=True,
+        ignored={f"split {one}, which was not asked for": 1 for one in known if one not in wanted},
+    )
 
 
 def _data_set(name: str) -> Any:
