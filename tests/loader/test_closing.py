@@ -305,6 +305,9 @@ def test_close_ends_the_wait_of_a_loop_for_a_transform_that_hangs(tmp_path: Path
         hanging.released.set()
     closing.join()
     looping.join()
+    for thread in threading.enumerate():
+        if thread.name.startswith("wdstrain-decoder"):
+            thread.join(30)  # ends with the transform
     assert is_over
     assert "was closed" in ends[0] or "stopped" in ends[0]
 

@@ -128,8 +128,9 @@ def _no_value(value: Any) -> None:
 class Kind:
     """What differs between the kinds of labels and columns.
 
-    described: for people. arrow: type of its column; None: it has none. python: type of a value of
-    JSON or of a field that makes a column one of this kind. read: such a value as the column holds it; raises SampleError for others. dtype: in a
+    described: for people. arrow: type of its column; None: it has none. python, items: type of a
+    value of JSON or of a field, and types of the items of a list, that make a column one of this
+    kind. read: such a value as the column holds it; raises SampleError for others. dtype: in a
     batch; "": as the field says, or a list. is_class: a sample has one of `classes`. can_be_label:
     an index may declare it.
     """
@@ -137,6 +138,7 @@ class Kind:
     described: str
     arrow: pa.DataType | None
     python: type | None = None
+    items: tuple[type, ...] = ()
     read: Callable[[Any], Any] = _no_value
     dtype: str = ""
     is_class: bool = False
@@ -152,12 +154,17 @@ def kind_of(arrow: pa.DataType) -> str:
 
 def kind_of_value(value: Any) -> str:
     """Return the kind of a column with a value of JSON or of a field."""
-    kind = _KIND_OF_TYPE.get(type(value), NOT_A_COLUMN)
-    if kind == "integer" and not -(1 << 63) <= value < 1 << 63:
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         return "text"
-    if kind == "multi" and not {type(item) for item in value} <= {str, int}:
-        return NOT_A_COLUMN
-    return kind
+    items = frozenset(map(type, value if type(value) is list else ()))
+    return _kind_of_types(type(value), items)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _kind_of_types(python: type, items: frozenset[type]) -> str:
+    return next(
+        (n for n, k in KINDS.items() if python is k.python and items <= {*k.items}), NOT_A_COLUMN
+    )
 
 
 def json_place(name: str) -> Place:
@@ -270,7 +277,8 @@ KINDS = {
         "a list",
         pa.list_(pa.string()),
         list,
-        read=names_of,
+        (str, int),
+        names_of,
         dtype="float32",
         can_be_label=True,
     ),
@@ -278,7 +286,6 @@ KINDS = {
     "mask": Kind("masks", None, dtype="int64"),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }
-_KIND_OF_TYPE = {kind.python: name for name, kind in KINDS.items() if kind.python is not None}
 
 
 # --- labels of several sets -----------------------------------------------------------------------
