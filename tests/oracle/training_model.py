@@ -246,7 +246,7 @@ def learning_rate(drawn: Drawn, update: int, updates: int, plateaus: int) -> flo
     elif drawn.schedule == "plateau":
         factor = 0.1**plateaus
     peak = OWN_RATE if drawn.optimizer.startswith("own") else drawn.lr
-    low = drawn.min_lr / peak
+    low = min(1.0, drawn.min_lr / peak)
     return peak * (low + (1 - low) * factor)
 
 

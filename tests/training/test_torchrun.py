@@ -295,7 +295,6 @@ def outcomes_of_ranks(folder: Path, case: str) -> list[Any]:
             process.communicate()
 
 
-@known_fault("suspected/ranks_disagree_after_full_disk")
 @pytest.mark.slow
 def test_ranks_end_at_the_same_epoch_after_a_best_checkpoint_that_failed(tmp_path: Path) -> None:
     numbers(tmp_path / "set", [i % 2 for i in range(16)])

@@ -70,7 +70,7 @@ class Config(RunOptions):
             raise UsageError(
                 "schedule=onecycle has its own warm-up. Leave warmup out, or use schedule=cosine."
             )
-        if self.min_lr > self.lr:
+        if self.min_lr > self.lr and not is_made(self.optimizer):  # which has its own rate
             raise UsageError(f"min_lr={self.min_lr}: must be at most lr={self.lr}.")
         if self.clip_norm and self.clip_value:
             raise UsageError("clip_norm and clip_value: give one of them.")

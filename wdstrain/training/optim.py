@@ -53,7 +53,7 @@ class Schedule:
     def __call__(self, step: int, plateaus: int = 0) -> float:
         """Return the factor of a step. plateaus: how often validation stopped improving."""
         config = self.config
-        lowest = config.min_lr / (self.peak or config.lr)
+        lowest = min(1.0, config.min_lr / (self.peak or config.lr))
         return lowest + (1 - lowest) * self._share(step, plateaus)
 
     def _share(self, step: int, plateaus: int) -> float:
