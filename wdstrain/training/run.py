@@ -302,8 +302,8 @@ class Run:
 def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     """Return what a checkpoint holds. sums: of the epoch so far, of all processes. Collective."""
     state = run.state
-    is_over = state.step >= run.steps
-    epoch, step = (state.epoch + 1, 0) if is_over else (state.epoch, state.step)
+    epoch, step = (state.epoch, state.step) if state.step < run.steps else (state.epoch + 1, 0)
+    bad = {} if step else {"bad": 0}  # at the start of an epoch, whatever the one before had
     raw = {"raw": model_state(run.model)} if run.average is not None else {}
     objects: dict[str, Any] = {"callbacks": [one.state_dict() for one in _stateful(run)]}
     if run.arguments.criterion is not None:
@@ -318,7 +318,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "scaler": run.scaler.state_dict(),
         "state": dict(vars(state)),
         "sums": dict(sums),
-        "loader": {**run.loader.state_dict(), "epoch": epoch, "step": step},
+        "loader": {**run.loader.state_dict(), "epoch": epoch, "step": step, **bad},
         "val": run.val_loader.index.fingerprint if run.val_loader is not None else None,
         "config": vars(run.config),
         "task": run.task.state(),
