@@ -345,7 +345,7 @@ def check_jobs(
 def check_change(
     rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
 ) -> None:
-    """Check that `resume` returns a finished set, whatever became of its source."""
+    """Check that `resume` returns a finished set without reading its source again."""
     before = contents(out)
     resumed = source.convert(str(out), **options, resume=True)
     assert contents(out) == before

@@ -353,6 +353,26 @@ def test_a_callback_resumes_with_its_state(shards: Path, tmp_path: Path) -> None
     assert counters[1].steps == 6
 
 
+class Other(Counter):
+    """Another callback with a state."""
+
+
+@pytest.mark.parametrize("callbacks", [[], [Other()], [Other(), Counter()]])
+def test_a_run_does_not_resume_with_other_callbacks_that_have_a_state(
+    shards: Path, tmp_path: Path, callbacks: list[wt.Callback]
+) -> None:
+    options = {**SMALL, "model": Linear, "epochs": 2}
+    wt.train(shards, tmp_path / "run", callbacks=[Counter(), Stop(1, 1)], **options)
+    with pytest.raises(wt.UsageError, match="callbacks with a state were Counter"):
+        wt.train(shards, tmp_path / "run", callbacks=callbacks, resume=True, **options)
+
+
+def test_the_rate_of_an_optimizer_may_be_a_tensor(shards: Path, tmp_path: Path) -> None:
+    make = lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False)  # noqa: E731
+    run = wt.train(shards, tmp_path / "run", optimizer=make, **{**SMALL, "model": Linear})
+    assert run.epochs[0]["lr"] == pytest.approx(0.01)
+
+
 def large_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a loss that no loss of the package is near to."""
     return 1000 + nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], target.float())

@@ -104,7 +104,13 @@ def run_conversion(options: Any, note: Note | None = None) -> ConversionResult:
     source = _SOURCES[type(options)](options, note or _ignore)
     for decision in source.source.get("decided", ()):
         (note or _ignore)(decision)
-    return convert(source, out, options, options.progress)
+    done = convert(source, out, options, options.progress)
+    if options.resume and done.kept == len(done.index.shards):
+        (note or _ignore)(
+            f"complete: all {len(done.index)} samples were packed before. What was added to the "
+            f"source since then is packed by append or overwrite."
+        )
+    return done
 
 
 def _ignore(text: str) -> None:

@@ -105,7 +105,7 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Source:
-    """Samples in their order, and what is known of all of them.
+    """The samples of a source in their order, and facts about the source.
 
     samples: yields all samples, good and bad. labels: is called after the last of them.
     source: its provenance. total: number of samples; None: unknown. mark: identifies the input

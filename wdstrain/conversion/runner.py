@@ -224,10 +224,9 @@ def _set_in(out: str) -> Index:
 def _was_completed(transaction: OutputTransaction, source: Source, options: Options) -> bool:
     """Return whether the update that was completed just now is this append."""
     former = transaction.completed_update
-    if "append" not in former:
-        return False
-    call = call_of(source, options)
-    return not differences(former, {**call, "append": former["append"]})
+    return "append" in former and not differences(
+        former, {**call_of(source, options), "append": former["append"]}
+    )
 
 
 def _finished(out: str, source: Source, options: Options) -> ConversionResult:

@@ -2,7 +2,7 @@
 
 Each shard is written under its own name into another folder, with checksums. The output is written
 to a staging directory and moved into place at the end, so a failure leaves nothing behind. Shards
-are not repaired in place: what is lost may still be recovered from the damaged file by other means.
+are not repaired in place: other programs may still recover more from the damaged file.
 
 With checksums in the index, a sample is intact if its bytes match them: at the offset in the index,
 or where the scan found it. Without, the headers decide: all samples are taken; those next to damage

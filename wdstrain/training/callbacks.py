@@ -10,10 +10,11 @@ from wdstrain.errors import UsageError
 class Callback:
     """Base class of callbacks. Override the methods that you need; each is called on every rank.
 
-    `trainer` is the run (`wdstrain.training.run.Run`). A callback may read `trainer.model`, `trainer.optimizer`, `trainer.config`, `trainer.state` and
-    `trainer.is_leader`, call `trainer.stop(reason)`, and set `trainer.lr_scale`, a factor on the
-    learning rate of all further steps. What `state_dict()` of a callback returns is kept in
-    checkpoints, and given to its `load_state_dict` on a resume.
+    `trainer` is the run (`wdstrain.training.run.Run`). A callback may read `trainer.model`,
+    `trainer.optimizer`, `trainer.config`, `trainer.state` and `trainer.is_leader`, call
+    `trainer.stop(reason)`, and set `trainer.lr_scale`, a factor on the learning rate of all further
+    steps. What `state_dict()` of a callback returns is kept in checkpoints, and given to its
+    `load_state_dict` on a resume.
     """
 
     def on_train_start(self, trainer: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
@@ -139,11 +139,11 @@ class DistributedContext:
             return nullcontext()
         return fsdp.gradients_kept(model) if fsdp.is_sharded(model) else model.no_sync()
 
-    def shared_buffers(self, model: nn.Module) -> None:
-        """Copy the buffers of rank 0 to all: the batch norms of each saw other images."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy these tensors of rank 0 to all processes."""
         if self.size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over all processes, in a new tensor."""

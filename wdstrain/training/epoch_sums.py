@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.tasks import Task
@@ -107,20 +107,16 @@ class EpochSums:
 
 
 class StepSnapshot:
-    """Sums and buffers (batch norms) before a step of several batches, which may be cut short."""
+    """Tensors before a step of several batches, which may be cut short: sums and buffers."""
 
-    def __init__(self, sums: EpochSums, model: nn.Module) -> None:
-        self._sums, self._model = sums, model
-        self._copies = [tensor.clone() for tensor in self._tensors()]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._copies = tensors, [tensor.clone() for tensor in tensors]
 
     def restore(self) -> None:
-        """Set sums and buffers to their earlier values."""
+        """Set the tensors to their earlier values."""
         with torch.no_grad():
-            for tensor, copy in zip(self._tensors(), self._copies, strict=True):
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self._sums.values, *self._model.buffers()]
 
 
 class StageTimer:

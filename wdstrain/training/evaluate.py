@@ -82,10 +82,10 @@ class Setup:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def losses(self) -> nn.ModuleList:
+    def criterion_modules(self) -> nn.ModuleList:
         """Criteria of the user's that are modules: they may have parameters and buffers."""
-        several = isinstance(self.criterion, Mapping)
-        given = self.criterion.values() if several else [self.criterion]  # type: ignore[union-attr]
+        own = self.criterion
+        given = own.values() if isinstance(own, Mapping) else [own]
         return nn.ModuleList(one for one in given if isinstance(one, nn.Module)).to(self.device)
 
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -111,7 +111,7 @@ def evaluate_pass(
     """
     task, gather = setup.task, setup.distributed.gather
     model.eval()
-    setup.losses.eval()
+    setup.criterion_modules.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
     previews = PreviewCollector(task, setup.inputs.picture)
     steps = len(loader) if limit is None else min(limit, len(loader))

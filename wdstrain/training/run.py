@@ -155,11 +155,12 @@ class Run:
             self.model,
             config,
             None if isinstance(factory, str) else factory,
-            self.setup.losses,
+            self.setup.criterion_modules,
         )
         groups = self.optimizer.param_groups
-        self.peak_rates = [group["lr"] * group["lr_scale"] for group in groups]
-        self.schedule = Schedule(config, self.updates, max(group["lr"] for group in groups))
+        self.peak_rates = [float(group["lr"]) * group["lr_scale"] for group in groups]
+        self.schedule = Schedule(config, self.updates, max(float(group["lr"]) for group in groups))
+        distributed.broadcast(self.setup.criterion_modules.state_dict().values())
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [
             class_weights(self.data.train, head, config.class_weights, device)
@@ -305,10 +306,12 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     epoch, step = (state.epoch, state.step) if state.step < run.steps else (state.epoch + 1, 0)
     bad = {} if step else {"bad": 0}  # at the start of an epoch, whatever the one before had
     raw = {"raw": model_state(run.model)} if run.average is not None else {}
-    objects: dict[str, Any] = {"callbacks": [one.state_dict() for one in _stateful(run)]}
+    objects: dict[str, Any] = {
+        "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)]
+    }
     if run.arguments.criterion is not None:
         objects["criterion"] = run.arguments.criterion_name
-        objects["losses"] = run.setup.losses.state_dict()
+        objects["criterion_state"] = run.setup.criterion_modules.state_dict()
     return {
         **{name: value for name, value in objects.items() if value},
         "format": FORMAT,
@@ -349,14 +352,14 @@ def resume(run: Run) -> None:
         if run.average is not None:
             load_model_state(run.average.model, checkpoint["model"])
         load_optimizer_state(run.optimizer, checkpoint["optimizer"])
+        run.setup.criterion_modules.load_state_dict(checkpoint.get("criterion_state", {}))
     except (RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())[:300]
         raise UsageError(
             f"the checkpoint is of another model: {cause}. Use the same model, or another folder."
         ) from error
     run.scaler.load_state_dict(checkpoint["scaler"])
-    run.setup.losses.load_state_dict(checkpoint.get("losses", {}))
-    for callback, state in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
+    for callback, (_, state) in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
         callback.load_state_dict(state)
     if former.epochs != run.config.epochs and run.config.schedule != "constant":
         report(
@@ -382,6 +385,9 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     names = checkpoint.get("criterion"), run.arguments.criterion_name
     if names[0] != names[1]:
         differences.append("criterion was {}, is {}".format(*names))
+    saved = [name for name, _ in checkpoint.get("callbacks", ())]
+    if saved and saved != [type(callback).__name__ for callback in _stateful(run)]:
+        differences.append(f"callbacks with a state were {', '.join(saved)}, in this order")
     val = run.val_loader.index.fingerprint if run.val_loader is not None else None
     if checkpoint["val"] != val:
         differences.append("the validation data differ")

@@ -120,8 +120,7 @@ class RunDir:
 
 def strict_json(value: Any) -> str:
     """Return JSON for every program: NaN and infinity, which JSON lacks, are null."""
-    text = json.dumps(value)
-    return json.dumps(json.loads(text, parse_constant=lambda name: None))
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
 def _is_incomplete(name: str) -> bool:

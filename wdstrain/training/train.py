@@ -205,7 +205,7 @@ def _train_epoch(run: Run, signals: SignalHandler) -> None:
         run.frozen = []
         run.wrap()
     train_mode(run.model)
-    run.setup.losses.train()
+    run.setup.criterion_modules.train()
     epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
     augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
     batches, progress = to_device(epoch, device, augmentation), StepLog(run)
@@ -235,9 +235,12 @@ def _finish_epoch(run: Run, signals: SignalHandler) -> None:
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.since_best(state.history)
-    best = best_sentence(state.history, state.best, run.monitor)
     try:
-        run.logger.epoch(state.history, passes["val"][1] if passes else {}, best)
+        run.logger.epoch(
+            state.history,
+            passes["val"][1] if passes else {},
+            best_sentence(state.history, state.best, run.monitor),
+        )
     except StorageError as error:
         report(f"{error} Training goes on.")
     for line in epoch_lines(title, state.history, run.monitor.name):
@@ -258,7 +261,8 @@ def _validate(run: Run, signals: SignalHandler) -> Passes:
         models["val_raw"] = (run.model, "validating without averaging")
     passes, distributed = {}, run.setup.distributed
     for name, (model, title) in models.items():
-        distributed.shared_buffers(model)
+        # Batch norms of each process saw other images.
+        distributed.broadcast([*model.buffers(), *run.setup.criterion_modules.buffers()])
         try:
             passes[name] = evaluate_pass(
                 model,
@@ -289,7 +293,8 @@ def _take_step(
         values["lr"] = peak * rate
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
     run.optimizer.zero_grad(set_to_none=True)
-    snapshot = StepSnapshot(run.sums, run.model) if group > 1 else None
+    buffers = [*run.model.buffers(), *run.setup.criterion_modules.buffers()]
+    snapshot = StepSnapshot([run.sums.values, *buffers]) if group > 1 else None
     for turn in range(group):
         # All processes must stop at the same step, and none within a step of the optimizer.
         may_stop = distributed.size == 1 and turn == 0
@@ -333,8 +338,10 @@ def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
 def _update_weights(run: Run, update: int) -> None:
     """Change the weights, with clipped gradients. update: number of the step of the optimizer."""
     config, distributed = run.config, run.setup.distributed
-    parameters = [*run.model.parameters(), *run.setup.losses.parameters()]
-    for parameter in run.setup.losses.parameters():  # DDP shares the gradients of the model only
+    parameters = [*run.model.parameters(), *run.setup.criterion_modules.parameters()]
+    for (
+        parameter
+    ) in run.setup.criterion_modules.parameters():  # DDP shares the gradients of the model only
         if parameter.grad is not None:
             parameter.grad = distributed.reduce(parameter.grad) / distributed.size
     if config.clip_norm or config.clip_value:

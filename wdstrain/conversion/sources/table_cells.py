@@ -116,7 +116,7 @@ def _values(cells: Any, changes: Changes) -> list[Any]:
 
 
 def count_changes(cells: Cells) -> Changes:
-    """Return how many values of a column JSON cannot hold, by what they become."""
+    """Return {what it becomes: count} of the values of a column that JSON cannot hold."""
     changes, step = Counter[str](), 8192
     kind = None if isinstance(cells, list) else cells.type
     is_float = kind is not None and pa.types.is_floating(kind)
