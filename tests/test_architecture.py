@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4661,
     "training": 4387,
-    "inspection": 2964,
+    "inspection": 2965,
     "loader": 1221,
     "shards": 2400,
     "decode": 1386,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -568,6 +570,39 @@ def test_a_loop_over_bare_shards_sends_requests_to_several_at_a_time(
     with serving(tmp_path / "set", delay=0.01) as server:
         job(server.url + "/{0..4}.tar")
         assert server.most >= 2
+
+
+# --- interrupts ---
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("words", [["info", "--exact"], ["verify"], ["plan"]])
+def test_an_interrupt_does_not_wait_for_a_server_that_does_not_answer(
+    bare: Path, words: list[str], is_known: bool
+) -> None:
+    released, asked = threading.Event(), threading.Semaphore(0)
+
+    def stalled(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        asked.release()
+        return released.wait(60)
+
+    with serving(bare) as server:
+        urls = server.url + "/train-{000000..000001}.tar"
+        if is_known:  # its states are asked for, and compared with those of the earlier scan
+            wt.open(urls)
+        server.faults += [stalled] * ALWAYS
+        command = [sys.executable, "-m", "wdstrain", *words, urls]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert asked.acquire(timeout=60)
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=5)  # a silent request is sent again after 20 s
+            finally:
+                process.kill()
+                released.set()
+    assert process.returncode == 130
+    assert "error: interrupted." in err
+    assert "Traceback" not in err
 
 
 # --- other ranges than requested ---

@@ -8,13 +8,15 @@ finding, since many sets number anew in each shard; equal bytes with it are one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -174,29 +176,29 @@ def _run(shards: Shards, options: VerifyOptions, result: Verification) -> list[S
         with lock:
             result.bytes += size
 
-    def check(path: str, expected: Index | None) -> ShardCheck:
+    def check(shard: tuple[int, tuple[str, Index | None]]) -> tuple[int, ShardCheck]:
+        number, (path, expected) = shard
         try:
             with ShardReader(path, stopping, tick) as reader:
-                return _check(reader, path, expected, options.decode)
+                return number, _check(reader, path, expected, options.decode)
         except WdstrainError as error:
-            return ShardCheck([finding_of(shown_path(path), error)])
+            return number, ShardCheck([finding_of(shown_path(path), error)])
 
-    with ThreadPoolExecutor(options.num_workers or cores(), "wdstrain-verify") as threads:
-        futures = [threads.submit(check, *shard) for shard in shards]
-        waiting = set(futures)
+    checks = dict[int, ShardCheck]()
+    # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
+    with ThreadPool(options.num_workers or cores()) as threads:
+        done = threads.imap_unordered(check, enumerate(shards))
         try:
-            while waiting:
-                done, waiting = wait(waiting, _POLL, FIRST_COMPLETED)
-                result.shards += len(done)
-                for future in done:
-                    result.findings = [*result.findings, *future.result().findings]
+            while len(checks) < len(shards):
+                with suppress(multiprocessing.TimeoutError):
+                    number, checks[number] = done.next(_POLL)
+                    result.shards += 1
+                    result.findings = [*result.findings, *checks[number].findings]
                 if options.progress is not None:
                     options.progress(result, total)
-        except BaseException:
+        finally:
             stopping.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
+    return [checks[number] for number in range(len(shards))]
 
 
 class _Values:

@@ -13,11 +13,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby, islice
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 
@@ -100,8 +101,9 @@ def recall(paths: Sequence[str]) -> Index:
     for place in _places(folder):
         index = _stored(place, folder)
         index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in missing)
-        with ThreadPoolExecutor(_THREADS) as threads:
-            unchanged = list(threads.map(is_unchanged, index.shards))
+        # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
+        with ThreadPool(_THREADS) as threads:
+            unchanged = threads.map(is_unchanged, index.shards)
         parts.append(index.pick(np.flatnonzero(unchanged)))
         missing -= set(parts[-1].shard_numbers)
         if not missing:
@@ -175,19 +177,18 @@ def is_unchanged(shard: Shard) -> bool:
 def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[Index]:
     """Yield the index of each shard in order, several remote shards at a time."""
     stopping = threading.Event()
-    with ThreadPoolExecutor(_THREADS if any(map(is_remote, paths)) else 1) as threads:
-        futures = [threads.submit(scan_shard, path, stopping) for path in paths]
+    with ThreadPool(_THREADS if any(map(is_remote, paths)) else 1) as threads:
+        scans = threads.imap(partial(scan_shard, stopping=stopping), paths)
         try:
-            for future in futures:
+            for _ in paths:
                 try:
-                    yield future.result()
+                    yield next(scans)
                 except WdstrainError as error:
                     if failed is None:
                         raise
                     failed.append(error)
         finally:
             stopping.set()
-            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _joined(parts: Sequence[Index]) -> Index:
