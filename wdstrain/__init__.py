@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         UsageError,
         WdstrainError,
     )
-    from wdstrain.inspection.epoch_preview.api import plan_epoch
     from wdstrain.inspection.info.api import info
     from wdstrain.inspection.info.result import Info
+    from wdstrain.inspection.plan import plan_epoch
     from wdstrain.inspection.repair import Repair, repair
     from wdstrain.inspection.show.api import Peek, peek
     from wdstrain.inspection.verify import Verification, verify
@@ -135,7 +135,7 @@ _NAMES = {
     "decode.labels": "label number text",
     "decode.masks": "mask",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
-    "inspection.epoch_preview.api": "plan_epoch",
+    "inspection.plan": "plan_epoch",
     "inspection.info.api": "info",
     "inspection.info.result": "Info",
     "inspection.repair": "Repair repair",

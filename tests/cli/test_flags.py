@@ -88,7 +88,7 @@ def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
     ("words", "error"),
     [
         (["plan", "absent", "--batch-size", "0"], "--batch-size 0: must be an integer >= 1"),
-        (["plan", "absent", "--out", "plan.png"], "--out plan.png: the file must end in .html"),
+        (["plan", "absent", "--rate", "-1"], "--rate -1.0: must be > 0"),
         (["verify", "absent", "--num-workers", "0"], "--num-workers 0: must be an integer >= 1"),
         (["bench", "absent", "--seconds", "-1"], "--seconds -1.0: must be > 0"),
         (["show", "absent", "--limit", "0"], "--limit 0: must be an integer >= 1"),

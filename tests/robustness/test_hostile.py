@@ -58,7 +58,7 @@ def every_verb(folder: Path, out: Path) -> None:
     for name in ("sheet.png", "sheet.html"):
         run("show", folder, "-o", out / name)
     run("show", folder)
-    run("plan", folder, "--batch-size", "4", "-o", out / "plan.html")
+    run("plan", folder, "--batch-size", "4")
     run("bench", folder, "--batch-size", "4", "--image-size", "8", "--seconds", "0.05")
     run("convert", "tars", folder, out / "again", "--on-error", "skip")
     run("convert", "tars", folder, out / "smaller", "--on-error", "skip", "--resize", "16")
@@ -332,7 +332,6 @@ def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
         "info": wt.info(folder, exact=True),
         "peek": wt.peek(folder),
         "report": loader.report(),
-        "plan": wt.plan_epoch(folder, batch_size=4),
     }
     texts = {name: shown_object._repr_html_() for name, shown_object in shown.items()}
     for name, text in texts.items():

@@ -39,7 +39,7 @@ IMPORTED = (
     "torchmetrics",
     "torchvision.transforms.v2",
     "wdstrain.conversion.api",
-    "wdstrain.inspection.epoch_preview.api",
+    "wdstrain.inspection.plan",
     "wdstrain.inspection.info.api",
     "wdstrain.inspection.show.api",
     "wdstrain.inspection.verify",

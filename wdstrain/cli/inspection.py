@@ -11,7 +11,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import given, is_utf8, print_json, result, step_bytes, verb
-from wdstrain.errors import UsageError
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -315,32 +314,18 @@ def add_plan(verbs: Any) -> None:
         "show what an epoch will read, hold in memory and mix, without reading it",
         "plan shards/photos --batch-size 64 --world-size 8",
         PlanOptions,
-        ("FILE.html", "also write a page with charts to this file"),
     )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
-        raise UsageError(f"--out {arguments.out}: the file must end in .html.")
     options = PlanOptions(**given(arguments, PlanOptions))
 
-    from wdstrain.inspection.epoch_preview.api import plan_epoch  # takes a second: torch
-    from wdstrain.storage.files import write_whole
+    from wdstrain.inspection.plan import (
+        plan_epoch,
+    )  # only now: it loads torch, which takes a second
 
-    with ProgressReporter() as reporter:
-
-        def progress(done: int, total: int) -> None:
-            reporter.step("reading labels", done, total, unit="labels")
-
-        preview = plan_epoch(**{**vars(options), "progress": progress})
-    if arguments.json:
-        print_json(preview.as_dict())
-    else:
-        for line in preview.lines(ascii_only=not is_utf8()):
-            print_result(line)
-    if arguments.out is not None:
-        write_whole(arguments.out, preview.page().encode("utf-8", "replace"))
-        print_message(f"written to {arguments.out}")
+    preview = plan_epoch(**vars(options))
+    result(arguments, preview.as_dict(), preview.rows())
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
-from wdstrain.runtime.options import REQUIRED, option, parse_list
+from wdstrain.runtime.options import REQUIRED, is_number, option, parse_list
 from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
 from wdstrain.storage.addresses import Urls
@@ -201,6 +201,10 @@ class RepairOptions(CheckedOptions):
     )
 
 
+def _prices(text: str) -> list[float]:
+    return [float(word) for word in parse_list(text)]
+
+
 @dataclass(frozen=True)
 class PlanOptions(CheckedOptions):
     """Options of `wt.plan_epoch`, with the meaning they have for a `Loader`."""
@@ -239,7 +243,22 @@ class PlanOptions(CheckedOptions):
         "label whose mixing is measured (default: the only label with classes)",
         metavar="NAME",
     )
-    progress: Callable[[int, int], None] | None = progress_option("(labels read, all labels)")
+    rate: float = option(
+        1000.0, "samples per second of each rank, for the hours of the epoch", metavar="N"
+    )
+    price: Sequence[float] | None = option(
+        None,
+        "price of a GB that is read, and of 1000 requests, for the cost of the epoch",
+        metavar="GB,REQUESTS",
+        parse=_prices,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (is_number(self.rate) and self.rate > 0):
+            raise UsageError(f"rate={self.rate!r}: must be > 0.")
+        if self.price is not None and len(self.price) != 2:
+            raise UsageError(f"price={self.price!r}: must be two numbers, such as 0.09,0.0004.")
 
 
 def check_ending(path: str) -> None:

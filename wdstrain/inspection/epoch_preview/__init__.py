@@ -1,1 +1,0 @@
-"""Preview of an epoch: reads and memory of each rank, and quality of the shuffle."""

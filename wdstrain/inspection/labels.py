@@ -1,0 +1,40 @@
+"""Labels of an index that people look at, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index
+from wdstrain.shards.kinds import ColumnInfo
+
+
+def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
+    """Return the labels of an index, or the one with this name; else its field `cls`.
+
+    Raises UsageError for a label that does not exist.
+    """
+    labels = list(index.labels)
+    # A class number has no meaning if the sets number their classes differently.
+    if not labels and not index.shard_labels:
+        labels = [ColumnInfo(n, "class", n) for n in ("cls", "cls2") if n in index.fields]
+    if name is None:
+        return labels
+    chosen = [label for label in labels if label.name == name]
+    if not chosen:
+        known = [label.name for label in labels]
+        raise UsageError(f"there is no label {name!r}.{choices(name, known)}")
+    return chosen
+
+
+def choices(name: str, names: Sequence[str]) -> str:
+    """Return a sentence with a name that resembles `name`, and the names there are."""
+    near = get_close_matches(name, names, 1, 0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{guess} Use one of: {listed(names) or 'none'}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first ten names."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
