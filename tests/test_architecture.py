@@ -45,9 +45,9 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4661,
+    "conversion": 4541,
     "training": 4387,
-    "inspection": 2814,
+    "inspection": 2812,
     "loader": 1221,
     "shards": 2400,
     "decode": 1386,

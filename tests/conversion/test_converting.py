@@ -925,21 +925,6 @@ def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
             wt.Loader(urls)
 
 
-@pytest.mark.parametrize("kept", [["names.json"], []])
-def test_a_swap_killed_in_its_last_steps_is_finished(
-    photos: Path, tmp_path: Path, kept: list[str]
-) -> None:
-    out = tmp_path / "out"
-    wt.convert_folder(str(photos), str(out))
-    before = files(out)
-    (out / ".unfinished" / "done").mkdir(parents=True)
-    for name in kept:
-        (out / ".unfinished" / "done" / name).write_text("{}")
-    assert len(wt.Loader(str(out), batch_size=1)) == 40
-    assert len(wt.convert_folder(str(photos), str(out), resume=True)) == 40
-    assert files(out) == before
-
-
 def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'train' and 'train-clean' cannot be told apart"):
         wt.convert_folder(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -503,52 +502,6 @@ def test_a_failed_overwrite_leaves_the_old_set_intact(photos: Path, tmp_path: Pa
     assert wt.verify(tmp_path / "out" / "index.json").samples == 22
     pack(photos, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "backup-202401.tar").read_text() == "mine"
-
-
-@pytest.mark.parametrize("moved", [0, 1, 3, 7])
-def test_an_interrupted_swap_is_refused_and_completed(
-    photos: Path, tmp_path: Path, moved: int
-) -> None:
-    """State after a power cut while an older set was replaced, after each number of files."""
-    out, swapping = tmp_path / "out", tmp_path / "out" / ".swapping"
-    new = pack(photos, tmp_path / "new", max_shard_samples=4)
-    files = [shard.name for shard in new.shards] + ["index.arrow", "index.json"]
-    old = pack(photos, out, max_shard_samples=3)
-    shutil.copytree(tmp_path / "new", swapping)
-    names = {
-        "former": [shard.name for shard in old.shards],
-        "files": {name: name for name in files},
-    }
-    (swapping / "names.json").write_text(json.dumps(names))
-    for path in (
-        [out / "index.json", out / "index.arrow", *out.glob("*.tar")]
-        if moved
-        else [out / "index.json"]
-    ):
-        path.unlink()
-    for name in files[:moved]:
-        (swapping / name).rename(out / name)
-    with pytest.raises(ShardError, match="not finished"):
-        open_index(f"{out}/*.tar")
-    with pytest.raises(UsageError, match="unfinished conversion"):
-        pack(photos, out)
-    assert len(pack(photos, out, resume=True, max_shard_samples=4)) == 22
-    assert digest(out) == digest(tmp_path / "new")
-
-
-def test_an_interrupted_swap_can_be_overwritten(photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pack(photos, out, max_shard_samples=4)
-    (out / ".swapping").mkdir()
-    names = {"former": [], "files": {path.name: path.name for path in out.glob("*.tar")}}
-    (out / ".swapping" / "names.json").write_text(json.dumps(names))
-    (out / "index.json").unlink()
-    pack(photos, out, overwrite=True)
-    assert [path.name for path in sorted(out.iterdir())] == [
-        "index.arrow",
-        "index.json",
-        "train-000000.tar",
-    ]
 
 
 def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) -> None:

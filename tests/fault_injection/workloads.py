@@ -135,14 +135,14 @@ class Converting(Work):
                 raise Lie(
                     f"{address} can be opened, and is neither the old set nor the new one: {sorted(contents)}"
                 )
-        if self._over and not (out / ".swapping").exists() and opened(str(out)) is None:
+        if self._over and not is_decided(out) and opened(str(out)) is None:
             raise Lie(
                 "the set that was there before cannot be opened, and nothing is being put in its place"
             )
 
     def again(self, place: Path) -> None:
         out = place / "out"
-        begun = (out / ".unfinished").exists() or (out / ".swapping").exists()
+        begun = (out / ".unfinished").exists()
         words = ["convert", *self._words, str(out), "--num-workers", "1"]
         try:
             typed(*words, "--resume" if begun or not self._over else "--overwrite")
@@ -162,9 +162,7 @@ class Converting(Work):
         out = place / "out"
         if not out.exists() or (visible(out) == self.old and not (out / ".unfinished").exists()):
             return "before"
-        return (
-            "after" if visible(out) == self.new and not (out / ".swapping").exists() else "within"
-        )
+        return "after" if visible(out) == self.new and not is_decided(out) else "within"
 
 
 # --- indexes ---
@@ -565,6 +563,11 @@ def true_of(index: Index) -> None:
     walked = scan(shard.path for shard in index.shards)
     if index.offsets.differences(walked.offsets):
         raise Lie("the index is not true of its shards")
+
+
+def is_decided(out: Path) -> bool:
+    """Return whether a conversion is replacing the set in a folder."""
+    return (out / ".unfinished" / "commit.json").exists()
 
 
 def visible(folder: Path) -> dict[str, bytes]:

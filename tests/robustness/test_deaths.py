@@ -24,14 +24,13 @@ from tests.conftest import ROOT, picture, write_class_folder, write_shards
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion import shard_pool as jobs
-from wdstrain.conversion.output_dir import OutputTransaction
+from wdstrain.conversion.staging import Staging
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.addresses import SWAPPING
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.local import LocalFile, is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
@@ -135,7 +134,7 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture(value, kind="JPEG").ljust(2000, b"\0"))
     options: Any = {"max_shard_samples": 3, "resume": True}
-    with ended_at("replace", r"/names\.json"):
+    with ended_at("replace", r"/commit\.json"):
         wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
     with ended_at("replace", r"\.tar\.part"):
         wt.convert_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
@@ -153,10 +152,10 @@ def test_a_swap_removes_the_files_of_interrupted_swaps(tmp_path: Path, how: str)
         wt.pack(rows, str(tmp_path / "out"), max_shard_samples=10, **options)
 
     pack(90)
-    with ended_at("unlink", r"/out/train-000000\.tar"):
+    with ended_at("unlink", r"/out/train-000004\.tar"):
         pack(30, overwrite=True)
     assert not (tmp_path / "out" / "index.json").exists()
-    with ended_at("rename", re.escape(SWAPPING)):  # after the old set was moved aside
+    with ended_at("unlink", r"/out/train-000001\.tar"):  # after the first swap was completed
         pack(10, overwrite=True)
     pack(10, **{how: True})
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
@@ -215,36 +214,36 @@ def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, ho
         ended = threads.submit(ends)
         if how == "neither":
             with pytest.raises(UsageError, match="holds 3 files"):
-                OutputTransaction(out, overwrite=False, resume=False)
+                Staging(out)
         elif how == "resume":
-            assert OutputTransaction(out, overwrite=False, resume=True).is_complete
+            assert Staging(out, resume=True).is_complete
         else:
-            OutputTransaction(out, overwrite=True, resume=False).leave()
+            Staging(out, overwrite=True).leave()
         ended.result()
     assert files(tmp_path / "out") == before
 
 
 def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:
-    """Another conversion ends between two checks of the folder."""
+    """Another conversion ends while this one waits for the lock."""
     shard = tmp_path / "train-000000.tar"
     with (
         watched_calls("flock", "/owner", shard.touch, fcntl),
-        pytest.raises(UsageError, match="another conversion was writing into .* until now"),
+        pytest.raises(UsageError, match="holds 1 files"),
     ):
-        OutputTransaction(str(tmp_path), overwrite=True, resume=False)
+        Staging(str(tmp_path))
     assert list(tmp_path.iterdir()) == [shard]
 
 
 def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -> None:
     """A conversion that waited for it makes a new directory, which a third has to wait for."""
-    first = OutputTransaction(str(tmp_path / "out"), overwrite=False, resume=False)
+    first = Staging(str(tmp_path / "out"))
     fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
-    first.clear()
-    second = OutputTransaction(str(tmp_path / "out"), overwrite=False, resume=False)
+    first.discard()
+    second = Staging(str(tmp_path / "out"))
     assert not os.path.samestat(os.fstat(fd), os.stat(tmp_path / "out" / ".unfinished" / "owner"))
     with pytest.raises(UsageError, match="another conversion is writing into"):
-        OutputTransaction(str(tmp_path / "out"), overwrite=True, resume=False)
-    second.clear()
+        Staging(str(tmp_path / "out"), overwrite=True)
+    second.discard()
     os.close(fd)
 
 

@@ -287,7 +287,7 @@ def test_a_truncated_shard_without_an_index_is_refused(shards: Path) -> None:
 
 
 def test_a_folder_of_an_unfinished_conversion_is_refused(shards: Path) -> None:
-    (shards / ".swapping").mkdir()
+    (shards / ".unfinished").mkdir()
     for urls in (shards, shards / "part-000.tar"):
         with pytest.raises(ShardError, match="not finished"):
             open_index(urls)

@@ -1,7 +1,7 @@
 """Remove samples from a finished set: only the shards that hold them are written again.
 
 The other samples of such a shard are copied into a shard with a new number, which takes its place
-in the index. Readers see the old set or the new one at any moment (`OutputTransaction`).
+in the index. Readers see the old set or the new one at any moment (`Staging`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.listing import Part, check_there
-from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.result import free_number
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.source_options import RemoveOptions
 from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.conversion.staging import Staging
 from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
 from wdstrain.errors import SourceError, StorageError, UsageError
 from wdstrain.runtime.options import takes
@@ -68,27 +68,25 @@ def remove(options: RemoveOptions) -> RemoveResult:
         return _chosen(index, options.urls, options.where, wanted)
 
     if not is_object(folder):
-        transaction = OutputTransaction(folder, update=True)
-        return _remove(transaction, None, choose, call, options)
+        staging = Staging(folder, change=True)
+        return _remove(staging, None, choose, call, options)
     with bucket_update(folder) as bucket:
-        transaction = OutputTransaction(
-            bucket.folder, update=True, shown=folder, publish=bucket.publish
-        )
-        return _remove(transaction, bucket, choose, call, options)
+        staging = Staging(bucket.folder, change=True, shown=folder, publish=bucket.publish)
+        return _remove(staging, bucket, choose, call, options)
 
 
 def _remove(
-    transaction: OutputTransaction,
+    staging: Staging,
     bucket: BucketUpdate | None,
     choose: Callable[[Index], Ints],
     call: dict[str, Any],
     options: RemoveOptions,
 ) -> RemoveResult:
-    folder = transaction.shown
+    folder = staging.shown
     try:
-        if transaction.completed_update.get("remove") == call["remove"]:
-            transaction.clear()
-            return RemoveResult(**transaction.completed_update["result"])
+        if staging.completed.get("remove") == call["remove"]:
+            staging.discard()
+            return RemoveResult(**staging.completed["result"])
         if bucket is None:
             index = check_sizes(load(os.path.join(folder, INDEX_NAME)))
         else:
@@ -97,17 +95,17 @@ def _remove(
         ids = choose(index)
         result = _planned(folder, index, ids)
         if options.dry_run or not len(ids):
-            transaction.clear()
+            staging.discard()
             return result
         uploads = bucket.uploads if bucket is not None else None
-        return _rewrite(transaction, uploads, index, ids, call, result, options.progress)
+        return _rewrite(staging, uploads, index, ids, call, result, options.progress)
     except OSError as error:
-        transaction.clear()
+        staging.discard()
         raise StorageError(
             f"{folder} cannot be written: {error.strerror}. Free some space. The set is unchanged."
         ) from error
     except BaseException:
-        transaction.clear()
+        staging.discard()
         raise
 
 
@@ -193,7 +191,7 @@ def _planned(folder: str, index: Index, ids: Ints) -> RemoveResult:
 
 
 def _rewrite(
-    transaction: OutputTransaction,
+    staging: Staging,
     uploads: ShardUploads | None,
     index: Index,
     ids: Ints,
@@ -202,7 +200,7 @@ def _rewrite(
     progress: Progress | None,
 ) -> RemoveResult:
     """Write the changed shards without the samples `ids`, and put the new index in place."""
-    folder, taken = transaction.folder("shards"), os.listdir(transaction.out)
+    folder, taken = staging.folder("shards"), os.listdir(staging.out)
     keep = np.ones(len(index), bool)
     keep[ids] = False
     changed = set(index.shard_of(ids).tolist())
@@ -239,7 +237,7 @@ def _rewrite(
         info["samples"] = _subtracted(info["samples"], class_counts(index.take(ids)))
     result = replace(result, bytes=sum(shard.bytes for shard in changed_index.shards))
     call = {**call, "result": result.report()}
-    transaction.update_set(replace(changed_index, info=info), folder, files, call)
+    staging.commit(replace(changed_index, info=info), folder, files, call)
     return result
 
 

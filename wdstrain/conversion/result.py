@@ -17,8 +17,8 @@ import numpy.typing as npt
 from wdstrain.conversion.catalog import Renamed, SampleMeta
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.shard_writer import Packed
+from wdstrain.conversion.staging import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.decode.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes

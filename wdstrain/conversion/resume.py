@@ -12,7 +12,7 @@ from typing import Any
 
 from wdstrain.conversion.listing import Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.output_dir import OutputTransaction
+from wdstrain.conversion.staging import Staging
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 
@@ -32,24 +32,24 @@ def call_of(source: Source, options: Options, former: Index | None = None) -> di
     return _plain(call)
 
 
-def check_call(transaction: OutputTransaction, call: dict[str, Any]) -> None:
+def check_call(staging: Staging, call: dict[str, Any]) -> None:
     """Record the call of this conversion in its staging directory.
 
     Raises UsageError if another call began it. `on_error` may differ, and so may the files of the
     source: the error that ended the conversion may have asked to repair one. Shards with changed
     files are written again.
     """
-    former = transaction.read_call()
+    former = staging.read_call()
     if former:
         same_on_error = {**call["options"], "on_error": former["options"]["on_error"]}
         differing = differences(former, {"append": {}, **call, "options": same_on_error})
         if differing:
             raise UsageError(
-                f"{transaction.out} holds an unfinished conversion of another source or with other "
+                f"{staging.out} holds an unfinished conversion of another source or with other "
                 f"options: {'; '.join(differing)}. Resume it as it was, choose another folder, or "
                 f"start anew with overwrite=True."
             )
-    transaction.write_call(call)
+    staging.write_call(call)
 
 
 def other_conversion(out: str, differing: Sequence[str], hint: str) -> UsageError:

@@ -7,7 +7,7 @@
 
 A stream that keeps its order is written without a catalog (`stream_writer`). The plan depends on
 the catalog and the options alone, so any number of workers gives the same bytes. Everything is
-written into a staging directory (`output_dir`). Each shard carries the identity of its samples, so
+written into a staging directory (`staging`). Each shard carries the identity of its samples, so
 `resume` writes only what is missing.
 """
 
@@ -35,7 +35,6 @@ from wdstrain.conversion.collect import Collected, collect
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.result import (
     ConversionResult,
     Progress,
@@ -49,7 +48,6 @@ from wdstrain.conversion.result import (
     write_lists,
 )
 from wdstrain.conversion.resume import call_of, check_call, differences, other_conversion
-from wdstrain.conversion.set_exchange import SKIPPED_NAME
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
@@ -59,6 +57,7 @@ from wdstrain.conversion.shard_plan import (
 )
 from wdstrain.conversion.shard_pool import write_shards
 from wdstrain.conversion.shard_writer import Packed
+from wdstrain.conversion.staging import SKIPPED_NAME, Staging
 from wdstrain.conversion.stream_writer import can_write_directly, write_stream
 from wdstrain.conversion.upload import (
     BucketUpdate,
@@ -72,7 +71,7 @@ from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import TABLE_NAME, check_sizes, json_bytes, load, save_index
+from wdstrain.shards.index_io import check_sizes, json_bytes, load
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
@@ -139,30 +138,30 @@ def _convert(
 
     update: the set in a bucket that the folder stands for.
     """
-    transaction = OutputTransaction(
+    staging = Staging(
         out,
         overwrite=options.overwrite,
         resume=options.resume,
-        update=options.append,
+        change=options.append,
         shown=update.address if update is not None else None,
         publish=update.publish if update is not None else None,
     )
     if uploads is not None and not options.resume:
-        uploads.clear()  # not before the transaction removed the shards of an earlier run
-    if transaction.is_complete:
+        uploads.clear()  # not before the staging removed the shards of an earlier run
+    if staging.is_complete:
         return _finished(out, source, options)
     try:
         former = _set_in(out) if options.append else None
-        if former is not None and _was_completed(transaction, source, options):
-            transaction.leave()
+        if former is not None and _was_completed(staging, source, options):
+            staging.leave()
             return appended_result(former)
-        was_begun = bool(transaction.read_call())
-        check_call(transaction, call_of(source, options, former))
+        was_begun = bool(staging.read_call())
+        check_call(staging, call_of(source, options, former))
         run = _Run(source, options, progress, former)
         with collector_paused() if source.has_files else nullcontext():
-            return run.pack(transaction, uploads, options.resume and not was_begun)
+            return run.pack(staging, uploads, options.resume and not was_begun)
     except BaseException:
-        transaction.leave()
+        staging.leave()
         raise
 
 
@@ -221,9 +220,9 @@ def _set_in(out: str) -> Index:
     return check_sizes(load(path))
 
 
-def _was_completed(transaction: OutputTransaction, source: Source, options: Options) -> bool:
+def _was_completed(staging: Staging, source: Source, options: Options) -> bool:
     """Return whether the update that was completed just now is this append."""
-    former = transaction.completed_update
+    former = staging.completed
     return "append" in former and not differences(
         former, {**call_of(source, options), "append": former["append"]}
     )
@@ -269,7 +268,7 @@ class _Run:
         return plan
 
     def pack(
-        self, transaction: OutputTransaction, uploads: ShardUploads | None, may_be_done: bool
+        self, staging: Staging, uploads: ShardUploads | None, may_be_done: bool
     ) -> ConversionResult:
         """Write the shards and put them in place.
 
@@ -277,22 +276,20 @@ class _Run:
         """
         try:
             if can_write_directly(self.source, self.options):
-                return self._pack_directly(transaction, uploads)
-            return self._pack(transaction, uploads, may_be_done)
+                return self._pack_directly(staging, uploads)
+            return self._pack(staging, uploads, may_be_done)
         except _NothingError as error:
             place = ""
             if self.bad.bad and self.former is None:
-                path = os.path.join(transaction.out, SKIPPED_NAME)
+                path = os.path.join(staging.out, SKIPPED_NAME)
                 rows = [json_bytes(sample.portable()) for sample in self.bad.bad]
                 write_whole(path, b"".join(rows))
                 place = f" All are listed in {path}"
-            transaction.clear()  # there is nothing to resume
+            staging.discard()  # there is nothing to resume
             raise SourceError(f"{error}{place}") from None
 
-    def _pack_directly(
-        self, transaction: OutputTransaction, uploads: ShardUploads | None
-    ) -> ConversionResult:
-        folder, packed = transaction.folder("shards"), list[Packed]()
+    def _pack_directly(self, staging: Staging, uploads: ShardUploads | None) -> ConversionResult:
+        folder, packed = staging.folder("shards"), list[Packed]()
 
         def done(part: Packed) -> None:
             _upload(part, folder, uploads)
@@ -303,41 +300,41 @@ class _Run:
         self._check_any(len(meta.rank) + len(self.bad.bad), len(meta.rank))
         splits = [name or "train" for name in meta.splits]
         packed.sort(key=lambda part: splits.index(part.index.shards[0].split))
-        transaction.check_names(splits)
+        staging.check_names(splits)
         tally, labels = Tally(meta, renamed), self.source.labels()
-        return self._finish(transaction, packed, tally, labels, len(meta.rank) + len(self.bad.bad))
+        return self._finish(staging, packed, tally, labels, len(meta.rank) + len(self.bad.bad))
 
     def _pack(
-        self, transaction: OutputTransaction, uploads: ShardUploads | None, may_be_done: bool
+        self, staging: Staging, uploads: ShardUploads | None, may_be_done: bool
     ) -> ConversionResult:
-        spool = None if self.source.has_files else transaction.folder("spill")
+        spool = None if self.source.has_files else staging.folder("spill")
         source, labels, listed = self.collect(spool)
         numbers = chosen(source, self.options)
         if self.former is not None:
             call = call_of(self.source, self.options)
             entry = {"source": call["source"], "options": call["options"], "listed": listed}
             if may_be_done and was_appended(self.former, source, numbers, entry):
-                transaction.clear()
+                staging.discard()
                 return appended_result(self.former)
-            with _refusal(transaction):
-                check_labels(self.former, labels, transaction.shown)
-                check_keys(self.former, source, numbers, transaction.shown)
+            with _refusal(staging):
+                check_labels(self.former, labels, staging.shown)
+                check_keys(self.former, source, numbers, staging.shown)
         catalog, recipe, options = source, Recipe.of(self.options), self.options
         at = np.arange(len(source.sizes))  # number in the source of each sample of the catalog
         if recipe.changes:
-            catalog, at = self._encoded(source, recipe, transaction.folder("encoded"))
+            catalog, at = self._encoded(source, recipe, staging.folder("encoded"))
             recipe = recipe.looked_at()
             options = replace(options, limit=None)  # applied when the images were chosen
             self._check_any(listed, len(at))
-        plan, folder = self.plan(catalog, options), transaction.folder("shards")
-        transaction.check_names(list(dict.fromkeys(shard.split for shard in plan)))
+        plan, folder = self.plan(catalog, options), staging.folder("shards")
+        staging.check_names(list(dict.fromkeys(shard.split for shard in plan)))
         packed = []
         with closing(self._shards(catalog, recipe, folder, plan, "packing")) as shards:
             for part in shards:
                 _upload(part, folder, uploads)
                 packed.append(replace(part, numbers=at[part.numbers]))
         limited, tally = len(source.sizes) - len(numbers), Tally(source.meta, source.renamed)
-        return self._finish(transaction, packed, tally, labels, listed, limited)
+        return self._finish(staging, packed, tally, labels, listed, limited)
 
     def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[IndexCatalog, Ints]:
         """Return the samples with re-encoded images, in the order they will be packed.
@@ -360,7 +357,7 @@ class _Run:
 
     def _finish(
         self,
-        transaction: OutputTransaction,
+        staging: Staging,
         packed: list[Packed],
         tally: Tally,
         labels: tuple[ColumnInfo, ...],
@@ -368,7 +365,7 @@ class _Run:
         limited: int = 0,
     ) -> ConversionResult:
         """Write the index and the lists of samples, and put the set in place."""
-        bad, former, folder = self.bad.bad, self.former, transaction.folder("shards")
+        bad, former, folder = self.bad.bad, self.former, staging.folder("shards")
         for part in packed:
             if len(part.numbers):
                 tally.add(part.index.shards[0].split, part.numbers)
@@ -379,7 +376,7 @@ class _Run:
                 f"{listed} samples were listed, but {written} were packed, {len(bad)} skipped and "
                 f"{limited} left out by limit. Please report this."
             )
-        taken = os.listdir(transaction.out) if former is not None else []
+        taken = os.listdir(staging.out) if former is not None else []
         parts, files = renumbered(packed, folder, taken)
         divided = divided_images([*parts, *filter(None, [former])])
         info = {
@@ -390,22 +387,20 @@ class _Run:
             **record(self.source, self.options, tally.sorted_samples(labels)),
         }
         index = replace(with_labels(join(parts), labels), info=info)
-        out = transaction.out if former is not None else None
+        out = staging.out if former is not None else None
         files |= write_lists(folder, bad, tally.renamed, out)
         if former is not None:
-            with _refusal(transaction):
-                index = joined(former, index, transaction.shown)
+            with _refusal(staging):
+                index = joined(former, index, staging.shown)
             call = call_of(self.source, self.options, former)
             entry = {**info, "source": call["source"], "limited": limited}
             index = replace(index, info=appended_info(former, entry))
-            transaction.update_set(index, folder, files, call)
+            staging.commit(index, folder, files, call)
         else:
-            save_index(index, folder)
-            files |= {TABLE_NAME: TABLE_NAME, INDEX_NAME: INDEX_NAME}
-            transaction.replace_set(folder, files)
+            staging.commit(index, folder, files)
         kept = sum(part.is_kept for part in packed)
         result = self.result(index, tally, labels, listed, limited, divided, kept)
-        return result.moved_to(transaction.out)
+        return result.moved_to(staging.out)
 
     def result(
         self,
@@ -460,12 +455,12 @@ def _upload(part: Packed, folder: str, uploads: ShardUploads | None) -> None:
 
 
 @contextmanager
-def _refusal(transaction: OutputTransaction) -> Iterator[None]:
+def _refusal(staging: Staging) -> Iterator[None]:
     """Remove the staging directory if the samples do not fit the set."""
     try:
         yield
     except UsageError:
-        transaction.clear()
+        staging.discard()
         raise
 
 

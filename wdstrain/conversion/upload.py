@@ -6,7 +6,7 @@ object is whole or missing, and without an index there is no set, so nobody read
 `resume` uploads only what is missing.
 
 A change goes through a local folder that holds the index of the set, and a file of the same name
-and size without disk blocks for each of its shards. `OutputTransaction` changes it like any folder,
+and size without disk blocks for each of its shards. `Staging` changes it like any folder,
 and calls `publish` before it ends: new shards first, then the index, then old shards are deleted. A
 killed change is completed by the next one, from the same folder.
 """
@@ -20,9 +20,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from wdstrain.conversion.output_dir import is_foreign
 from wdstrain.conversion.result import ConversionResult, Progress, Step
-from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
+from wdstrain.conversion.staging import RENAMED_NAME, SKIPPED_NAME, is_foreign
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import read_document

@@ -22,9 +22,9 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from wdstrain.conversion.listing import Part
-from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.shard_writer import write_samples
-from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.conversion.staging import Staging
+from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
     FieldReaders,
@@ -46,10 +46,11 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains, save_index
+from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
 from wdstrain.shards.resolve import IndexFiles, tars_of
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
+from wdstrain.storage.files import disk_errors
 from wdstrain.storage.local import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
 
@@ -83,7 +84,7 @@ def repair(options: RepairOptions) -> Repair:
     result = Repair(os.fspath(options.out))
     todo = _listed(options.urls, result)
     _check(result.out, [path for path, _ in todo])
-    stage = OutputTransaction(result.out, overwrite=options.overwrite, resume=False)
+    stage = Staging(result.out, overwrite=options.overwrite)
     total, read = total_bytes(todo), 0
 
     def tick(size: int) -> None:
@@ -94,7 +95,8 @@ def repair(options: RepairOptions) -> Repair:
 
     try:
         folder = stage.folder("shards")
-        made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
+        with disk_errors(result.out, "Free some space, or choose another folder."):
+            made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
         parts = [index for index in made if index is not None]
         if not parts:
             first = f" The first: {result.findings[0]}" if result.findings else ""
@@ -102,16 +104,9 @@ def repair(options: RepairOptions) -> Repair:
         index = _with_what_was_known(
             join(parts), [expected for _, expected in todo if expected is not None], result
         )
-        save_index(index, folder)
-        names = [shard.name for shard in index.shards]
-        stage.replace_set(folder, {name: name for name in [*names, TABLE_NAME, INDEX_NAME]})
-    except BaseException as error:
-        stage.clear()
-        if isinstance(error, OSError):
-            raise StorageError(
-                f"{result.out} cannot be written: {error.strerror}. Free some space, or choose "
-                "another folder."
-            ) from error
+        stage.commit(index, folder, {shard.name: shard.name for shard in index.shards})
+    except BaseException:
+        stage.discard()
         raise
     result.shards, result.samples = len(index.shards), len(index)
     result.bytes = sum(shard.bytes for shard in index.shards)

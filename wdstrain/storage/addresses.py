@@ -30,7 +30,6 @@ Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 INDEX_NAME = "index.json"
 UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output folder
-SWAPPING = ".swapping"  # its name while the shards are put in place
 
 COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _SOURCES = {
@@ -80,8 +79,7 @@ def alternatives(address: str) -> list[str]:
 def check_finished(folder: str) -> None:
     """Raise ShardError if a conversion was interrupted while it replaced the shards of a folder."""
     has_index = os.path.exists(os.path.join(folder, INDEX_NAME))
-    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index
-    if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
+    if os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index:
         raise ShardError(
             f"{folder}: a conversion into this folder was not finished. Run it again with "
             f"resume=True (--resume)."

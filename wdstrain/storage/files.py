@@ -65,6 +65,15 @@ def sync_folder(folder: str) -> None:
 
 
 @contextmanager
+def disk_errors(path: str, advice: str = "Free some space, or check the folder.") -> Iterator[None]:
+    """Raise StorageError for an OSError in the block. path: what is written; advice: next step."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}. {advice}") from error
+
+
+@contextmanager
 def put_whole(path: str) -> Iterator[BinaryIO]:
     """Yield a file to write. It gets its name when it is complete, and none after an error.
 
@@ -73,13 +82,10 @@ def put_whole(path: str) -> Iterator[BinaryIO]:
     name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
     temporary = os.path.join(os.path.dirname(path), name)
     try:
-        with open(temporary, "wb") as file:
-            yield file
-        publish(temporary, path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space, or check the folder."
-        ) from error
+        with disk_errors(path):
+            with open(temporary, "wb") as file:
+                yield file
+            publish(temporary, path)
     finally:
         with suppress(OSError):
             os.unlink(temporary)
@@ -102,11 +108,8 @@ def check_file_output(path: str) -> None:
 
 def _check_space(folder: str, path: str, advice: str) -> None:
     """Write and remove a small file. path: named in the error."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE_BYTES))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}. {advice}") from error
+    with disk_errors(path, advice), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_PROBE_BYTES))
 
 
 def write_whole(path: str, data: bytes) -> None:

@@ -1,0 +1,295 @@
+"""Staging folder of everything that writes a set: one hidden folder, one lock, one redo log.
+
+`OUT/.unfinished` holds new files until they are complete. `commit` writes a record there, which
+decides: from then on the change is completed, by this process or by the next one that opens the
+folder. Readers refuse a folder with `.unfinished` and without an index, so they see the old set,
+the new set, or an error. Append and remove only add shards under new names, and then swap the
+index, so there is a set at any moment.
+
+A conversion that fails or is killed before that leaves its files, and `resume` continues it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_document import find_document
+from wdstrain.shards.index_io import json_bytes, move_index, save_index
+from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
+from wdstrain.storage.files import disk_errors, read_whole, sync_folder, write_whole
+
+SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
+RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
+
+# Names in the staging folder:
+LOCK_NAME = "owner"  # the locked file
+_CALL = "call.json"  # arguments of the conversion
+_COMMIT = "commit.json"  # a change that is decided
+
+_LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
+_LOCK_POLL = 0.02  # seconds
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+Publish = Callable[[list[str], list[str]], None]  # names of new files, of shards to delete
+
+
+class Staging:
+    """The staging folder in `out`, locked by this process.
+
+    is_complete: `resume` has nothing to do, because `out` holds a finished conversion. completed:
+    the call of a killed command whose change was completed now; empty if there was none. shown:
+    where the set is, for messages.
+    """
+
+    def __init__(
+        self,
+        out: str,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        change: bool = False,
+        shown: str | None = None,
+        publish: Publish | None = None,
+    ) -> None:
+        """change: `out` holds a finished set that is to be changed.
+
+        publish: called before a change ends, and again after a kill. Raises UsageError if the
+        folder is in use and no option allows it.
+        """
+        self.out, self.path, self.shown = out, os.path.join(out, UNFINISHED), shown or out
+        self.is_complete, self.completed = False, dict[str, Any]()
+        self._is_change, self._publish = change, publish
+        self._is_new, self._lock = not os.path.exists(out), -1  # descriptor of the locked file
+        try:
+            with disk_errors(out, "Choose another folder."):
+                self._open(overwrite, resume)
+        except BaseException as error:
+            self.leave()
+            if isinstance(error.__cause__, FileExistsError | NotADirectoryError):
+                raise UsageError(
+                    f"{out} is a file, or lies in one. Name a folder for the shards."
+                ) from None
+            raise
+
+    def _open(self, overwrite: bool, resume: bool) -> None:
+        os.makedirs(self.out, exist_ok=True)
+        sync_folder(os.path.dirname(os.path.abspath(self.out)))
+        self._acquire()
+        record = read_whole(os.path.join(self.path, _COMMIT))
+        if record is not None:
+            self._complete(json.loads(record))
+        is_begun = os.path.exists(os.path.join(self.path, _CALL))
+        if resume and not self._is_change and not is_begun:
+            self.is_complete = "listed" in self._former()[0]
+        if self.is_complete:
+            return self.discard()
+        self._check_use(overwrite, resume, is_begun)
+        if not (resume and is_begun):
+            self._clear()
+        return None
+
+    def _former(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the provenance and the shards of the set in the folder; nothing of a damaged one."""
+        with suppress(WdstrainError):
+            document = find_document(os.path.join(self.out, INDEX_NAME))
+            if document is not None:
+                return document.info, [shard.name for shard in document.shards]
+        return {}, []
+
+    def _check_use(self, overwrite: bool, resume: bool, is_begun: bool) -> None:
+        """Raise UsageError if the folder may not be used."""
+        listed, names = os.path.join(self.out, INDEX_NAME), set(os.listdir(self.out))
+        document = read_whole(listed)
+        is_others = document is not None and is_foreign(document)
+        if self._is_change and (document is None or is_others):
+            raise UsageError(
+                f"{self.shown} holds no finished set of shards with an index. Name the folder of "
+                f"one."
+            )
+        if overwrite and is_others:
+            raise UsageError(
+                f"{listed} is no index of this package and would be replaced. Choose another "
+                f"folder, or move it away."
+            )
+        if is_begun and not (overwrite or resume):
+            rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
+            raise UsageError(
+                f"{self.shown} holds an unfinished conversion. Continue it with resume=True, or "
+                f"{rather}."
+            )
+        is_free = overwrite or is_begun or self._is_change
+        if names - {UNFINISHED, SKIPPED_NAME} and not is_free:
+            raise UsageError(
+                f"{self.shown} holds {len(names - {UNFINISHED})} files"
+                f"{' and no conversion' if resume else ''}. Choose an empty folder, or replace "
+                f"its shards with overwrite=True."
+            )
+
+    def check_names(self, splits: Sequence[str]) -> None:
+        """Raise UsageError for foreign files that would be taken for shards of the new splits."""
+        for name in sorted(set(os.listdir(self.out)).difference(self._former()[1])):
+            split = name.rpartition("-")[0]
+            if name.endswith(".tar") and split in splits:
+                raise UsageError(
+                    f"{self.shown} holds {name}, which no index lists and which would be taken for "
+                    f"a shard of the new split '{split}'. Move such files away, or choose another "
+                    f"folder."
+                )
+
+    def read_call(self) -> dict[str, Any]:
+        """Return the arguments of the conversion that left this folder; {} if unknown."""
+        with suppress(ValueError):
+            return dict(json.loads(read_whole(os.path.join(self.path, _CALL)) or b"{}"))
+        return {}
+
+    def write_call(self, call: dict[str, Any]) -> None:
+        """Record the arguments of this conversion, for the check of one that resumes it."""
+        write_whole(os.path.join(self.path, _CALL), json_bytes(call))
+
+    def folder(self, name: str) -> str:
+        """Return a folder in the staging folder, created if it is missing."""
+        path = os.path.join(self.path, name)
+        with disk_errors(path):
+            os.makedirs(path, exist_ok=True)
+        return path
+
+    def commit(
+        self, index: Index, folder: str, files: dict[str, str], call: dict[str, Any] | None = None
+    ) -> None:
+        """Make `index` the set in `out`, and remove the staging folder.
+
+        files: {final name: name in `folder`} of its new shards, and of files beside them. Shards
+        that only the former index lists are deleted, and unless this is a change, the files beside
+        them. call: given to the next command as `completed` if this one is killed.
+        """
+        former, new = self._former()[1], {*files, *(shard.name for shard in index.shards)}
+        if not self._is_change:
+            former += [SKIPPED_NAME, RENAMED_NAME]
+        record = {
+            "folder": os.path.basename(folder),
+            "files": files,
+            "gone": [name for name in former if name not in new],
+            "replaces": not self._is_change,
+            "call": call,
+        }
+        save_index(index, folder)
+        write_whole(os.path.join(self.path, _COMMIT), json_bytes(record))
+        self._complete(record)
+        self.discard()
+
+    def _complete(self, record: dict[str, Any]) -> None:
+        """Complete a change that is decided, from any point at which it was killed."""
+        source, again = os.path.join(self.path, record["folder"]), ""
+        if os.path.exists(os.path.join(self.path, _CALL)):
+            again = " with resume=True"
+        with disk_errors(self.out, f"Free some space, then run this again{again}."):
+            if record["replaces"] and os.path.exists(os.path.join(source, INDEX_NAME)):
+                # The old index goes first, so no old shard is ever read under the new index.
+                _unlink(self.out, [INDEX_NAME])
+                _unlink(self.out, record["gone"])
+            for final, name in record["files"].items():
+                with suppress(FileNotFoundError):  # moved already
+                    os.replace(os.path.join(source, name), os.path.join(self.out, final))
+            sync_folder(self.out)  # after a power loss, the index implies all other files
+            move_index(source, self.out)
+            if self._publish is not None:
+                self._publish(list(record["files"]), record["gone"])
+            _unlink(self.out, record["gone"])
+            self._clear()
+        self.completed = record["call"] or {}
+
+    def leave(self) -> None:
+        """Leave the staging folder for `resume`; remove it if nothing was written."""
+        files = [name for _, _, names in os.walk(self.path) for name in names]
+        if not set(files) - {LOCK_NAME, _CALL}:
+            self.discard()
+        self._release()
+
+    def discard(self) -> None:
+        """Remove the staging folder, and the output folder if it was created for it.
+
+        A change that is decided stays: the next command completes it.
+        """
+        with suppress(OSError):
+            if self._lock >= 0 and not os.path.exists(os.path.join(self.path, _COMMIT)):
+                self._clear()
+            self._release()
+            os.rmdir(self.path)
+            if self._is_new:
+                os.rmdir(self.out)
+
+    def _clear(self) -> None:
+        """Remove all files but the lock. The record is last: without it, work would begin anew."""
+        names = set(os.listdir(self.path)) - {LOCK_NAME}
+        for name in sorted(names, key=lambda name: name == _COMMIT):
+            path = os.path.join(self.path, name)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+
+    def _acquire(self) -> None:
+        """Lock the staging folder, created if it is missing.
+
+        Raises UsageError if another process holds the lock.
+        """
+        end, path = time.monotonic() + _LOCK_TIMEOUT, os.path.join(self.path, LOCK_NAME)
+        while True:
+            os.makedirs(self.path, exist_ok=True)
+            is_new = not os.path.exists(path)
+            with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
+                fd = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
+                if _is_locked(fd, path, is_new):
+                    self._lock = fd
+                    return
+                os.close(fd)
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"another conversion is writing into {self.shown}. Wait for it, or choose "
+                    f"another folder. On a file system without locks, delete {path} after a kill."
+                )
+            time.sleep(_LOCK_POLL)
+
+    def _release(self) -> None:
+        """Delete the locked file and unlock it. The next process creates its own."""
+        if self._lock >= 0:
+            with suppress(OSError):  # the folder was removed
+                os.unlink(os.path.join(self.path, LOCK_NAME))
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _is_locked(fd: int, path: str, is_new: bool) -> bool:
+    """Lock a file, and return whether this process holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: who created the file holds it
+        return is_new
+    # The file may have been deleted after it was opened.
+    return os.path.samestat(os.fstat(fd), os.stat(path))
+
+
+def is_foreign(document: bytes) -> bool:
+    """Return whether an index.json is of another program; a damaged one counts as ours."""
+    try:
+        return "wdstrain" not in json.loads(document)
+    except (ValueError, RecursionError, TypeError):
+        return False
+
+
+def _unlink(folder: str, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, os.path.basename(name)))
+    sync_folder(folder)
