@@ -466,8 +466,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "decode/decoder.py": [
         (
             "draws-each-epoch",
-            'uniform(batch.rng_ids, count, "sample", self.seed, batch.epoch)',
-            'uniform(batch.rng_ids, count, "sample", self.seed, 0)',
+            'uniform(batch.rng_ids, DRAWS, "sample", self.seed, batch.epoch)',
+            'uniform(batch.rng_ids, DRAWS, "sample", self.seed, 0)',
         ),
     ],
     "decode/workers.py": [

@@ -133,7 +133,7 @@ def test_tuning_runs_other_settings_and_names_the_faster_ones(texts: Path) -> No
     shown = [value for name, value in result.rows() if name == "use"]
     assert shown == (result.advice or ["the current settings"])
     assert json.loads(json.dumps(result.as_dict()))["verdict"] == result.verdict
-    assert result.verdict in result._repr_html_()
+    assert result.verdict in repr(result)
 
 
 def test_smaller_images_are_tried_if_images_are_much_larger_than_needed(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
-from wdstrain.runtime.machine import queued_seconds
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array
 
@@ -35,7 +34,6 @@ Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
 Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
 
 _NOT_RANDOM = (Json, NumpyArray, LabelField)  # fields that use no random numbers
-_MUCH_IDLE = 0.05  # of the computing time of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +94,10 @@ class Decoder:
             except SampleError as error:
                 bad = [BadSample(0, "", str(error), whole_batch=True)]
         finished, computing = time.perf_counter(), time.thread_time() - cpu_start
-        idle = finished - started - computing
-        # Asking costs 5 us, so batches that computed nearly all the time do not ask.
-        queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * computing else 0.0
         seconds = {
             "decode_seconds": rows_done - started,
             "collate_seconds": finished - rows_done,
             "compute_seconds": computing,
-            "queued_seconds": queued,
         }
         return Result(batch.number, batch.slot, values, bad, finished, seconds)
 
@@ -132,8 +126,9 @@ class Decoder:
         bad: dict[int, BadSample],
     ) -> dict[str, list[Any]]:
         """Decode the fields. Values with a fixed size go to `columns`, others are returned."""
-        count = 0 if all(type(field) in _NOT_RANDOM for field in fields.values()) else DRAWS
-        draws = uniform(batch.rng_ids, count, "sample", self.seed, batch.epoch)
+        draws: Draws = np.empty((len(batch.ids), 0))
+        if not all(type(field) in _NOT_RANDOM for field in fields.values()):
+            draws = uniform(batch.rng_ids, DRAWS, "sample", self.seed, batch.epoch)
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
         for name, field in fields.items():

@@ -111,7 +111,6 @@ class StageTotals(ReadStats):
     parse_seconds: float = 0.0  # tasks were built from plan and index
     decode_seconds: float = 0.0
     compute_seconds: float = 0.0  # processor time of decoding and collating
-    queued_seconds: float = 0.0  # decoders waited for a processor
     collate_seconds: float = 0.0  # decoded rows became a batch
     handoff_seconds: float = 0.0  # a decoded batch that the loop waited for was on its way
     copies: int = 0  # batches that were copied because the loop kept many

@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from wdstrain.runtime.launch import Launch
 
 _CGROUPS = "/sys/fs/cgroup"
-_thread = threading.local()
 
 
 def cores() -> int:
@@ -30,23 +28,6 @@ def cores() -> int:
         has_own_cores = usable < len(os.sched_getaffinity(os.getppid()))
     usable = usable if has_own_cores else usable // sharing
     return max(1, math.ceil(min(usable, _cpu_quota() / sharing)))
-
-
-def queued_seconds() -> float:
-    """Return how long this thread waited for a processor since the last call; 0 if unknown.
-
-    Waiting for a lock, for the GIL or for a disk does not count.
-    """
-    try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return 0.0
-    try:
-        total = int(os.read(file, 100).split()[1]) * 1e-9
-    finally:
-        os.close(file)
-    before, _thread.queued = getattr(_thread, "queued", 0.0), total
-    return max(0.0, total - before)  # a forked child begins at 0 again
 
 
 def processes() -> int:

@@ -1,46 +1,64 @@
-"""`wt.bench`: measure a loader and its stages on the user's shards and settings.
+"""`wt.bench`: the rate of each stage of a loader, of the loader itself, and the bottleneck.
 
 Every rate is that of a real `wt.Loader`; only its input differs. Storage is measured with fields
-that decode nothing, decoding on a local excerpt, the hand-off on the excerpt with fields that
-decode nothing. With `tune`, other settings are run and their rates reported.
+that decode nothing, decoding on a local excerpt, and the hand-off on the excerpt with fields that
+decode nothing. With `tune`, other settings are run too.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from dataclasses import replace
+from typing import Any, NamedTuple
 
-from wdstrain.decode.fields import Field
+import numpy as np
+
+from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.options import Options
+from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.decoder import Transform
+from wdstrain.decode.fields import Example, Field, Image, read_field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
-from wdstrain.errors import UsageError
+from wdstrain.decode.transforms import Draws
+from wdstrain.decode.worker_processes import check_picklable
+from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader
+from wdstrain.loader.options import takes_rng
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
+from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
-from wdstrain.tuning import stages
+from wdstrain.shards.tar_headers import END, header, padding
+from wdstrain.shards.values import Array
+from wdstrain.storage.remote import is_remote
 from wdstrain.tuning.options import BenchOptions, LoaderChoices
 from wdstrain.tuning.result import Bench, Trial
-from wdstrain.tuning.run import Rate, Setup, Subject, settings
 
-_EXCERPT = 256  # samples, and at least four batches
-_STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited by the hand-off
-_ONE_CORE = 1.2  # cores: threads that use less may wait for the GIL
-_COMPUTES = 0.8  # share of its time in which a decoder that never waits is runnable
-_SLOWED = 0.88  # of the rate without waiting for the GIL: threads that reach less are slowed by it
+_EXCERPT, _EXCERPT_BYTES = 256, 64 << 20  # samples, at least; bytes, at most
+_RUNS = 4  # places of the set from which the samples of an excerpt are taken
+_LIMITS = 0.8  # of the hand-off rate: a stage that is faster is limited by the hand-off
+_GIL = 1.25  # gain of processes over threads from which on the threads are said to wait
+_LARGER = 1.25  # side of an image / side that is needed: below it, smaller ones are not tried
+_MARGIN = 8 / 7  # packed side / side of a crop, as 256 for 224
+_WIDER_BUFFER = 4  # factor by which the shuffle buffer is enlarged
+
+Note = Callable[[str], object]  # called with the name of the next measurement
 
 
 @takes(BenchOptions)
 def bench(options: BenchOptions) -> Bench:
     """Return the rate of each stage of a loader and of the loader itself, and the bottleneck.
 
-    Four or more measurements are made. Raises what `wt.Loader` raises, and UsageError for shards
+    Three or more measurements are made. Raises what `wt.Loader` raises, and UsageError for shards
     without samples.
     """
     index = open_shards(options.urls)
@@ -50,35 +68,25 @@ def bench(options: BenchOptions) -> Bench:
     if fields is None and options.transform is None and not options.as_bytes:
         fields = usual_fields(index, options.image_size, options.augment)
     chosen = {field.name: getattr(options, field.name) for field in fields_of(LoaderChoices)}
-    batch_size = options.batch_size
-    setup = Setup(fields, options.transform, options.num_workers, chosen, options.seconds)
-    loader = Loader(  # checks options
-        index, fields, options.transform, num_workers=options.num_workers, **chosen
-    )
-    index = loader.index  # its samples meet `where`
-    setup = replace(setup, options={**chosen, "where": None})
+    loader = Loader(index, fields, options.transform, **chosen)  # checks options
+    chosen |= {"where": None, "max_errors": 1.0}  # the samples of the loader's index meet `where`
+    whole = _Subject(loader.index, fields, options.transform, chosen, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        part = stages.excerpt(index, max(_EXCERPT, 4 * batch_size), os.path.join(folder, "a.tar"))
-        on_part = {**setup.options, "batch_size": min(batch_size, len(part))}
-        # The excerpt is a local file, and may be smaller than a global batch of all ranks.
-        on_part |= {
-            "cache_dir": None,
-            "cache_limit": None,
-            "rank": 0,
-            "world_size": 1,
-            "lanes": 1,
-            "balance": None,
-        }
-        part_setup = replace(setup, options=on_part)
-        changes = settings(index, part, setup, loader.shuffle_buffer) if options.tune else []
-        progress = _Progress(options.note, 3 + 2 * setup.decodes + len(changes))
-        result = _measure(index, part, setup, part_setup, progress, cold=options.cold)
-        subject = Subject(index, part, setup, part_setup, folder)
-        trials = list[Trial]()
-        for name, value in changes:
-            progress.step(f"{name}={value}")
-            trials.append(subject.run(name, value))
-    return replace(result, trials=tuple(trials))
+        part = whole.on_excerpt(max(_EXCERPT, 4 * options.batch_size), f"{folder}/part.tar")
+        trials = _settings(whole, part, loader.shuffle_buffer) if options.tune else []
+        most, done = 3 + 2 * whole.decodes + len(trials), list[str]()
+
+        def note(measurement: str) -> None:
+            if options.note is not None:
+                options.note(measurement, len(done), most)
+            done.append(measurement)
+
+        result = _measure(whole, part, note, cold=options.cold)
+        tried = []
+        for name, value in trials:
+            note(f"{name}={value}")
+            tried.append(_try(name, value, whole, part, f"{folder}/small.tar"))
+    return replace(result, trials=tuple(tried))
 
 
 def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | None:
@@ -89,107 +97,285 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
     names = [name for name in index.fields if is_image(name)]
     plain = [name for name in names if "." not in name] or names
     labels = {label.field for label in index.labels}
-    arrays = [
-        name for name in index.fields if name.rpartition(".")[2] == "npy" and name not in labels
-    ]
+    arrays = [n for n in index.fields if n.rpartition(".")[2] == "npy" and n not in labels]
     if not plain and not arrays:
         return None
     fields: dict[str, Field] = {name: array_field(name) for name in arrays}
     if plain:
         fields = {"image": image_field(";".join(plain), size=size, augment=augment)}
-    for label in index.labels:
-        fields[f"label {label.name}"] = field_of(label)
-    return fields
+    return fields | {f"label {label.name}": field_of(label) for label in index.labels}
 
 
-class _Progress:
-    """Calls `note` before each measurement."""
-
-    def __init__(self, note: Callable[[str, int, int], None] | None, total: int) -> None:
-        self._note, self._total, self._number = note, total, 0
-
-    def step(self, measurement: str) -> None:
-        """Report the next measurement."""
-        if self._note is not None:
-            self._note(measurement, self._number, self._total)
-        self._number += 1
+# --- measurements ---------------------------------------------------------------------------------
 
 
-def _measure(
-    index: Index, part: Index, setup: Setup, part_setup: Setup, progress: _Progress, *, cold: bool
-) -> Bench:
-    """Return the rates of the stages and of the loader."""
-    idle = setup.idle(part)
+class _Rate(NamedTuple):
+    """Result of a run: samples/s, seconds until the first batch, report of the last epoch."""
+
+    rate: float
+    first_batch: float
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A loader that is measured. options: other arguments of it. seconds: of a measurement."""
+
+    index: Index
+    fields: Mapping[str, Field] | None
+    transform: Transform | None
+    options: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def decodes(self) -> bool:
+        """Whether samples are decoded at all. Without fields and transform they are bytes."""
+        return self.fields is not None or self.transform is not None
+
+    @property
+    def fits_processes(self) -> bool:
+        """Whether fields and functions can be sent to worker processes."""
+        functions = {"transform": self.transform, "collate_fn": self.options["collate_fn"]}
+        try:
+            check_picklable(self.fields, functions, self.options["multiprocessing_context"])
+        except UsageError:
+            return False
+        return self.decodes
+
+    def run(self, **changes: Any) -> _Rate:
+        """Run the loader for `seconds` after its first batch. changes: other options."""
+        begin = time.perf_counter()
+        first, rows, batches = begin, 0, 0
+        with Loader(
+            self.index, self.fields, self.transform, **{**self.options, **changes}
+        ) as loader:
+            while batches < 2 or time.perf_counter() - first < self.seconds:
+                for batch in loader:
+                    now = time.perf_counter()
+                    first = first if batches else now
+                    rows += len(batch["__key__"]) if batches else 0
+                    batches += 1
+                    del batch
+                    if now - first >= self.seconds and batches > 1:
+                        break
+            rate = rows / (time.perf_counter() - first)
+            return _Rate(rate, first - begin, loader.report())
+
+    def idle(self) -> _Subject:
+        """Return the same loader with fields or a transform that decode nothing."""
+        if self.transform is not None:
+            transform, index = self.transform, self.index
+            rng = (np.random.Generator(np.random.Philox(0)),) if takes_rng(transform) else ()
+
+            def decode(number: int, fields: Mapping[str, bytes]) -> Any:
+                return transform({"__key__": index.key(number), **fields}, *rng)
+
+            return replace(self, transform=_Idle(_first(decode, index, None)))
+        fields = {name: _idle_field(f, self.index) for name, f in (self.fields or {}).items()}
+        return replace(self, fields=fields if self.decodes else None)
+
+    def on_excerpt(
+        self, count: int, path: str, recipe: Callable[..., Any] | None = None
+    ) -> _Subject:
+        """Return the loader over a new tar at `path` with samples from all over the set.
+
+        It does not wait for storage: it has about `count` samples, at most about 64 MB. recipe:
+        makes new members of a sample. If it raises SampleError, they are copied as they are.
+        """
+        index = self.index
+        total = max(1, sum(shard.bytes for shard in index.shards))
+        count = max(1, min(count, len(index), int(_EXCERPT_BYTES * len(index) / total)))
+        starts = np.linspace(0, max(0, len(index) - count // _RUNS), _RUNS).astype(np.int64)
+        ids = np.unique(np.add.outer(starts, np.arange(-(-count // _RUNS))).clip(0, len(index) - 1))
+        with open(path, "wb") as file:
+            for number, fields in index.read(ids):
+                members = list(fields.items())
+                with suppress(SampleError):
+                    members = recipe(members) if recipe is not None else members
+                for field, data in members:
+                    # Samples of several shards may share a key, so the id becomes the key.
+                    file.write(header(f"{number:012d}.{field}", len(data)) + data)
+                    file.write(bytes(padding(len(data))))
+            file.write(END)
+        part = replace(scan([path]), labels=index.labels)
+        # A local file, which may be smaller than a global batch of all ranks.
+        own = {"cache_dir": None, "cache_limit": None, "balance": None, "rank": 0, "world_size": 1}
+        batch_size = min(self.options["batch_size"], len(part))
+        return replace(self, index=part, options={**self.options, **own, "batch_size": batch_size})
+
+
+def _measure(whole: _Subject, part: _Subject, note: Note, *, cold: bool) -> Bench:
+    """Return the rates of the stages and of the loader. part: the loader over an excerpt."""
+    index, idle = whole.index, part.idle()
     if cold:
-        stages.drop_page_cache(index)
-    page_cache = stages.share_in_page_cache(index)
-    progress.step("storage")
-    storage = idle.run(index)
-    progress.step("hand-off")
-    handoff = on_part = replace(idle, options=part_setup.options).run(part)
-    rates, process = {"storage": storage.rate}, None
-    if setup.decodes:
-        progress.step("decoding")
-        on_part = part_setup.run(part)
-        stage = "decode" if setup.transform is None else "transform"
-        alone = int(on_part.report["decoders"]) / max(1e-9, on_part.decode)
-        rates[stage] = max(alone, on_part.rate)  # a stage is at least as fast as the loader
-        progress.step("the GIL")
-        if setup.num_workers == 0 and _may_wait(on_part) and part_setup.fits_processes:
-            process = part_setup.run(part, num_workers=1)
-    rates["hand-off"] = handoff.rate
+        _drop_page_cache(index)
+    page_cache = _share_in_page_cache(index)
+    note("storage")
+    fields, transform = idle.fields, idle.transform
+    storage = replace(whole, fields=fields, transform=transform).run()
+    note("hand-off")
+    handoff, processes = idle.run(), None
+    rates = {"storage": storage.rate, "hand-off": handoff.rate}
+    stage = "decode" if whole.transform is None else "transform"
+    if whole.decodes:
+        note("decoding")
+        decoding = part.run()
+        rates = {"storage": storage.rate, stage: decoding.rate, "hand-off": handoff.rate}
+    slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * handoff.rate}
+    bottleneck = min(slow, key=lambda name: slow[name]) if slow else "hand-off"
+    threads = int(handoff.report["decoders"]) if not whole.options["num_workers"] else 0
+    if bottleneck == stage and threads > 1 and part.fits_processes:
+        note("the GIL")
+        processes = part.run(num_workers=threads)
+        if processes.rate > _GIL * rates[stage]:
+            rates[stage], bottleneck = processes.rate, "GIL"
     if cold:
-        stages.drop_page_cache(index)
-    progress.step("the loader")
-    whole = setup.run(index)
-    bottleneck = _slowest(rates)
-    if process is not None and bottleneck in ("decode", "transform"):
-        free = _rate_without_gil(whole, process)
-        if whole.rate < _SLOWED * free:
-            rates[bottleneck], bottleneck = max(rates[bottleneck], free), "GIL"
+        _drop_page_cache(index)
+    note("the loader")
+    loader = whole.run()
     return Bench(
         samples=len(index),
         bytes=sum(shard.bytes for shard in index.shards),
         mean_bytes=float(index.offsets.size.sum()) / len(index),
-        batch_size=int(setup.options["batch_size"]),
-        num_workers=setup.num_workers,
-        decoders=int(on_part.report["decoders"]),
+        batch_size=int(whole.options["batch_size"]),
+        num_workers=whole.options["num_workers"],
+        decoders=int(loader.report["decoders"]),
         cores=cores(),
         stages=rates,
         bottleneck=bottleneck,
-        achieved=whole.rate,
-        first_batch=whole.first_batch,
+        achieved=loader.rate,
+        first_batch=loader.first_batch,
         page_cache=page_cache,
-        bad=whole.report["bad"],
+        bad=loader.report["bad"],
     )
 
 
-def _rate_without_gil(threads: Rate, process: Rate) -> float:
-    """Return the rate that decoder threads would reach if none waited for the GIL, in samples/s.
+# --- other settings -------------------------------------------------------------------------------
 
-    0 if they do not wait for it. A thread that waits for the GIL is not runnable, one that waits
-    for a processor is, so the answer does not depend on what else the machine does. A worker
-    process tells how much of its time the decoder waits for anything else.
+
+def _settings(whole: _Subject, part: _Subject, shuffle_buffer: int) -> list[tuple[str, Any]]:
+    """Return the settings to try, as (name, value), without those in use."""
+    chosen: list[tuple[str, Any]] = []
+    if whole.fits_processes:
+        powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
+        counts = {0, cores(), *powers} - {whole.options["num_workers"]}
+        chosen += [("num_workers", count) for count in sorted(counts)]
+    if whole.options["shuffle"] and shuffle_buffer < len(whole.index):
+        wider = min(_WIDER_BUFFER * shuffle_buffer, len(whole.index))
+        chosen.append(("shuffle_buffer", wider))
+    if _is_remote(whole.index) and whole.options["cache_dir"] is None:
+        chosen.append(("cache_dir", "DIR (full)"))
+    if (side := _smaller_side(part)) is not None:
+        chosen.append(("resize", side))
+    return chosen
+
+
+def _try(name: str, value: Any, whole: _Subject, part: _Subject, path: str) -> Trial:
+    """Return the rate with a setting, and with those in use just before it.
+
+    The load of a machine changes from minute to minute, so both are measured together. path: of a
+    tar that is made for the trial.
     """
-    share = process.runnable / max(1e-9, process.decode)
-    if share < _COMPUTES or threads.runnable > _SLOWED * share * threads.decode:
-        return 0.0
-    return int(threads.report["decoders"]) * share / max(1e-9, threads.runnable)
+    setting = f"{name}={value}"
+    if name == "resize":
+        recipe = Recipe.of(Options(resize=value)).apply
+        small = part.on_excerpt(len(part.index), path, recipe)
+        advice = f"wdstrain convert tars SHARDS OUT --resize {value}"
+        return Trial(setting, baseline=part.run().rate, rate=small.run().rate, advice=advice)
+    baseline = whole.run().rate
+    if name == "cache_dir":  # the excerpt is local, as a full cache is
+        return Trial(setting, part.run().rate, baseline, "--cache-dir DIR")
+    advice = f"--{name.replace('_', '-')} {value}"
+    return Trial(setting, whole.run(**{name: value}).rate, baseline, advice)
 
 
-def _may_wait(threads: Rate) -> bool:
-    """Return whether decoder threads use so little of the processors that the GIL may be why."""
-    return int(threads.report["decoders"]) > 1 and threads.rate * threads.compute < _ONE_CORE
+def _smaller_side(part: _Subject) -> int | None:
+    """Return the side to which images could be resized; None if that would change little."""
+    images = [field for field in (part.fields or {}).values() if isinstance(field, Image)]
+    if len(images) != 1 or images[0].size is None:
+        return None
+    needed, sides = round(max(images[0].size) * _MARGIN), list[int]()
+    for _, fields in part.index.read(range(min(32, len(part.index))), images[0].names):
+        for data in fields.values():
+            with suppress(SampleError):
+                sides.append(min(decode_image(data).shape[:2]))
+    return needed if sides and float(np.median(sides)) >= needed * _LARGER else None
 
 
-def _slowest(rates: Mapping[str, float]) -> str:
-    """Return the name of the slowest stage.
+# --- the page cache -------------------------------------------------------------------------------
 
-    Samples are handed off while storage is measured, so storage counts only if it is slower.
+
+def _is_remote(index: Index) -> bool:
+    return any(is_remote(shard.path) for shard in index.shards)
+
+
+def _share_in_page_cache(index: Index) -> float | None:
+    """Return the share of the shards in the page cache, 0 to 1, sampled at 64 offsets.
+
+    None for remote shards, and where the file system cannot report it.
     """
-    slowest = {
-        name: rate
-        for name, rate in rates.items()
-        if name != "storage" or rate < _STORAGE_LIMITS * rates["hand-off"]
-    }
-    return min(slowest, key=lambda stage: slowest[stage])
+    hits, rows = 0, np.linspace(0, len(index) - 1, 64).astype(np.int64)
+    for number, shard in zip(rows.tolist(), index.shard_of(rows).tolist(), strict=True):
+        if is_remote(index.shards[shard].path):
+            return None
+        with open(index.shards[shard].path, "rb") as file:
+            offset = int(index.offsets.start[number])
+            try:
+                hits += os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+            except BlockingIOError:  # not in the page cache
+                continue
+            except OSError:
+                return None
+    return hits / len(rows)
+
+
+def _drop_page_cache(index: Index) -> None:
+    """Ask the system to drop local shards from the page cache, so that they are read from disk."""
+    for shard in index.shards:
+        if not is_remote(shard.path):
+            with open(shard.path, "rb") as file, suppress(OSError):
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# --- inputs that decode nothing -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """Field or transform that decodes nothing, and gives the same value for every sample.
+
+    Batch memory stays unchanged.
+    """
+
+    value: Any
+    names: tuple[str, ...] = ()
+    example: Example | None = None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+        return self.value
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        return self.value
+
+
+def _idle_field(field: Field, index: Index) -> _Idle:
+    """Return an idle field with the output of `field` for a sample of a local index."""
+
+    def decode(_: int, fields: Mapping[str, bytes]) -> Any:
+        name, data = next(iter(fields.items()))
+        return read_field(field, name, memoryview(bytearray(data)), None, np.full(64, 0.5))
+
+    value = _first(decode, index, field.names) if field.example is None else None
+    return _Idle(value, tuple(field.names), field.example)
+
+
+def _first(decode: Callable[[int, Any], Any], index: Index, names: Sequence[str] | None) -> Any:
+    """Return the first output of a user's function. Raises SampleError if it fails for all."""
+    reason = ""
+    for number, fields in index.read(range(len(index)), names):
+        try:
+            return decode(number, fields)
+        except Exception as error:  # the user's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+    raise SampleError(f"decoding failed for all of {len(index)} samples ({reason}).")

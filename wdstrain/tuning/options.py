@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.order.order import Tail
 from wdstrain.runtime.options import option, parse_size
 from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
@@ -26,6 +25,9 @@ class LoaderChoices(CheckedOptions):
 
     _: KW_ONLY
     where: str | None = where_option("read samples")
+    num_workers: int = option(
+        0, "worker processes that decode; 0: threads of this process", metavar="N", least=0
+    )
     batch_size: int = option(64, "samples per batch", metavar="N", least=1)
     shuffle: bool = option(
         True, "shuffle the samples; False reads in file order", no_help="read in file order"
@@ -49,18 +51,12 @@ class LoaderChoices(CheckedOptions):
         metavar="SIZE",
         parse=parse_size,
     )
-    tail: Tail = _python_only("drop", "samples that fill no step: drop, pad or keep")
-    lanes: int | None = _python_only(None, "places of the set that are read at the same time")
-    rank: int | None = _python_only(None, "rank of this process (default: as `wt.Loader`)")
-    world_size: int | None = _python_only(None, "number of ranks (default: as `wt.Loader`)")
     on_error: Literal["raise", "replace", "mark"] = _python_only(
         "replace", "bad samples: raise, replace or mark them"
     )
-    max_errors: float = _python_only(1.0, "largest share of bad samples")
     multiprocessing_context: Literal["fork", "forkserver", "spawn"] | None = _python_only(
         None, "start method of worker processes: fork, forkserver or spawn"
     )
-    patience: float = _python_only(60.0, "seconds without a batch until a warning is logged")
     collate_fn: Callable[..., Any] | None = _python_only(
         None, "function of a list of examples of `transform`"
     )
@@ -80,9 +76,6 @@ class BenchOptions(LoaderChoices):
         None, "function of a sample, in place of fields"
     )
     _: KW_ONLY
-    num_workers: int = option(
-        0, "worker processes that decode; 0: threads of this process", metavar="N", least=0
-    )
     image_size: int = option(224, "side of the images in pixels", metavar="N", least=1)
     augment: str = option(
         "rrc+flip",

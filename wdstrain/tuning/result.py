@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any, NamedTuple
 
-from wdstrain.report import pages
+from wdstrain.report.printing import aligned
 
+_BUSY = 1.25  # loader / slowest stage from which on the machine is said to have been busy
 _WORTH = 1.1  # gain from which on a setting is recommended
-_BUSY = (
-    1.25  # a loader that exceeds its slowest stage by this factor was measured in a quieter moment
-)
 
 
 class Trial(NamedTuple):
@@ -32,7 +29,7 @@ class Trial(NamedTuple):
         return self.rate / max(1e-9, self.baseline)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bench:
     """Rates of a loader and its stages, in samples/s.
 
@@ -69,54 +66,55 @@ class Bench:
                 f"the loader gave {self.achieved:.0f} samples/s and its slowest stage alone "
                 f"{limit:.0f}: the machine was busy meanwhile. Measure again, or longer (seconds)."
             )
-        kind = "worker process" if self.num_workers else "thread"
-        plural = kind if self.decoders == 1 else f"{kind}es" if self.num_workers else f"{kind}s"
-        causes = {
-            "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
-            "decode": f"decoding in {self.decoders} {plural}",
-            "transform": f"the transform in {self.decoders} {plural}",
-            "hand-off": "the hand-off of batches to the training loop",
-        }
+        kind = "worker process(es)" if self.num_workers else "thread(s)"
+        decoders = f"{self.decoders} {kind}"
         if self.bottleneck == "GIL":
             return (
-                f"waiting for the GIL limits {self.decoders} {plural} to {self.achieved:.0f} "
-                f"samples/s. Use worker processes (num_workers)."
+                f"waiting for the GIL limits {decoders} to {self.achieved:.0f} samples/s. "
+                f"Use worker processes (num_workers)."
             )
-        return f"{causes[self.bottleneck]} limits loading to {self.achieved:.0f} samples/s."
+        cause = {
+            "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
+            "decode": f"decoding in {decoders}",
+            "transform": f"the transform in {decoders}",
+            "hand-off": "the hand-off of batches to the training loop",
+        }[self.bottleneck]
+        return f"{cause} limits loading to {self.achieved:.0f} samples/s."
 
     @property
     def advice(self) -> list[str]:
         """Commands to use: with the fastest setting of each kind that pays."""
         best: dict[str, Trial] = {}
-        for trial in self.trials:
-            name = trial.setting.partition("=")[0]
-            if trial.gain >= max(_WORTH, best[name].gain if name in best else 0.0):
-                best[name] = trial
+        for trial in sorted(self.trials, key=lambda trial: trial.gain):
+            if trial.gain >= _WORTH:
+                best[trial.setting.partition("=")[0]] = trial
         words = [trial.advice for trial in best.values()]
-        flags = [flag for flag in words if flag.startswith("--")]
-        train = ["wdstrain train SHARDS --out RUN " + " ".join(flags)] if flags else []
-        return [*train, *(command for command in words if command not in flags)]
+        flags = " ".join(flag for flag in words if flag.startswith("--"))
+        train = [f"wdstrain train SHARDS --out RUN {flags}"] if flags else []
+        return [*train, *(command for command in words if not command.startswith("--"))]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs for a table."""
         size = f"{self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB"
-        rows = [("samples", f"{self.samples}, {size}")]
-        for name, rate in self.stages.items():
-            note = ""
-            if name == "storage":
-                note = f" ({rate * self.mean_bytes / 1e6:.0f} MB/s{self._page_cache_note()})"
-            rows.append((name, f"{rate:.0f} samples/s{note}"))
-        if not {"decode", "transform"} & set(self.stages):
-            rows.append(("decode", "nothing: the batches hold bytes"))
+        stages = {name: f"{rate:.0f} samples/s" for name, rate in self.stages.items()}
+        cached = ""
+        if self.page_cache is not None:
+            cached = f"; {self.page_cache:.0%} of the shards in the page cache"
+        stages["storage"] += f" ({self.stages['storage'] * self.mean_bytes / 1e6:.0f} MB/s{cached})"
+        if len(stages) == 2:
+            stages["decode"] = "nothing: the batches hold bytes"
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
-        rows.append(("loader", f"{self.achieved:.0f} samples/s with {setting}"))
-        rows.append(("first batch", f"after {self.first_batch:.2f} s"))
+        rows = [
+            ("samples", f"{self.samples}, {size}"),
+            *stages.items(),
+            ("loader", f"{self.achieved:.0f} samples/s with {setting}"),
+            ("first batch", f"after {self.first_batch:.2f} s"),
+        ]
         if self.bad:
             rows.append(("bad samples", f"{self.bad} replaced; see wdstrain verify --decode"))
         for trial in self.trials:
-            rows.append(
-                ("tried", f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)")
-            )
+            text = f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)"
+            rows.append(("tried", text))
         if self.trials:
             rows += [("use", command) for command in self.advice or ["the current settings"]]
         return [*rows, ("verdict", self.verdict)]
@@ -126,13 +124,5 @@ class Bench:
         trials = [{**trial._asdict(), "gain": trial.gain} for trial in self.trials]
         return {**asdict(self), "trials": trials, "advice": self.advice, "verdict": self.verdict}
 
-    def _repr_html_(self) -> str:
-        rates = {"loader": self.achieved, **self.stages}
-        bars = pages.bars({f"{name}, samples/s": round(rate) for name, rate in rates.items()})
-        facts = pages.table(dict(self.rows()[:-1]))
-        return pages.fragment("bottleneck", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
-
-    def _page_cache_note(self) -> str:
-        if self.page_cache is None:
-            return ""
-        return f"; {self.page_cache:.0%} of the shards in the page cache"
+    def __repr__(self) -> str:
+        return aligned(self.rows())
