@@ -40,8 +40,7 @@ if TYPE_CHECKING:
         UsageError,
         WdstrainError,
     )
-    from wdstrain.inspection.info.api import info
-    from wdstrain.inspection.info.result import Info
+    from wdstrain.inspection.info import Info, info
     from wdstrain.inspection.plan import plan_epoch
     from wdstrain.inspection.repair import Repair, repair
     from wdstrain.inspection.show.api import Peek, peek
@@ -136,8 +135,7 @@ _NAMES = {
     "decode.masks": "mask",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
     "inspection.plan": "plan_epoch",
-    "inspection.info.api": "info",
-    "inspection.info.result": "Info",
+    "inspection.info": "Info info",
     "inspection.repair": "Repair repair",
     "inspection.show.api": "Peek peek",
     "inspection.verify": "Verification verify",

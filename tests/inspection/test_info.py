@@ -1,4 +1,4 @@
-"""`info`: bounded estimates or exact counts, for any shards, local or on a server."""
+"""`info`: exact counts for any shards, local or on a server, with or without an index."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from tests.support.servers import serving, stall
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.serve import Server
-from wdstrain.shards.tar_headers import END
 
-_SHARDS, _FIRST_BYTES, _READS = 8, 1 << 20, 16  # promised limits of an excerpt
+_SHARDS = 8  # remote shards whose beginning is read
 
 
-def content(folder: Path, name: str, *values: bytes, exact: bool = False) -> Any:
+def content(folder: Path, name: str, *values: bytes) -> Any:
     """Return the report of `info` about a field with these values."""
     rows: list[Sample] = [(f"k{i:03d}", {name: data}) for i, data in enumerate(values)]
-    return wt.info(write_tar(folder / "values" / "a.tar", rows), exact=exact).contents[0].content
+    return wt.info(write_tar(folder / "values" / "a.tar", rows)).contents[0].content
 
 
 def npy(array: Any) -> bytes:
@@ -188,86 +187,52 @@ def test_a_condition_limits_what_is_reported(tmp_path: Path, capsys: Any) -> Non
 # --- without an index ---
 
 
-def test_unindexed_shards_are_estimated_from_an_excerpt(foreign: Path) -> None:
-    before = sorted(path.name for path in foreign.iterdir())
-    info = wt.info(foreign)
-    assert not info.exact
-    assert abs(info.samples - 1800) <= 0.1 * 1800
-    assert info.excerpt is not None
-    assert info.excerpt.shards == _SHARDS
-    assert info.excerpt.bytes <= info.bytes / 2
-    assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
-    assert [item.name for item in info.contents] == ["cls", "json", "png"]
-    assert {item.samples for item in info.contents} == {info.samples}
-    assert info.columns[0].classes.keys() == {"0", "1", "2"}
-    assert sum(info.columns[0].classes.values()) == pytest.approx(info.samples, abs=2)
-    assert not info.columns[0].exact
-    assert "about" in repr(info)
-    assert sorted(path.name for path in foreign.iterdir()) == before
-
-
-def test_exact_counts_all_samples_and_caches_the_result(foreign: Path) -> None:
+def test_unindexed_shards_are_counted_and_the_result_is_stored(foreign: Path) -> None:
     reported: list[str] = []
-    info = wt.info(foreign, exact=True, note=reported.append)
+    info = wt.info(foreign, note=reported.append)
     assert info.exact
     assert info.samples == 1800
-    assert info.columns[0].classes == {"0": 600, "1": 600, "2": 600}
     assert info.per_shard == (150, 150, 150)
-    assert "1800 samples" in reported[0]
-    again = wt.info(foreign)
-    assert again.exact
-    assert again.samples == 1800
-
-
-def test_a_few_small_unindexed_shards_are_exact(shards: Path) -> None:
-    info = wt.info(shards)
-    assert info.exact
-    assert info.samples == 21
+    assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
+    assert [item.name for item in info.contents] == ["cls", "json", "png"]
+    assert {item.samples for item in info.contents} == {1800}
+    assert info.columns[0].classes == {"0": 600, "1": 600, "2": 600}
     assert info.columns[0].exact
-    assert not (shards / ".wdstrain").exists()
+    assert "1800 samples" in reported[0]
+    assert "wdstrain index" in reported[0]
+    assert wt.info(foreign, note=reported.append).as_dict() == info.as_dict()
+    assert len(reported) == 1
 
 
-def test_a_huge_shard_is_estimated_from_its_beginning(tmp_path: Path) -> None:
-    rows: list[Sample] = [(f"k{i:04d}", {"bin": bytes(20_000)}) for i in range(200)]
-    path = write_tar(tmp_path / "s" / "huge.tar", rows)
-    os.truncate(path, path.stat().st_size - len(END))
-    os.truncate(path, 1 << 36)
+def test_labels_of_many_samples_are_read_from_a_part_unless_exact(tmp_path: Path) -> None:
+    rows: list[Sample] = [(f"k{i:04d}", {"cls": str(i % 2).encode()}) for i in range(3000)]
+    path = write_tar(tmp_path / "s" / "a.tar", rows)
     info = wt.info(path)
-    assert info.excerpt is not None
-    assert info.excerpt.bytes <= _FIRST_BYTES + 2 * (128 << 10) + len(END)
-    assert info.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
+    assert (info.samples, info.exact) == (3000, False)
+    (column,) = info.columns
+    assert (column.looked_at, column.exact) == (2000, False)
+    assert sum(column.classes.values()) == 2000
+    assert "2000 samples, which were read; to read all: --exact" in column.notes()
+    (column,) = wt.info(path, exact=True).columns
+    assert (column.exact, column.classes) == (True, {"0": 1500, "1": 1500})
 
 
-def test_large_samples_are_counted_by_their_headers_within_bounds(tmp_path: Path) -> None:
+def test_large_values_are_counted_and_not_read(tmp_path: Path) -> None:
     rows: list[Sample] = [
-        (f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(3_000_000), "cls": b"1"})
-        for i in range(30)
+        (f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(size), "cls": b"1"})
+        for i, size in enumerate([3_000_000, 3_000_000, 30_000_000])
     ]
-    path = write_tar(tmp_path / "s" / "films.tar", rows)
-    info = wt.info(path)
-    assert info.excerpt is not None
-    assert info.excerpt.bytes <= _FIRST_BYTES + _READS * (128 << 10) + len(END)
-    assert info.samples == pytest.approx(30, rel=0.05)
-    assert info.contents[0].content.what == "MP4 video"
-    assert info.columns[0].classes.keys() == {"1"}
+    info = wt.info(write_tar(tmp_path / "s" / "films.tar", rows))
+    assert info.samples == 3
+    films, cls = (item.content for item in info.contents)
+    assert (films.what, films.looked_at, cls.looked_at) == ("MP4 video", 2, 2)
+    assert info.columns[0].classes == {"1": 3}
+    path = write_tar(tmp_path / "t" / "long.tar", [("a", {"mp4": bytes(9_000_000), "txt": b"x"})])
+    film, text = (item.content.what for item in wt.info(path).contents)
+    assert (film, text.split(",")[0]) == ("not looked at", "text (UTF-8)")
 
 
 # --- on a server ---
-
-
-def test_unindexed_shards_on_a_server_are_estimated_from_an_excerpt(foreign: Path) -> None:
-    with Server(foreign) as server:
-        info = wt.info(f"{server.url}s-{{00..11}}.tar")
-        requests, sent = server.requests, server.bytes
-    assert not info.exact
-    assert abs(info.samples - 1800) <= 0.1 * 1800
-    assert info.excerpt is not None
-    assert info.excerpt.bytes <= _SHARDS * (_FIRST_BYTES + len(END))
-    assert sent <= info.excerpt.bytes + 12  # one byte of each shard, for its size
-    assert requests == info.excerpt.requests + 1  # one request for an index beside them
-    assert requests <= 2 * _SHARDS + 4 + 1
-    assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
-    assert info.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
 def test_an_indexed_set_on_a_server_is_exact_with_few_requests(tmp_path: Path) -> None:
@@ -369,10 +334,11 @@ def test_a_truncated_shard_is_detected_by_its_end(foreign: Path) -> None:
     os.truncate(foreign / "s-04.tar", size - 20_480)
     info = wt.info(foreign)
     assert info.shards == 11
-    assert f"s-04.tar ends at byte {size - 20_480} without the two zero blocks" in info.findings[0]
+    assert "s-04.tar ends" in info.findings[0]
     with Server(foreign) as server:
         far = wt.info(f"{server.url}s-{{04..05}}.tar")
-    assert "s-04.tar ends at byte" in far.findings[0]
+    assert "s-04.tar ends" in far.findings[0]
+    assert (info.samples, far.samples) == (11 * 150, 150)
 
 
 def test_a_shard_that_differs_from_its_index_is_excluded(shards: Path) -> None:
@@ -410,9 +376,9 @@ def test_compressed_tars_html_pages_and_empty_folders_are_refused(
 def test_indexed_and_unindexed_shards_are_reported_together(shards: Path, foreign: Path) -> None:
     wt.index(shards)
     info = wt.info([shards, foreign])
-    assert not info.exact
-    assert info.shards == 15
-    assert abs(info.samples - 1821) <= 0.1 * 1821
+    assert info.exact
+    assert (info.shards, info.samples) == (15, 1821)
+    assert info.columns[0].looked_at == 1821
     assert [item.samples for item in info.contents if item.name == "txt"] == [21]
 
 
@@ -506,8 +472,7 @@ def test_images_that_break_decoders_are_described(data: Any, tmp_path: Path) -> 
         for path in sorted(data("difficult").iterdir())
         if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif") and path.stat().st_size
     ]
-    # exact: the excerpt of a shard ends at a number of samples that depends on their sizes
-    described = content(tmp_path, "jpg", *(path.read_bytes() for path in files), exact=True)
+    described = content(tmp_path, "jpg", *(path.read_bytes() for path in files))
     images = described.images
     assert images.looked_at == len(files)
     assert images.unreadable < images.looked_at / 3
@@ -526,8 +491,7 @@ def test_a_table_is_readable_at_eighty_columns(
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for word in (
-        "about",
-        "estimated from",
+        "1800",
         "png",
         "PNG image; 24 x 20; RGB",
         "█",
@@ -565,15 +529,6 @@ def test_many_classes_are_shown_as_twenty_and_a_remainder(tmp_path: Path, capsys
     assert "10 others" in text
     assert text.count("█") > 20
     assert len([line for line in text.splitlines() if line.endswith("%") and "." in line]) == 21
-
-
-def test_a_notebook_shows_escaped_tables(tmp_path: Path) -> None:
-    rows: list[Sample] = [("k<b>", {"cls": b"1", "<i>": b"x"})]
-    path = write_tar(tmp_path / "s" / "a.tar", rows)
-    html = wt.info(path)._repr_html_()
-    assert "<table>" in html
-    assert "k&lt;b&gt;" in html
-    assert "<i>" not in html
 
 
 def test_a_shard_without_samples_is_reported(tmp_path: Path, capsys: Any) -> None:

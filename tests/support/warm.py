@@ -40,7 +40,7 @@ IMPORTED = (
     "torchvision.transforms.v2",
     "wdstrain.conversion.api",
     "wdstrain.inspection.plan",
-    "wdstrain.inspection.info.api",
+    "wdstrain.inspection.info",
     "wdstrain.inspection.show.api",
     "wdstrain.inspection.verify",
     "wdstrain.training.train",

@@ -57,8 +57,7 @@ def add_info(verbs: Any) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspection.info.api import info
-    from wdstrain.inspection.info.result import FIELD_HEAD
+    from wdstrain.inspection.info import FIELD_HEAD, info
 
     with ProgressReporter() as reporter:
         known = info(
@@ -72,13 +71,13 @@ def _info(arguments: argparse.Namespace) -> int:
         print_table(known.summary())
         if known.contents:
             print_grid(FIELD_HEAD, known.field_rows())
-            print_table((field.name, field.text()) for field in known.contents)
+            print_table((field.name, field.content.what) for field in known.contents)
         for column in known.charted():
             line = f"{column.name}: {'; '.join(column.notes())}"
             print_result(f"\n{fill(line, get_terminal_size().columns)}")
             if column.numbers is not None:
                 print_table(column.facts())
-            _print_bars(column.bars(), exact=column.exact)
+            _print_bars(column.bars())
         if others := known.other_columns():
             head = ("column", "kind", "missing", "values")
             print_grid(head, others, left=(0, 1, 3))
@@ -87,17 +86,16 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0 if known.ok else 1
 
 
-def _print_bars(counts: dict[str, int], *, exact: bool) -> None:
+def _print_bars(counts: dict[str, int]) -> None:
     """Print a line for each class or interval: name, bar, samples, share."""
     most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
     width = min(_NAME, max(map(len, counts), default=0))
-    about, (full, thin) = "" if exact else "~", "█▏" if is_utf8() else "##"
-    digits = len(f"{about}{most}")
+    full, thin = "█▏" if is_utf8() else "##"
+    digits = len(str(most))
     for name, count in counts.items():
         shown = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         bar = full * round(_BAR * count / most) or thin * (count > 0)
-        number = f"{about}{count}"
-        line = f"  {shown:<{width}}  {bar:<{_BAR}}  {number:>{digits}}  {count / total:6.1%}"
+        line = f"  {shown:<{width}}  {bar:<{_BAR}}  {count:>{digits}}  {count / total:6.1%}"
         print_result(line)
 
 

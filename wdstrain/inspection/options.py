@@ -33,8 +33,8 @@ class InfoOptions(CheckedOptions):
     where: str | None = where_option("count samples")
     exact: bool = option(
         False,
-        "count shards that have no index by reading all their headers and labels, and keep the "
-        "result for the next time; without it, their beginnings give an estimate",
+        "read all labels that have no column in the index; without it, at most 2000 are read and "
+        "counted",
     )
     note: Callable[[str], None] | None = option(
         None, "function that is called with a line about an index that was made", flag=None

@@ -6,22 +6,19 @@ read without decoding pixels. Nothing is unpickled.
 
 from __future__ import annotations
 
-import codecs
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from wdstrain.decode.codecs import open_picture
 from wdstrain.decode.formats import JPEG, format_of, is_image
 from wdstrain.report.printing import printable
-from wdstrain.shards.values import npy_head, parsed_json
+from wdstrain.shards.values import npy_array, parsed_json
 
-_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _MAGIC = {
     (0, b"\x93NUMPY"): "array",
     (8, b"WAVE"): "WAV audio",
@@ -34,20 +31,13 @@ _MAGIC = {
     (0, b"PK\x03\x04"): "zip (npz)",
     (0, b"%PDF"): "PDF",
 }
-_BINARY = "binary data of unknown type"
+_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
+_PICKLED = tuple(b"\x80" + bytes([version]) for version in range(2, 6))
 _MAX_DEPTH = 4  # nested lists that are described
 _MAX_ENTRIES = 12  # JSON entries that are named
 _ORIENTATION = 274  # EXIF tag
 
 Header = tuple[str, str, int, int, bool]  # format, mode, width, height, rotated by EXIF
-
-
-class Value(NamedTuple):
-    """A field of a sample. data: its first bytes; read_more: reads up to 4 MB of it."""
-
-    size: int
-    data: bytes
-    read_more: Callable[[], bytes]
 
 
 class Range(NamedTuple):
@@ -67,13 +57,13 @@ class ImageSummary:
     """
 
     looked_at: int
-    unreadable: int = 0
-    reason: str = ""
-    formats: dict[str, int] = field(default_factory=dict)
-    modes: dict[str, int] = field(default_factory=dict)
-    width: Range | None = None
-    height: Range | None = None
-    rotated: float = 0.0
+    unreadable: int
+    reason: str
+    formats: dict[str, int]
+    modes: dict[str, int]
+    width: Range | None
+    height: Range | None
+    rotated: float
 
 
 @dataclass(frozen=True)
@@ -90,41 +80,33 @@ class Content:
     images: ImageSummary | None = None
 
 
-class FieldDescriber:
-    """Describes the field `name` from some of its values."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._groups: dict[str, list[Any]] = {}
-
-    def add(self, value: Value) -> None:
-        """Look at a value. More of it may be read until this returns."""
-        kind, detail = _kind(self._name, value)
-        self._groups.setdefault(kind, []).append(detail)
-
-    def content(self) -> Content:
-        """Return the description of the values."""
-        groups = dict(self._groups)
-        if "number" in groups:
-            groups["number"] = groups["number"] + groups.pop("integer", [])
-        kinds = Counter({kind: len(details) for kind, details in groups.items()})
-        texts, entries, images = [], dict[str, str](), None
-        for kind, count in kinds.most_common():
-            details, text = groups[kind], kind
-            if kind == "image":
-                images = _image_summary(details)
-                text = " or ".join(images.formats) + " image" if images.formats else "image"
-            elif kind == "array":
-                text = _array_text(details)
-            elif kind == "JSON":
-                entries, text = _json_text(details)
-            elif kind in ("integer", "number"):
-                text = f"{kind}, {_short(min(details))} to {_short(max(details))}"
-            elif kind == "text":
-                text = f"text (UTF-8), {min(details)} to {max(details)} characters"
-            texts.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
-        description = "; ".join(texts) or "not looked at"
-        return Content(description, kinds.total(), dict(kinds), entries, images)
+def described(name: str, values: Iterable[bytes]) -> Content:
+    """Return the contents of the field `name`, from some of its values."""
+    groups: dict[str, list[Any]] = {}
+    for value in values:
+        kind, detail = _kind(name, value)
+        groups.setdefault(kind, []).append(detail)
+    if "number" in groups:
+        groups["number"] = groups["number"] + groups.pop("integer", [])
+    kinds = Counter({kind: len(details) for kind, details in groups.items()})
+    texts, entries, images = [], dict[str, str](), None
+    for kind, count in kinds.most_common():
+        details, text = groups[kind], kind
+        if kind == "image":
+            images = _image_summary(details)
+            text = _image_text(images)
+        elif kind == "array":
+            text = _array_text(details)
+        elif kind == "JSON":
+            entries = _entries(details)
+            text = f"JSON: {_json_text(entries) or _any_of(map(_json_kind, details))}"
+        elif kind in ("integer", "number"):
+            text = f"{kind}, {_short(min(details))} to {_short(max(details))}"
+        elif kind == "text":
+            text = f"text (UTF-8), {min(details)} to {max(details)} characters"
+        texts.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
+    what = "; ".join(texts) or "not looked at"
+    return Content(what, kinds.total(), dict(kinds), entries, images)
 
 
 def range_of(values: Iterable[float]) -> Range | None:
@@ -136,74 +118,59 @@ def range_of(values: Iterable[float]) -> Range | None:
 # --- one value ------------------------------------------------------------------------------------
 
 
-def _kind(name: str, value: Value) -> tuple[str, Any]:
+def _kind(name: str, data: bytes) -> tuple[str, Any]:
     """Return (type of a value, what the description of its type needs)."""
-    size, data, extension = value.size, value.data, name.rpartition(".")[2]
-    if not size:
+    extension = name.rpartition(".")[2]
+    if not data:
         return "empty", None
-    matches = (kind for (at, magic), kind in _MAGIC.items() if data[at:].startswith(magic))
+    matches = (kind for (at, magic), kind in _MAGIC.items() if data.startswith(magic, at))
     magic = next(matches, None)
     if format_of(data) is not None or (magic is None and is_image(name)):
-        return "image", _image_header(value)
+        return "image", _image_header(data)
     if magic == "array":
         return _array(data)
     if magic is not None:
         return magic, None
-    looks_pickled = data[:1] == b"\x80" and data[1:2] in b"\x02\x03\x04\x05"
-    if extension in _PICKLES or (looks_pickled and extension not in ("json", "txt")):
+    if extension in _PICKLES or (data.startswith(_PICKLED) and extension not in ("json", "txt")):
         return "pickle (never loaded)", None
-    if extension == "json" or data[:1] in (b"{", b"["):
-        whole = data if len(data) == size else value.read_more()
+    if extension == "json" or data.startswith((b"{", b"[")):
         try:
-            return "JSON", parsed_json(whole.decode("utf-8-sig"))
+            return "JSON", parsed_json(data.decode("utf-8-sig"))
         except ValueError:
             if extension == "json":
                 return "invalid JSON", None
-    return _text(size, data)
+    return _text(data)
 
 
-def _text(size: int, data: bytes) -> tuple[str, Any]:
+def _text(data: bytes) -> tuple[str, Any]:
     try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, len(data) == size)
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return _BINARY, None
+        text = "\0"
     if not all(char.isprintable() or char in "\t\r\n" for char in text):
-        return _BINARY, None
+        return "binary data of unknown type", None
     word = text.strip()
-    if len(data) == size and len(word) < 32:
-        if word.isdecimal() and len(word) < 16:
-            return "integer", int(word)
-        try:
-            return "number", float(word)
-        except ValueError:
-            pass
-    return "text", len(text)
+    if word.isdecimal() and len(word) < 16:
+        return "integer", int(word)
+    try:
+        return "number", float(word if len(word) < 32 else "")
+    except ValueError:
+        return "text", len(text)
 
 
 def _array(data: bytes) -> tuple[str, Any]:
     """Return "array" and (dtype, shape, the number if it is a scalar)."""
-    width = 2 if data[6:7] == b"\x01" else 4  # bytes of the field with the header's length
-    length = int.from_bytes(data[8 : 8 + width], "little") + 8 + width
     try:
-        dtype, _, shape = npy_head(bytes(data[:length]))
-        if dtype.hasobject:
-            return "array of Python objects (never loaded)", None
-        is_number = shape == () and dtype.kind in "biuf"
-        number = float(np.frombuffer(data, dtype, 1, length)[0]) if is_number else None
-    except ValueError:
-        return "invalid array", None
-    return "array", (str(dtype), tuple(shape), number)
+        array = npy_array(memoryview(data))
+    except ValueError as error:
+        is_object = "Python objects" in str(error)
+        return "array of Python objects (never loaded)" if is_object else "invalid array", None
+    is_number = array.shape == () and array.dtype.kind in "biuf"
+    return "array", (str(array.dtype), array.shape, float(array) if is_number else None)
 
 
-def _image_header(value: Value) -> Header | str:
+def _image_header(data: bytes) -> Header | str:
     """Return the header of an image, or the reason that it cannot be read."""
-    header = _header_in(value.data)
-    if isinstance(header, str) and len(value.data) < value.size:
-        header = _header_in(value.read_more())
-    return header
-
-
-def _header_in(data: bytes) -> Header | str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images and odd tags
@@ -225,7 +192,7 @@ def _header_in(data: bytes) -> Header | str:
 # --- many values ----------------------------------------------------------------------------------
 
 
-def _image_summary(headers: list[Header | str]) -> ImageSummary:
+def _image_summary(headers: Sequence[Header | str]) -> ImageSummary:
     good = [header for header in headers if not isinstance(header, str)]
     bad = [reason for reason in headers if isinstance(reason, str)]
     return ImageSummary(
@@ -240,37 +207,57 @@ def _image_summary(headers: list[Header | str]) -> ImageSummary:
     )
 
 
-def _array_text(arrays: list[tuple[str, tuple[int, ...], float | None]]) -> str:
+def _image_text(images: ImageSummary) -> str:
+    width, height = images.width, images.height
+    if width is None or height is None:
+        return f"image; none can be read: {images.reason}"
+    sides = f"{width.median} x {height.median}"
+    if width.smallest < width.largest or height.smallest < height.largest:
+        extremes = f"{width.smallest}-{width.largest} x {height.smallest}-{height.largest}"
+        sides = f"{extremes} pixels, median {sides}"
+    total = sum(images.modes.values())
+    modes = [f"{name} {count / total:.0%}" for name, count in images.modes.items()]
+    parts = [
+        " or ".join(images.formats) + " image",
+        sides,
+        ", ".join(modes if len(modes) > 1 else images.modes),
+        *[f"{images.rotated:.0%} rotated by EXIF"] * (images.rotated > 0),
+        *[f"{images.unreadable} unreadable ({images.reason})"] * (images.unreadable > 0),
+        f"by {images.looked_at} headers",
+    ]
+    return "; ".join(parts)
+
+
+def _array_text(arrays: Sequence[tuple[str, tuple[int, ...], float | None]]) -> str:
     dtypes = " or ".join(dict.fromkeys(dtype for dtype, _, _ in arrays))
-    shapes = list(dict.fromkeys(shape for _, shape, _ in arrays))
+    shapes = {shape for _, shape, _ in arrays}
     numbers = [number for _, _, number in arrays if number is not None]
     if len(shapes) == 1 and numbers:
         return f"number in .npy ({dtypes}), {_short(min(numbers))} to {_short(max(numbers))}"
-    if len(shapes) == 1:
-        return f"{dtypes} array [{', '.join(map(str, shapes[0]))}]"
     if len({len(shape) for shape in shapes}) > 1:
         return f"{dtypes} array, number of dimensions varies"
     sides = [
         f"{min(side)}-{max(side)}" if min(side) < max(side) else str(side[0])
         for side in zip(*shapes, strict=True)
     ]
-    return f"{dtypes} array [{', '.join(sides)}], shape varies"
+    return f"{dtypes} array [{', '.join(sides)}]{', shape varies' * (len(shapes) > 1)}"
 
 
-def _json_text(documents: list[Any]) -> tuple[dict[str, str], str]:
-    """Return (type of each entry of the objects, description)."""
+def _entries(documents: Sequence[Any]) -> dict[str, str]:
+    """Return the type of each entry of the objects among JSON documents."""
     objects = [document for document in documents if isinstance(document, dict)]
-    if not objects:
-        return {}, f"JSON: {_any_of(map(_json_kind, documents))}"
-    counts = Counter(name for document in objects for name in document)
     entries = {}
-    for name, count in counts.items():
-        share = f", in {count / len(documents):.0%}" if count < len(documents) else ""
+    for name, count in Counter(name for document in objects for name in document).items():
         kinds = _any_of(_json_kind(document[name]) for document in objects if name in document)
+        share = f", in {count / len(documents):.0%}" * (count < len(documents))
         entries[printable(name)] = kinds + share
-    shown = [f"{name} ({kind})" for name, kind in list(entries.items())[:_MAX_ENTRIES]]
-    more = f", and {len(entries) - _MAX_ENTRIES} more" if len(entries) > _MAX_ENTRIES else ""
-    return entries, f"JSON: {', '.join(shown)}{more}"
+    return entries
+
+
+def _json_text(entries: dict[str, str]) -> str:
+    shown = [f"{name} ({kind})" for name, kind in entries.items()][:_MAX_ENTRIES]
+    more = f", and {len(entries) - _MAX_ENTRIES} more" * (len(entries) > _MAX_ENTRIES)
+    return ", ".join(shown) + more
 
 
 def _any_of(kinds: Iterable[str]) -> str:
@@ -282,9 +269,8 @@ def _any_of(kinds: Iterable[str]) -> str:
 
 def _json_kind(value: Any, depth: int = 0) -> str:
     if isinstance(value, list):
-        inner = ""
-        if depth < _MAX_DEPTH:
-            inner = _any_of(_json_kind(item, depth + 1) for item in value[:100])
+        shown = value[:100] if depth < _MAX_DEPTH else []
+        inner = _any_of(_json_kind(item, depth + 1) for item in shown)
         return f"list of {inner}" if inner else "list"
     names = {bool: "flag", int: "integer", float: "number", str: "text", dict: "object"}
     return names.get(type(value), "null")

@@ -1,1 +1,0 @@
-"""Counts, sizes, values, images, labels and provenance of shards, estimated or exact."""
