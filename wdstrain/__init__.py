@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from wdstrain.training.callbacks import Callback
     from wdstrain.training.evaluate import evaluate
     from wdstrain.training.export import export
-    from wdstrain.training.inference import predict
+    from wdstrain.training.predict import predict
     from wdstrain.training.train import train
     from wdstrain.tuning.bench import bench
     from wdstrain.tuning.result import Bench
@@ -153,7 +153,7 @@ _NAMES = {
     "training.evaluate": "evaluate",
     "training.callbacks": "Callback",
     "training.export": "export",
-    "training.inference": "predict",
+    "training.predict": "predict",
     "training.train": "train",
     "tuning.bench": "bench",
     "tuning.result": "Bench",

@@ -187,7 +187,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/optim.py": ("tests/training/test_recipes.py",),
     "training/weights.py": ("tests/training/test_recipes.py",),
-    "training/head_metrics.py": (
+    "training/metrics.py": (
+        "tests/training/test_recipes.py",
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
         "tests/training/test_scores.py",
     ),
@@ -662,7 +663,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     # --- training ---
     "training/optim.py": [
-        ("plateau-patience", "if waited == patience:", "if waited == patience + 1:"),
         ("no-decay-of-vectors", "if parameter.ndim > 1\n", "if parameter.ndim >= 1\n"),
         (
             "decay-of-layers",
@@ -705,21 +705,24 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "value > best + min_delta if maximize",
             "value >= best + min_delta if maximize",
         ),
-        ("patience-resets", "reference, waited = value, 0", "reference, waited = value, 1"),
+        ("patience-resets", "best, waited = value, 0", "best, waited = value, 1"),
         (
-            "patience-ends",
-            "if not 0 < self._config.patience <= since_best:",
-            "if not 0 < self._config.patience < since_best:",
+            "plateau-patience",
+            "waited > 0 and waited % patience == 0",
+            "waited > 0 and waited % patience == 1",
         ),
-    ],
-    "training/head_metrics.py": [
         (
             "ranks-half",
             "below = without.cumsum(1) - without / 2",
             "below = without.cumsum(1) - without",
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
-        ("variance-of-labels", "/ count - mean_offset**2)", "/ count - mean_offset)"),
+        ("variance-of-labels", "square - mean_offset**2)", "square - mean_offset)"),
+        (
+            "patience-ends",
+            "if not 0 < self._config.patience <= since_best:",
+            "if not 0 < self._config.patience < since_best:",
+        ),
     ],
     "training/run.py": [
         (

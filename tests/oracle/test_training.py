@@ -313,7 +313,7 @@ class Case:
         inputs = input_options(self.drawn, training=False) if is_own else {}
         return {"model": self.model, "device": "cpu", "progress": Watch(), **inputs}
 
-    def evaluate(self, name: str = "last") -> dict[str, float]:
+    def evaluate(self, name: str = "last") -> dict[str, Any]:
         options = {**TOLERANT, "criterion": self.drawn.criterion, **self.trained()}
         return wt.evaluate(self.checkpoint(name), self.folder / "val", **options)[1]
 
@@ -399,10 +399,14 @@ def check_best(case: Case) -> None:
 def check_evaluate(case: Case) -> None:
     """Check that `evaluate` repeats the validation, and scores as the plain loop does."""
     metrics = case.evaluate()
+    classes = metrics.pop("classes", {})
     compare_metrics(metrics, case.plain.score(case.net()))
     if case.drawn.val == "val" and case.drawn.limit_val_batches is None:
         assert metrics == {name: case.result.val[name] for name in metrics}
-        assert case.evaluate("best") == {name: case.result.best[name] for name in metrics}
+        assert classes == case.result.epochs[-1].get("classes", {})
+        best = case.evaluate("best")
+        best.pop("classes", None)
+        assert best == {name: case.result.best[name] for name in metrics}
 
 
 def check_predict(case: Case) -> None:
@@ -419,7 +423,9 @@ def check_predict(case: Case) -> None:
         np.array([predicted_value(row, label, kind, case.folder) for row in good])
         for label, kind, _ in plain.heads
     ]
-    compare_metrics(case.evaluate(), plain.metrics(predicted, [row["key"] for row in good]))
+    metrics = case.evaluate()
+    metrics.pop("classes", None)
+    compare_metrics(metrics, plain.metrics(predicted, [row["key"] for row in good]))
 
 
 def predicted_value(row: dict[str, str], label: str, kind: str, folder: Path) -> Any:
@@ -428,7 +434,7 @@ def predicted_value(row: dict[str, str], label: str, kind: str, folder: Path) ->
         return float(row[label])
     if kind == "mask":
         return np.array(Image.open(folder / row[label]))
-    shares = np.array([float(row[f"{label}={name}"]) for name in NAMES[label]])
+    shares = np.array([float(row[f"{label}_{name}"]) for name in NAMES[label]])
     chosen = shares > 0.5 if kind == "multi" else shares == shares.max()
     assert row[label] == "|".join(np.array(NAMES[label])[chosen])
     return chosen if kind == "multi" else shares.argmax()

@@ -44,8 +44,7 @@ IMPORTED = (
     "wdstrain.inspection.show.api",
     "wdstrain.inspection.verify",
     "wdstrain.training.train",
-    "wdstrain.training.inference",
-    "wdstrain.training.prediction_table",
+    "wdstrain.training.predict",
     "wdstrain.tuning.bench",
 )
 

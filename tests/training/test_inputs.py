@@ -195,8 +195,8 @@ def test_a_model_of_several_inputs_is_resumed_scored_predicted_and_exported(
         pixels = torch.from_numpy(decoded(png(n)).copy())[None].float()
         x, age = torch.full((1, 3), n / 40), torch.tensor([n / 2])
         shares = program(pixels, x, age).softmax(1)[0].tolist()
-        assert [float(row[f"label={name}"]) for name in CLASSES] == pytest.approx(shares, abs=1e-5)
-        assert row["label true"] == CLASSES[n % 3]
+        assert [float(row[f"label_{name}"]) for name in CLASSES] == pytest.approx(shares, abs=1e-5)
+        assert row["label_true"] == CLASSES[n % 3]
     about = json.loads((tmp_path / "m.pt2.json").read_text())["inputs"]
     assert [(i["name"], i["shape"]) for i in about] == [
         ("image", [None, 3, 8, 8]),
@@ -436,7 +436,7 @@ def test_evaluate_and_predict_take_the_transform_again(shards: Sets, tmp_path: P
     assert wt.evaluate(last, val, **inputs)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
     wt.predict(last, val, tmp_path / "p.csv", **inputs)
     rows = rows_of(tmp_path / "p.csv")
-    assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
+    assert [row["label_true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
     images = tmp_path / "images"
     images.mkdir()
     for n in range(24, 40):
@@ -463,7 +463,7 @@ def test_a_transform_predicts_shards_without_labels(shards: Sets, tmp_path: Path
     for urls, options in ((tmp_path / "new", {"transform": without_label}), (shards.val, {})):
         wt.predict(last, urls, tmp_path / "p.csv", model=One, **options)
         probabilities.append(
-            {row["key"]: row["label probability"] for row in rows_of(tmp_path / "p.csv")}
+            {row["key"]: row["label_probability"] for row in rows_of(tmp_path / "p.csv")}
         )
     assert probabilities[0] == probabilities[1]
 
@@ -496,10 +496,11 @@ def wrong(**entries: Any) -> Any:
         (lambda sample: {"image": "text"}, "returned image as str: must be numbers"),
         (wrong(image=[1, 2]), "returned image as list: must be numbers"),
         (lambda sample: {"target cls": 1.0}, "names an input 'target cls', as a batch names"),
-        (wrong(label=3), "must be a class number from 0 to 2"),
-        (wrong(label=1.5), "must be a class number"),
-        (wrong(label="dog"), "must be one of the 3 classes"),
-        (wrong(label=[0, 1]), "must be a finite number"),
+        (wrong(label=3), "3 is not a class: they are 0 to 2"),
+        (wrong(label=1.5), "'1.5' is not a whole number and none of the 3 classes"),
+        (wrong(label=np.float32(1.5)), "'1.5' is not a whole number and none of the 3 classes"),
+        (wrong(label="dog"), "'dog' is not a whole number and none of the 3 classes"),
+        (wrong(label=[0, 1]), r"'\[0, 1\]' is not a whole number and none of the 3 classes"),
         (wrong(other=1.0), "does not take the keyword arguments image, other"),
         ("scaled", "must be a function of a sample"),
     ],
@@ -636,7 +637,7 @@ def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
     train(bare, tmp_path / "run", label="cls", classes=CLASSES, image_size=8)
     wt.predict(checkpoint(tmp_path / "run"), bare.val, tmp_path / "p.csv")
     rows = rows_of(tmp_path / "p.csv")
-    assert [row["label true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
+    assert [row["label_true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
 
 
 def test_a_text_that_is_a_name_and_another_number_is_no_label(tmp_path: Path) -> None:

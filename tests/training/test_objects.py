@@ -206,18 +206,18 @@ def test_metrics_equal_scikit_learn_without_empty_classes(shards: Path, tmp_path
     assert (done.rows, done.bad) == (VAL, 0)
     rows = pq.read_table(table).to_pylist()
     assert {len(row["embedding"]) for row in rows} == {6}
-    true = [row["cls true"] for row in rows]
+    true = [row["cls_true"] for row in rows]
     predicted = [row["cls"] for row in rows]
     val = run.val
     assert val["cls/balanced_accuracy"] == pytest.approx(balanced_accuracy_score(true, predicted))
     assert val["cls/f1"] == pytest.approx(f1_score(true, predicted, average="macro"))
-    has = np.array([["x" in row["tags true"], "y" in row["tags true"]] for row in rows])
-    shares = np.array([[float(row["tags=x"]), float(row["tags=y"])] for row in rows])
+    has = np.array([["x" in row["tags_true"], "y" in row["tags_true"]] for row in rows])
+    shares = np.array([[float(row["tags_x"]), float(row["tags_y"])] for row in rows])
     assert val["tags/mAP"] == pytest.approx(
         np.mean([average_precision_score(has[:, i], shares[:, i]) for i in range(2)]), abs=0.01
     )
     assert val["tags/classes_without_positives"] == 1
-    best = np.array([[float(row[f"cls={name}"]) for name in "abc"] for row in rows])
+    best = np.array([[float(row[f"cls_{name}"]) for name in "abc"] for row in rows])
     right = np.array(true) == np.array(predicted)
     bins = np.minimum((best.max(1) * 15).astype(int), 14)
     error = sum(abs(best.max(1)[bins == b].sum() - right[bins == b].sum()) for b in np.unique(bins))
@@ -324,5 +324,5 @@ def test_numbers_of_predictions_are_numbers_in_parquet(shards: Path, tmp_path: P
     read = pq.read_table(table)
     kinds = {field.name: str(field.type) for field in read.schema}
     assert kinds["cls"] == kinds["error"] == "string"
-    assert kinds["cls probability"] == kinds["cls=a"] == "double"
+    assert kinds["cls_probability"] == kinds["cls_a"] == "double"
     assert read["error"].null_count == VAL

@@ -27,12 +27,17 @@ from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead
 from wdstrain.training.inputs import Normalization
-from wdstrain.training.metrics import EvalMetrics, default_monitor, is_better, is_maximized
+from wdstrain.training.metrics import (
+    EvalMetrics,
+    count_plateaus,
+    default_monitor,
+    is_better,
+    is_maximized,
+)
 from wdstrain.training.models import build, last_layer
 from wdstrain.training.optim import (
     ModelEMA,
     Schedule,
-    count_plateaus,
     make_optimizer,
     parameter_groups,
 )

@@ -58,16 +58,13 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return find
 
 
-TABLE = known_fault("training/table_of_predictions_hard_to_read")
-
-
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("binary", marks=TABLE),
-        pytest.param("class", marks=TABLE),
-        pytest.param("multi", marks=TABLE),
-        pytest.param("number", marks=TABLE),
+        "binary",
+        "class",
+        "multi",
+        "number",
     ],
 )
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -86,7 +83,6 @@ def test_columns_of_predictions_are_plain_names(
     assert [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)] == []
 
 
-@TABLE
 @pytest.mark.parametrize("source", ["evaluate", "train", "metrics.jsonl"])
 def test_counts_of_samples_are_whole_numbers_in_json(
     labeled: Callable[[str], tuple[Path, Path]],
@@ -109,7 +105,6 @@ def test_counts_of_samples_are_whole_numbers_in_json(
     assert isinstance(metrics["bad"], int)
 
 
-@known_fault("training/evaluate_tells_nothing_per_class")
 @pytest.mark.parametrize("kind", ["binary", "class", "multi"])
 def test_the_json_of_evaluate_has_results_of_each_class(
     labeled: Callable[[str], tuple[Path, Path]], kind: str, capsys: pytest.CaptureFixture[str]
@@ -207,7 +202,7 @@ class Corner:
     "source",
     [
         "shards",
-        pytest.param("files", marks=known_fault("training/predict_own_field_memory")),
+        "files",
     ],
 )
 def test_the_array_of_an_own_field_starts_with_zeros(
@@ -310,10 +305,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "run" / "report.html").read_text()
 
 
-CUT = known_fault("training/confusion_cut")
-
-
-@CUT
 def test_numbers_of_a_confusion_matrix_do_not_break_over_lines(report: str) -> None:
     """Cells of tables may break anywhere, so those of the matrix need a rule of their own."""
     assert "Confusion matrix" in report
@@ -326,7 +317,6 @@ def test_numbers_of_a_confusion_matrix_do_not_break_over_lines(report: str) -> N
     assert not may_break or any("matrix" in selector for selector in whole)
 
 
-@CUT
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1200, 1920])
 def test_a_confusion_matrix_of_twelve_classes_is_not_cut(

@@ -176,7 +176,7 @@ def test_balanced_tag_weights_balance_samples_with_and_without_a_tag(
     options = {"model": Blind, "fields": {"image": image(4)}, "probabilities": True}
     wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", **options)
     row = next(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
-    assert low <= float(row["y=b"]) <= high
+    assert low <= float(row["y_b"]) <= high
 
 
 def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
     )
     with open(tmp_path / "p.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    predicted, true = (np.array([float(row[name]) for row in rows]) for name in ("y", "y true"))
+    predicted, true = (np.array([float(row[name]) for row in rows]) for name in ("y", "y_true"))
     assert sorted(true) == sorted(values)
     assert scores["mse"] == pytest.approx(mean_squared_error(true, predicted), rel=1e-5)
     assert scores["mae"] == pytest.approx(mean_absolute_error(true, predicted), rel=1e-5)
@@ -271,7 +271,7 @@ def test_a_table_of_predictions_has_the_ranks_of_the_metrics(tmp_path: Path) -> 
     with open(tmp_path / "p.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     areas = [
-        roc_auc_score([row["y true"] == c for row in rows], [float(row[f"y={c}"]) for row in rows])
+        roc_auc_score([row["y_true"] == c for row in rows], [float(row[f"y_{c}"]) for row in rows])
         for c in CLASSES[:3]
     ]
     assert scores["auroc"] == pytest.approx(np.mean(areas), abs=0.002)

@@ -213,7 +213,7 @@ def test_an_unreadable_label_does_not_hide_the_prediction(
     )
     rows = rows_of(tmp_path / "p.csv")
     assert all(row["y"] for row in rows)
-    assert [row["y true"] for row in rows] == ["0.5", "", "1", ""]
+    assert [row["y_true"] for row in rows] == ["0.5", "", "1", ""]
     assert [row["error"] != "" for row in rows] == [False, True, False, True]
     assert "cow" in rows[1]["error"]
     assert done.bad == 2
@@ -242,7 +242,7 @@ def test_true_numbers_have_all_their_digits(tmp_path: Path) -> None:
     wt.pack(samples, tmp_path / "set", labels=[label], shuffle=False)
     wt.train(tmp_path / "set", tmp_path / "run", **QUICK)
     wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "set", tmp_path / "p.csv")
-    assert [float(row["price true"]) for row in rows_of(tmp_path / "p.csv")] == values
+    assert [float(row["price_true"]) for row in rows_of(tmp_path / "p.csv")] == values
 
 
 # --- images of every kind ---
@@ -284,7 +284,7 @@ def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
     for key, row in rows.items():
         model_input = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
         assert float(exported(model_input.float()).detach().sigmoid()) == pytest.approx(
-            float(row["label=1"]), abs=1e-4
+            float(row["label_1"]), abs=1e-4
         )
 
 

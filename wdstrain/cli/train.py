@@ -257,7 +257,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _predict(arguments: argparse.Namespace) -> int:
     _check_checkpoint(arguments.checkpoint)
-    from wdstrain.training.inference import predict
+    from wdstrain.training.predict import predict
 
     chosen = selected(arguments)
     addresses = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else chosen

@@ -154,9 +154,11 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
 .bar{width:70%}
 .matrix th{vertical-align:middle}
-.matrix td{text-align:center;min-width:34px;padding:5px;border:1px solid var(--line)}
-.matrix tr:first-child th{padding:2px 4px;font-size:12px;text-align:center;max-width:110px;
-  overflow:hidden;text-overflow:ellipsis}
+.matrix th,.matrix td{white-space:nowrap;overflow-wrap:normal}
+.matrix td{text-align:center;min-width:24px;padding:5px;border:1px solid var(--line)}
+.matrix tr:first-child th{padding:4px 2px;font-size:12px;writing-mode:vertical-rl;
+  transform:rotate(180deg);max-height:110px;overflow:hidden;text-overflow:ellipsis}
+.cards>.card:has(.matrix){grid-column:1/-1}
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}
 .shown img{width:100%;height:auto;border-radius:4px}

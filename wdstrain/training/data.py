@@ -37,9 +37,8 @@ from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
-from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.heads import Head, MaskHead, NumberHead
 from wdstrain.training.inputs import InputSource
-from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.

@@ -15,7 +15,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
 from wdstrain.training.epoch_sums import STAGES, StageTimer
 from wdstrain.training.heads import NumberHead
-from wdstrain.training.metrics import Monitor, metric_text
+from wdstrain.training.metrics import Monitor, class_shares, metric_text
 from wdstrain.training.run import Run
 from wdstrain.training.tasks import Task
 
@@ -24,7 +24,6 @@ _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 
 _LOOK_SECONDS = 0.5  # between looks at the loss, for which a GPU is waited for
 _MOST_CLASSES = 8  # classes whose samples are counted in the first lines of a run
-_MOST_RECALLS = 100  # classes whose recalls are in the line of an epoch
 
 # (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
 Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
@@ -56,11 +55,7 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
         return metrics
     metrics |= {name: dict(values) for name, (values, _) in passes.items()}
     _add_baselines(run.task, metrics)
-    classes = {
-        name: head["classes"]
-        for name, head in passes["val"][1]["heads"].items()
-        if 0 < len(head.get("classes", ())) <= _MOST_RECALLS
-    }
+    classes = class_shares(passes["val"][1]["heads"])
     return metrics | ({"classes": classes} if classes else {})
 
 
@@ -79,9 +74,9 @@ def _training_figures(
         "stall": stall_share(seconds),
     }
     for head in task.heads:
-        if head.train_sum is not None:
+        if head.train_metric is not None:
             value = sums[f"head {head.name}"] / max(1.0, samples)
-            metrics[task.metric_name(head, head.train_sum)] = value
+            metrics[task.metric_name(head, head.train_metric)] = value
     return metrics
 
 
@@ -98,7 +93,7 @@ def _add_baselines(task: Task, metrics: dict[str, Any]) -> None:
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """Return loss, accuracy and stall of the epoch so far."""
-    heads = [head for head in task.heads if head.train_sum == "accuracy"]
+    heads = [head for head in task.heads if head.train_metric == "accuracy"]
     accuracy = ""
     if len(heads) == 1:
         accuracy = f", acc {sums[f'head {heads[0].name}'] / max(1.0, sums['samples']):.1%}"

@@ -56,7 +56,7 @@ class EpochSums:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
-        heads = [f"head {head.name}" for head in task.heads if head.train_sum is not None]
+        heads = [f"head {head.name}" for head in task.heads if head.train_metric is not None]
         self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
@@ -77,9 +77,8 @@ class EpochSums:
         sums = [losses.sum(), count, overflowed, none, none]
         columns = self._task.split(outputs)
         for head, own, target in zip(self._task.heads, columns, targets, strict=True):
-            values = head.train_values(own, target)
-            if values is not None:
-                sums.append(values.double().sum())
+            if head.train_metric is not None:
+                sums.append(head.train_values(own, target).double().sum())
         self.values += torch.stack(sums)
 
     def add_skipped(self, is_skipped: Tensor) -> None:

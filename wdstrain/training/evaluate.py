@@ -24,7 +24,7 @@ from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.fsdp import is_sharded
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
-from wdstrain.training.metrics import EvalMetrics
+from wdstrain.training.metrics import EvalMetrics, class_shares
 from wdstrain.training.optim import autocast
 from wdstrain.training.previews import PreviewCollector
 from wdstrain.training.tasks import Criterion, Task
@@ -32,8 +32,10 @@ from wdstrain.training.tasks import Criterion, Task
 
 @takes(EvaluateArguments)
 @WorkerDeathsAsErrors()
-def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
+def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
     """Return (task, metrics) of a checkpoint on shards; every sample counts once.
+
+    "classes" among the metrics has the recall, of masks the IoU, of each class by label.
 
     Under torchrun all processes share the samples.
     """
@@ -60,8 +62,9 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
             criterion=arguments.criterion,
             metrics=arguments.metrics or {},
         )
-        metrics, _ = evaluate_pass(loaded.model.to(device), loader, setup, "evaluating")
-    return task, metrics
+        metrics, details = evaluate_pass(loaded.model.to(device), loader, setup, "evaluating")
+    classes = class_shares(details["heads"])
+    return task, metrics | ({"classes": classes} if classes else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +139,10 @@ def evaluate_pass(
                 break
     values, details = metrics.compute(setup.distributed.reduce)
     bad = torch.tensor([loader.report()["bad"]], device=setup.device)
-    values["bad"] = float(setup.distributed.reduce(bad).item())
-    gallery = PreviewCollector.merged(gather(previews.best()))
+    values["bad"] = int(setup.distributed.reduce(bad).item())
+    gallery = PreviewCollector.merged(gather(previews.best))
     for name, numbers in previews.numbers.items():
-        details[name] = {"points": [point for part in gather(numbers.points) for point in part]}
+        details[name]["points"] = [point for part in gather(numbers.points) for point in part]
     return values, {"heads": details, "gallery": gallery}
 
 

@@ -42,9 +42,9 @@ class FieldSource:
         images = (field for _, field in self.inputs if isinstance(field, Image))
         return task.target_fields(next(images, None))
 
-    def bytes_options(self, fields: Mapping[str, str]) -> dict[str, Any]:
-        names = self.inputs[0][1].names
-        read = {name: _FieldBytes(field, names) for name, field in fields.items()}
+    def bytes_options(self, fields: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        others = self.inputs[0][1].names
+        read = {name: _FieldBytes(own, others) for name, own in fields.items()}
         return {"fields": {**self.fields, **read}, "on_error": "mark"}
 
     def read_file(self, key: str, extension: str, data: bytes) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ class FieldSource:
             )
         ((name, field),) = self.inputs
         example = _example(name, field, self.title)
-        out = np.empty(example.shape, example.dtype)
+        out = np.zeros(example.shape, example.dtype)
         field.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
         value = torch.from_numpy(out)
         return {name: value.permute(2, 0, 1) if example.channels_last else value}
@@ -67,18 +67,18 @@ class FieldSource:
 
 @dataclass(frozen=True)
 class _FieldBytes:
-    """Field that gives the bytes of a tar field; empty for a sample without it."""
+    """Field that gives the bytes of the first of some tar fields; empty for a sample without any."""
 
-    field: str
-    others: tuple[str, ...]  # so that a sample without the field has one to be found by
+    own: tuple[str, ...]
+    others: tuple[str, ...]  # so that a sample without them has one to be found by
     example: None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.field, *self.others)
+        return (*self.own, *self.others)
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> bytes:
-        return bytes(data) if name == self.field else b""
+        return bytes(data) if name in self.own else b""
 
 
 def check_fields(fields: Any, title: str) -> None:

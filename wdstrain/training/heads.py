@@ -1,4 +1,4 @@
-"""Heads: one class per kind of label, with its loss and its predictions in words; see `mask_head`.
+"""Heads: one class per kind of label, with its target, its loss and what its outputs say.
 
 A head reads its target from a batch, takes its columns of the model's output, and gives one loss
 per sample. Its metrics are in `metrics`.
@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wdstrain.decode.fields import Field
+from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.labels import field_of
-from wdstrain.errors import SampleError
+from wdstrain.decode.masks import IGNORED, mask_like
+from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
+
+_SHOWN = 3  # classes of a mask in words
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Head(ABC):
 
     kind: ClassVar[str]
     main_metric: ClassVar[str]  # chooses the best checkpoint
-    train_sum: ClassVar[str | None] = "accuracy"  # metric of the training epoch, if there is one
+    train_metric: ClassVar[str | None] = None  # of the training epoch, if there is one
 
     @property
     def name(self) -> str:
@@ -60,38 +61,20 @@ class Head(ABC):
         return (self.outputs,)
 
     def field(self, image: Field | None = None) -> Field:
-        """Return the field that reads the target: int64[b], class numbers.
-
-        image: field of the images, which masks follow.
-        """
-        return replace(field_of(self.target), classes=self.classes)
+        """Return the field that reads the target. image: field of the images, which masks follow."""
+        return field_of(self.target)
 
     def checked_target(self, value: Any) -> Any:
-        """Return a label that a transform returned, as `field` reads it.
-
-        value: number or name of a class. Raises SampleError for a value that is none.
-        """
-        if isinstance(value, str):
-            position = self._class_number(value)
-            if value.isdecimal() and int(value) != position and int(value) < len(self.classes):
-                raise SampleError(
-                    f"{self.name} is the text {value!r}, the name of one class and the number of "
-                    f"another: return the number as an integer"
-                )
-            return position
-        number = as_float(value, self.name)
-        if number != int(number) or not 0 <= number < len(self.classes):
+        """Return a label that a transform returned as `field` reads it; SampleError if it is none."""
+        plain = value.item() if hasattr(value, "item") and not value.shape else value
+        reader = field_of(self.target)
+        target = reader.delivered(plain)
+        if isinstance(plain, str) and target != replace(reader, by_name=True).delivered(plain):
             raise SampleError(
-                f"{self.name} is {value}: must be a class number from 0 to {len(self.classes) - 1}"
+                f"{self.name} is the text {plain!r}, the name of one class and the number of "
+                f"another: return the number as an integer"
             )
-        return int(number)
-
-    def _class_number(self, name: str) -> int:
-        if name not in self.classes:
-            raise SampleError(
-                f"{self.name} is {name[:80]!r}: must be one of the {len(self.classes)} classes"
-            )
-        return self.classes.index(name)
+        return target
 
     @abstractmethod
     def losses(
@@ -112,66 +95,39 @@ class Head(ABC):
         """Return (outputs, target) as a criterion of the user's gets them."""
         return outputs, target
 
+    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (predictions, target) as torchmetrics expects them."""
+        return self.probabilities(outputs), target.long()
+
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor | None:
         """Return weights with which rare classes count as much as frequent ones.
 
         float32[classes], whose mean over the samples is 1. None for numbers.
         """
-        found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
-        present = found > 0
-        balanced = found.sum() / (present.sum() * found.clamp(min=1))
-        return torch.where(present, balanced, torch.ones_like(found))
+        counted = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
+        present = counted > 0
+        balanced = counted.sum() / (present.sum() * counted.clamp(min=1))
+        return torch.where(present, balanced, torch.ones_like(counted))
 
-    @abstractmethod
-    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor | None:
-        """Return values [b] whose mean over an epoch of training is shown as `train_sum`."""
+    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return values [b] whose mean over an epoch of training is `train_metric`."""
+        raise NotImplementedError
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return the probability of each class, [b, classes]."""
         return outputs.softmax(1)
 
-    def predicted_classes(self, outputs: Tensor) -> list[str]:
-        """Return the predicted classes of one row of outputs."""
-        return [self.classes[int(self.probabilities(outputs[None])[0].argmax())]]
+    @abstractmethod
+    def predicted(self, outputs: Tensor) -> list[Any]:
+        """Return what is predicted for each row: a class, a list of them, a number or a mask."""
 
-    def true_classes(self, target: Tensor) -> list[str]:
-        """Return the true classes of one target."""
-        return [self.classes[int(target)]]
+    @abstractmethod
+    def true(self, target: Tensor) -> list[Any]:
+        """Return the targets of a batch in the form of `predicted`."""
 
-    def prediction_text(self, outputs: Tensor) -> str:
-        """Return the prediction of one row of outputs in words."""
-        best = float(self.probabilities(outputs[None]).max())
-        return f"{self.predicted_classes(outputs)[0]} {best:.0%}"
-
-    def target_text(self, target: Tensor) -> str:
-        """Return one target in words."""
-        return "|".join(self.true_classes(target))
-
-    def is_wrong(self, outputs: Tensor, target: Tensor) -> bool:
-        """Return whether one prediction is another class than the target."""
-        return self.predicted_classes(outputs) != self.true_classes(target)
-
-    def compact(self, outputs: Tensor) -> Tensor:
-        """Return what a prediction keeps of the outputs."""
-        return outputs
-
-    def columns(self, *, probabilities: bool) -> list[str]:
-        """Return the names of a table's columns for predictions."""
-        names = [self.name, f"{self.name} probability"]
-        return names + ([f"{self.name}={name}" for name in self.classes] if probabilities else [])
-
-    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
-        """Return the cells of one row of outputs, for `columns`."""
-        shares = self.probabilities(outputs[None].double())[0].tolist()
-        best = max(range(len(shares)), key=shares.__getitem__)
-        cells = [self.classes[best], f"{shares[best]:.9g}"]
-        return cells + ([f"{share:.9g}" for share in shares] if probabilities else [])
-
-    def picture(
-        self, pixels: npt.NDArray[np.uint8], outputs: Tensor, target: Tensor
-    ) -> npt.NDArray[np.uint8]:
-        """Return the picture of a sample in the report. uint8[h, w, 3] each."""
-        return pixels
+    def text(self, value: Any) -> str:
+        """Return a prediction or a target in words."""
+        return str(value)
 
     @abstractmethod
     def describe(self) -> str:
@@ -180,10 +136,15 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class ClassHead(Head):
-    """One of several classes: cross entropy over one logit per class."""
+    """One of several classes: cross entropy over one logit per class.
+
+    ignored: number of targets without a class.
+    """
 
     kind: ClassVar[str] = "class"
     main_metric: ClassVar[str] = "accuracy"
+    train_metric: ClassVar[str | None] = "accuracy"
+    ignored: ClassVar[int] = -1
 
     def losses(
         self,
@@ -194,22 +155,36 @@ class ClassHead(Head):
         weights: Tensor | None = None,
     ) -> Tensor:
         return functional.cross_entropy(
-            outputs, target, weight=weights, label_smoothing=smoothing, reduction="none"
+            outputs,
+            target,
+            weight=weights,
+            label_smoothing=smoothing,
+            ignore_index=self.ignored,
+            reduction="none",
         )
 
+    def numbers(self, outputs: Tensor) -> Tensor:
+        """Return the number of the most likely class of each row."""
+        return outputs.argmax(1)
+
     def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return outputs.argmax(1) == (target.argmax(1) if target.ndim == 2 else target)
+        return self.numbers(outputs) == (target.argmax(1) if target.ndim == 2 else target)
+
+    def predicted(self, outputs: Tensor) -> list[Any]:
+        return self.true(self.numbers(outputs))
+
+    def true(self, target: Tensor) -> list[Any]:
+        return [self.classes[number] for number in target.tolist()]
 
     def describe(self) -> str:
         return f"one of {len(self.classes)} classes"
 
 
 @dataclass(frozen=True)
-class BinaryHead(Head):
+class BinaryHead(ClassHead):
     """One of two classes: one logit, for the second class."""
 
     kind: ClassVar[str] = "binary"
-    main_metric: ClassVar[str] = "accuracy"
 
     @property
     def outputs(self) -> int:
@@ -230,8 +205,11 @@ class BinaryHead(Head):
         """Return outputs [b, 2], whose softmax is the probability of each class, and the target."""
         return torch.cat([torch.zeros_like(outputs), outputs], 1), target
 
-    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs[:, 0] > 0).long() == (target.argmax(1) if target.ndim == 2 else target)
+    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs[:, 0].sigmoid(), target
+
+    def numbers(self, outputs: Tensor) -> Tensor:
+        return (outputs[:, 0] > 0).long()
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         second = outputs.sigmoid()
@@ -243,23 +221,15 @@ class BinaryHead(Head):
 
 @dataclass(frozen=True)
 class MultiLabelHead(Head):
-    """Any number of classes at once: one logit per class."""
+    """Any number of classes at once: one logit per class. Targets are float32[b, classes], 0 or 1."""
 
     kind: ClassVar[str] = "multi"
     main_metric: ClassVar[str] = "mAP"
-    train_sum: ClassVar[str | None] = None
-
-    def field(self, image: Field | None = None) -> Field:
-        """Return the field that reads the target: float32[b, classes], 0 or 1."""
-        return replace(field_of(self.target), classes=self.classes)
 
     def checked_target(self, value: Any) -> Tensor:
         """Return flags, float32[classes]. value: names of classes, or a flag for each class."""
         if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-            numbers = [self._class_number(name) for name in value]
-            flags = torch.zeros(len(self.classes))
-            flags[numbers] = 1
-            return flags
+            return torch.as_tensor(super().checked_target(list(value)))
         flags = torch.as_tensor(value, dtype=torch.float32)
         if flags.shape != (len(self.classes),) or not ((flags == 0) | (flags == 1)).all():
             raise SampleError(
@@ -280,33 +250,23 @@ class MultiLabelHead(Head):
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
         """Return float32[classes, 2]: for samples without the class and with it."""
-        found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
-        both = torch.stack([samples - found, found], 1)
+        counted = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
+        both = torch.stack([samples - counted, counted], 1)
         balanced = samples / (2 * both.clamp(min=1))
         return torch.where((both > 0).all(1, keepdim=True), balanced, torch.ones_like(both))
-
-    def train_values(self, outputs: Tensor, target: Tensor) -> None:
-        return None
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
-    def predicted_classes(self, outputs: Tensor) -> list[str]:
-        shares = self.probabilities(outputs[None])[0].tolist()
-        return [name for name, share in zip(self.classes, shares, strict=True) if share > 0.5]
+    def predicted(self, outputs: Tensor) -> list[Any]:
+        return self.true(self.probabilities(outputs.double()))
 
-    def true_classes(self, target: Tensor) -> list[str]:
-        return [n for n, share in zip(self.classes, target.tolist(), strict=True) if share > 0.5]
+    def true(self, target: Tensor) -> list[Any]:
+        rows = (target > 0.5).tolist()
+        return [[n for n, has in zip(self.classes, row, strict=True) if has] for row in rows]
 
-    def prediction_text(self, outputs: Tensor) -> str:
-        return "|".join(self.predicted_classes(outputs))
-
-    def columns(self, *, probabilities: bool) -> list[str]:
-        return [self.name, *super().columns(probabilities=probabilities)[2:]]
-
-    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
-        classes = "|".join(self.predicted_classes(outputs.double()))
-        return [classes, *super().cells(outputs, probabilities=probabilities)[2:]]
+    def text(self, value: Any) -> str:
+        return "|".join(value)
 
     def describe(self) -> str:
         return f"any of {len(self.classes)} classes"
@@ -318,7 +278,7 @@ class NumberHead(Head):
 
     kind: ClassVar[str] = "number"
     main_metric: ClassVar[str] = "mse"
-    train_sum: ClassVar[str | None] = "target_mean"
+    train_metric: ClassVar[str | None] = "target_mean"
 
     @property
     def outputs(self) -> int:
@@ -333,7 +293,13 @@ class NumberHead(Head):
         return field_of(target, is_finite=True, dtype="float64")
 
     def checked_target(self, value: Any) -> float:
-        return as_float(value, self.name)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise SampleError(f"{self.name} is {str(value)[:80]}: must be a finite number")
+        return number
 
     def losses(
         self,
@@ -351,6 +317,9 @@ class NumberHead(Head):
         standardized = (target - self.mean) / self.deviation
         return outputs[:, 0], standardized.to(outputs.dtype)
 
+    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.values(outputs.double()), target.double()
+
     def class_weights(self, counts: Mapping[str, int], samples: int) -> None:
         return None
 
@@ -361,43 +330,88 @@ class NumberHead(Head):
     def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
         return target
 
-    def prediction_text(self, outputs: Tensor) -> str:
-        return f"{float(self.values(outputs[None])):.4g}"
-
-    def target_text(self, target: Tensor) -> str:
-        return f"{float(target):.4g}"
-
-    def is_wrong(self, outputs: Tensor, target: Tensor) -> bool:
-        """Return False: a number is off by more or less, never right or wrong."""
-        return False
-
-    def columns(self, *, probabilities: bool) -> list[str]:
-        return [self.name]
-
-    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
+    def predicted(self, outputs: Tensor) -> list[Any]:
         # float32 has about 9 digits, which count from the leading digit of the deviation
         extra = math.ceil(math.log10(max(abs(self.mean) / self.deviation, 1.0)))
-        value = float(self.values(outputs[None].double()))
-        return [number_text(float(f"{value:.{min(17, 9 + max(0, extra))}g}"))]
+        numbers = self.values(outputs.double()).tolist()
+        return [float(f"{number:.{min(17, 9 + extra)}g}") for number in numbers]
+
+    def true(self, target: Tensor) -> list[Any]:
+        return target.tolist()
+
+    def text(self, value: Any) -> str:
+        return f"{value:.4g}"
 
     def describe(self) -> str:
         return "a number"
 
 
-def as_float(value: Any, name: str) -> float:
-    """Return a label that a transform returned as a finite number. name: of the label."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise SampleError(f"{name} is {str(value)[:80]}: must be a finite number")
-    return number
+@dataclass(frozen=True)
+class MaskHead(ClassHead):
+    """The class of each pixel: cross entropy over one logit per class and pixel.
 
+    Pixels of the number 255 count neither in the loss nor in metrics. Outputs are
+    [b, classes, h, w], targets int64[b, h, w].
+    """
 
-def number_text(value: float) -> str:
-    """Return a number with all its digits."""
-    return repr(value).removesuffix(".0")
+    kind: ClassVar[str] = "mask"
+    main_metric: ClassVar[str] = "mIoU"
+    train_metric: ClassVar[str | None] = None
+    ignored: ClassVar[int] = IGNORED
+
+    def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.outputs, *image[1:])
+
+    def field(self, image: Field | None = None) -> Field:
+        """Return the field that reads the target, as large as the images."""
+        if not isinstance(image, Image) or image.size is None:
+            raise UsageError(
+                "masks need an image field of wt.image with a size: they get the same crop and flip."
+            )
+        return mask_like(image, (self.target.field,), len(self.classes))
+
+    def checked_target(self, value: Any) -> Tensor:
+        """Return class numbers, int64[h, w]. value: array or tensor of class numbers."""
+        numbers = torch.as_tensor(value)
+        is_whole = not numbers.is_floating_point() and not numbers.is_complex()
+        if numbers.ndim != 2 or not is_whole:
+            raise SampleError(
+                f"{self.name} is {numbers.dtype}{list(numbers.shape)}: must be whole numbers [h, w]"
+            )
+        numbers = numbers.long()
+        known = ((numbers >= 0) & (numbers < len(self.classes))) | (numbers == IGNORED)
+        if not known.all():
+            raise SampleError(
+                f"{self.name} has the class number {int(numbers[~known][0])}: must be 0 to "
+                f"{len(self.classes) - 1}, or {IGNORED} for pixels without a class"
+            )
+        return numbers
+
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean loss of each sample's pixels that have a class; 0 if none has."""
+        losses = super().losses(outputs, target, smoothing=smoothing, weights=weights)
+        pixels = (target != IGNORED).flatten(1).sum(1)
+        return losses.flatten(1).sum(1) / pixels.clamp(min=1)
+
+    def true(self, target: Tensor) -> list[Any]:
+        return list(target.byte().cpu())
+
+    def text(self, value: Any) -> str:
+        """Return the largest classes of a mask, with their shares of the pixels."""
+        counts = torch.bincount(value[value != IGNORED].long(), minlength=len(self.classes))
+        shares = (counts / counts.sum().clamp(min=1)).tolist()
+        order = sorted(range(len(shares)), key=lambda number: -shares[number])[:_SHOWN]
+        return ", ".join(f"{self.classes[i]} {shares[i]:.0%}" for i in order if shares[i])
+
+    def describe(self) -> str:
+        return f"one of {len(self.classes)} classes per pixel"
 
 
 def _binary_losses(
@@ -405,8 +419,8 @@ def _binary_losses(
 ) -> Tensor:
     """Return the mean over the classes of each sample's binary cross entropies."""
     aim = share * (1 - smoothing) + smoothing / 2
-    found = functional.binary_cross_entropy_with_logits(outputs, aim, reduction="none")
+    losses = functional.binary_cross_entropy_with_logits(outputs, aim, reduction="none")
     if weights is not None:
         absent, present = weights if weights.ndim == 1 else weights.unbind(1)
-        found = found * torch.lerp(absent, present, share)
-    return found.mean(1)
+        losses = losses * torch.lerp(absent, present, share)
+    return losses.mean(1)

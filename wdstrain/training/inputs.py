@@ -21,7 +21,7 @@ from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
-from wdstrain.training.heads import BinaryHead, ClassHead, Head
+from wdstrain.training.heads import Head
 from wdstrain.training.tasks import Task
 
 Triple = tuple[float, float, float]
@@ -147,6 +147,11 @@ class ModelInputs:
         return next((name for name, spec in self.specs.items() if spec.is_rgb), None)
 
     @property
+    def image(self) -> InputSpec | None:
+        """The first input of `wt.image`, which masks follow; None if there is none."""
+        return next((spec for spec in self.specs.values() if spec.source == "image"), None)
+
+    @property
     def image_shape(self) -> tuple[int, ...]:
         """Shape of the first RGB image; else of the first with channels, height and width.
 
@@ -206,10 +211,11 @@ class InputSource(Protocol):
         """Return the options of a Loader whose batches hold inputs and targets."""
         ...
 
-    def bytes_options(self, fields: Mapping[str, str]) -> dict[str, Any]:
+    def bytes_options(self, fields: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Return the options of a Loader whose batches hold inputs and the bytes of some fields.
 
-        fields: tar field by name in the batch. A sample without the field has an empty value.
+        fields: tar fields by name in the batch, of which the first is taken that a sample has. A
+        sample without any has an empty value.
         """
         ...
 
@@ -265,7 +271,7 @@ def batch_augmentation(
         return None
     mixes = bool(config.mixup or config.cutmix)
     head = task.heads[0]
-    if mixes and (task.has_several or not isinstance(head, (ClassHead, BinaryHead))):
+    if mixes and (task.has_several or head.kind not in ("class", "binary")):
         raise UsageError(
             f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "
             f"and the task is {task}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -74,20 +74,6 @@ class Schedule:
         if config.schedule == "plateau":
             return float(_DROP**plateaus)
         return 1.0
-
-
-def count_plateaus(values: Sequence[float], patience: int, *, maximize: bool) -> int:
-    """Return how often `patience` epochs in a row did not improve on the best value before."""
-    best, waited, plateaus = -math.inf, 0, 0
-    for value in values:
-        score = value if maximize else -value
-        if score > best:
-            best, waited = score, 0
-            continue
-        waited += 1
-        if waited == patience:
-            plateaus, waited = plateaus + 1, 0
-    return plateaus
 
 
 def _cosine(begin: float, end: float, part: float) -> float:

@@ -20,14 +20,14 @@ from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config
 from wdstrain.training.data import class_counts
 from wdstrain.training.epoch_sums import STAGES
-from wdstrain.training.heads import Head, NumberHead
-from wdstrain.training.mask_head import MaskHead, color_of
-from wdstrain.training.metrics import head_texts, metric_text
-from wdstrain.training.previews import PreviewSample
+from wdstrain.training.heads import Head, MaskHead, NumberHead
+from wdstrain.training.metrics import ByClass, head_texts, metric_text
+from wdstrain.training.previews import PreviewSample, color_of
 from wdstrain.training.tasks import Task
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
+_CLASSES = 200  # rows of a table of classes
 _PAIRS = 20  # mistaken pairs of classes in a list
 _STAGE_NAMES = {
     "data": "waiting for data",
@@ -84,7 +84,7 @@ def write_report(
     if details:
         heads = details["heads"]
         sections += [
-            _cards(card for head in task.heads for card in _head_cards(head, heads.get(head.name))),
+            _cards(card for head in task.heads for card in _head_cards(head, heads[head.name])),
             _gallery("Worst predictions", details["gallery"]["worst"], task),
             _gallery("Random predictions", details["gallery"]["random"], task),
         ]
@@ -190,28 +190,16 @@ def _val_lines(history: History, epochs: list[float], name: str) -> list[Line]:
 # --- predictions ----------------------------------------------------------------------------------
 
 
-def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
+def _head_cards(head: Head, details: Mapping[str, Any]) -> list[str]:
     """Return the cards of one head's mistakes on the validation data."""
-    if details is None:
-        return []
+    cards = []
     if "points" in details:
-        return _number_cards(head, details["points"])
-    if "per_class" in details:
-        cards = [_card(f"{head.name}: classes", _class_table(details["per_class"]))]
-        if "confusion" in details:
-            cards.append(_confusion_card(head, details["confusion"]))
-        return cards
-    counts, recalls = details["confusion"], details["classes"]
-    rows = [sum(row) for row in counts]
-    share = max(rows) / max(1.0, sum(rows))
-    largest = head.classes[rows.index(max(rows))]
-    baseline = f"Predicting always {largest!r} would have accuracy {share:.2%}."
-    worst = dict(sorted(recalls.items(), key=lambda item: item[1])[:_BARS])
-    bars = pages.bars({name: round(value, 3) for name, value in worst.items()}, most=1.0)
-    title = "recall by class" if len(recalls) <= _BARS else f"recall of the {_BARS} worst classes"
-    cards = [_card(f"{head.name}: {title}", f"<p>{escape(baseline)}</p>{bars}")]
-    matrix = _confusion_card(head, counts)
-    return [matrix, *cards] if len(head.classes) <= _MATRIX_CLASSES else [*cards, matrix]
+        cards += _number_cards(head, details["points"])
+    if "confusion" in details:
+        cards.append(_confusion_card(head, details["confusion"]))
+    if "by_class" in details:
+        cards.append(_card(f"{head.name}: classes", _class_table(details["by_class"])))
+    return cards
 
 
 def _number_cards(head: Head, points: Sequence[tuple[float, float]]) -> list[str]:
@@ -242,22 +230,17 @@ def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
     return _card(f"{head.name}: most frequent mistakes", mistakes)
 
 
-def _class_table(per_class: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of classes, the rarest last. The first column counts."""
-    names = list(next(iter(per_class.values())))
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("class", *names))
-    rows = []
-    for name, values in sorted(per_class.items(), key=lambda item: -item[1][names[0]]):
-        figures = [f"{values[names[0]]:.0f}", *(_figure(values[name]) for name in names[1:])]
-        cells = "".join(f"<td>{figure}</td>" for figure in figures)
-        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "undefined"
-    return f"{value:.3f}"
+def _class_table(by_class: ByClass) -> str:
+    """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
+    names = list(next(iter(by_class.values())))
+    table, whole = {}, sum(row[names[0]] or 0 for row in by_class.values())
+    for name, row in sorted(by_class.items(), key=lambda item: -(item[1][names[0]] or 0)):
+        count, *shares = row.values()
+        table[name] = [f"{count:.0f}", *("-" if x is None else f"{x:.3f}" for x in shares)]
+    rows = [[name, *cells] for name, cells in table.items()][:_CLASSES]
+    share = float(rows[0][1]) / max(1, whole)
+    baseline = f"Predicting always {rows[0][0]!r} would be right for {share:.2%} of {names[0]}."
+    return f"<p>{escape(baseline)}</p>{pages.grid(('class', *names), rows)}"
 
 
 def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
@@ -265,9 +248,8 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
     for sample in samples:
         image = pages.picture(sample.pixels) if sample.pixels is not None else ""
         lines = []
-        for name, prediction in sample.predictions.items():
-            target, is_wrong = sample.targets[name], name in sample.wrong
-            prefix = f"{name}: " if len(sample.predictions) > 1 else ""
+        for name, (prediction, target, is_wrong) in sample.said.items():
+            prefix = f"{name}: " if len(sample.said) > 1 else ""
             differs = is_wrong or target not in (prediction, prediction.rpartition(" ")[0])
             style = "wrong" if is_wrong else "soft"
             true = f" <span class={style}>({escape(target or 'none')})</span>" if differs else ""

@@ -18,8 +18,14 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
-from wdstrain.training.mask_head import MaskHead
+from wdstrain.training.heads import (
+    BinaryHead,
+    ClassHead,
+    Head,
+    MaskHead,
+    MultiLabelHead,
+    NumberHead,
+)
 
 # (outputs [b, columns], target) -> loss, a scalar or [b]. By the name of the head if there are
 # several.
@@ -81,6 +87,11 @@ class Task:
     def metric_name(self, head: Head, name: str) -> str:
         """Return the name of a head's metric."""
         return f"{head.name}/{name}" if self.has_several else name
+
+    def head_of(self, metric: str) -> Head:
+        """Return the head that a metric of the user's is for: HEAD/NAME, or the first."""
+        named = {head.name: head for head in self.heads}
+        return named.get(metric.partition("/")[0], self.heads[0])
 
     @property
     def label_names(self) -> dict[str, Head]:

@@ -24,9 +24,8 @@ from wdstrain.loader.options import takes_rng
 from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
 from wdstrain.training.data import few_batches
-from wdstrain.training.heads import Head
+from wdstrain.training.heads import Head, MaskHead
 from wdstrain.training.inputs import InputSpec, ModelInputs, check_input_names
-from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
 from wdstrain.webdataset.to_example import read_sample
 
@@ -83,7 +82,7 @@ class TransformSource:
         function = _TransformExample(self.transform, self.specs, self.label_names, readers)
         return {"transform": function}
 
-    def bytes_options(self, fields: Mapping[str, str]) -> dict[str, Any]:
+    def bytes_options(self, fields: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         function = _TransformInputs(self.transform, self.specs, self.label_names, fields)
         return {"transform": function, "on_error": "replace"}
 
@@ -174,7 +173,7 @@ class _TransformInputs(_Examples):
         transform: Transform,
         specs: Mapping[str, InputSpec],
         left_out: Collection[str],
-        fields: Mapping[str, str],
+        fields: Mapping[str, tuple[str, ...]],
     ) -> None:
         super().__init__(transform, specs)
         self._left_out, self._fields = tuple(left_out), dict(fields)
@@ -183,7 +182,11 @@ class _TransformInputs(_Examples):
         example = self.example(sample, rng)
         found = {name: value for name, value in example.items() if name not in self._left_out}
         inputs = _checked_inputs(found, self._specs)
-        return {**inputs, **{name: sample.get(field, b"") for name, field in self._fields.items()}}
+        own = {
+            name: next((sample[field] for field in fields if field in sample), b"")
+            for name, fields in self._fields.items()
+        }
+        return {**inputs, **own}
 
 
 def _as_torch_takes_it(value: Any) -> Any:
