@@ -104,6 +104,7 @@ def pytest_configure() -> None:
     interrupt a program would wait for it forever.
     """
     (ROOT / ".pytest-tmp").mkdir(exist_ok=True)
+    os.environ.setdefault("XDG_CACHE_HOME", str(ROOT / ".pytest-tmp" / "cache"))
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ROOT / ".pytest-tmp"))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

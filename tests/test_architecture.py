@@ -45,11 +45,11 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4541,
+    "conversion": 4540,
     "training": 4290,
     "inspection": 2400,
     "loader": 1220,
-    "shards": 2400,
+    "shards": 2363,
     "decode": 1383,
     "storage": 1196,
     "reader": 507,

@@ -225,7 +225,7 @@ class Indexing(Work):
 
 
 class Remembering(Work):
-    """A scan over foreign shards, which is cached beside them."""
+    """A scan over foreign shards, which is cached."""
 
     title = "remembered walk"
 
@@ -253,9 +253,9 @@ class Remembering(Work):
             raise Lie(f"it was not remembered: {reported}")
 
     def reach(self, place: Path) -> str:
-        cache = place / "set" / ".wdstrain"
-        written = {name for name in ("index.arrow", "index.json") if (cache / name).exists()}
-        return "after" if len(written) == 2 else "within" if cache.exists() else "before"
+        cache = place / "home" / "wdstrain" / "scans"
+        written = list(cache.glob("*.arrow"))
+        return "after" if written else "within" if cache.exists() else "before"
 
 
 # --- cache ---

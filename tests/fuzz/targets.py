@@ -53,7 +53,7 @@ from wdstrain.inspection.repair import recover
 from wdstrain.inspection.scan import ShardReader, members_of, scan_shard
 from wdstrain.order.rng import uniform
 from wdstrain.shards import make_index
-from wdstrain.shards.header_scans import recall, scan
+from wdstrain.shards.header_scans import place_of, recall, scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
@@ -421,14 +421,19 @@ def run_index(data: bytes) -> None:
     document, _, arrays = data.partition(SPLIT)
     folder = os.path.join(_folder(), "shards")
     shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(os.path.join(folder, ".wdstrain"))
+    os.makedirs(folder)
     shard = os.path.join(folder, "it.tar")
     with open(shard, "wb") as file:
         file.write(tar_of(_SAMPLES))
-    for place in (folder, os.path.join(folder, ".wdstrain")):
-        for name, content in (("index.json", document), ("index.arrow", arrays)):
-            with open(os.path.join(place, name), "wb") as file:
-                file.write(content)
+    stored = place_of(os.path.join(folder, ""))
+    os.makedirs(os.path.dirname(stored), exist_ok=True)
+    for path, content in (
+        (os.path.join(folder, "index.json"), document),
+        (os.path.join(folder, "index.arrow"), arrays),
+        (stored, arrays),
+    ):
+        with open(path, "wb") as file:
+            file.write(content)
     with suppress(WdstrainError):
         _check_index(open_index([os.path.join(folder, "index.json")]), folder)
     with suppress(WdstrainError):

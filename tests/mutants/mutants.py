@@ -328,13 +328,13 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "status.st_size == shard.bytes and is_state",
             "status.st_size == shard.bytes or is_state",
         ),
-        ("missing-of-places", "missing -= set(", "missing &= set("),
+        ("kept-of-others", "if shard.name not in fresh and (", "if shard.name in fresh and ("),
     ],
     "shards/make_index.py": [
         ("newer-shard-is-read", "if not is_newer(new", "if is_newer(new"),
     ],
     "shards/index_io.py": [
-        ("identity-of-table", "if _id_in(data) != identity:", "if not _id_in(data):"),
+        ("identity-of-table", "identity.encode() != identity:", "identity.encode() == identity:"),
     ],
     "shards/tar.py": [
         ("adjacent-fields", "(), key in keys", "(), key == keys"),

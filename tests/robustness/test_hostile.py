@@ -236,7 +236,7 @@ def test_keys_and_names_never_escape_their_folder(
     run("predict", out / "run" / "checkpoints" / "last.pt", shards, "-o", out / "p.csv")
     new = everything(tmp_path) - before
     assert {str(out / "p.csv"), str(out / "sheet.html"), str(out / "again")} <= new
-    inside = (str(out), str(shards / ".wdstrain"), str(shards / "index."))
+    inside = (str(out), str(shards / "index."))
     assert [path for path in new if not path.startswith(inside)] == []
 
 

@@ -155,7 +155,6 @@ def test_shards_without_an_index_are_scanned_once(
     expected = sorted(
         key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"]
     )
-    shutil.rmtree(tmp_path / "s" / ".wdstrain")
     caplog.clear()
     with serving(tmp_path / "s") as server:
         for _ in range(2):

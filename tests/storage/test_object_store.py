@@ -361,7 +361,7 @@ def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments
 def test_a_killed_change_in_a_bucket_leaves_the_old_or_the_new_set(
     bucket: str, photos: Path, tmp_path: Path, verb: str
 ) -> None:
-    killed_changes(bucket, photos, tmp_path, verb, lambda total: [total // 2, total - 1])
+    killed_changes(bucket, photos, tmp_path, verb, lambda total: [total // 4, total - 1])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from wdstrain.conversion.staging import RENAMED_NAME, SKIPPED_NAME, is_foreign
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import read_document
-from wdstrain.shards.index_io import FORMER_TABLE, TABLE_NAME, load
+from wdstrain.shards.index_io import TABLE_NAME, load
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import put_whole, read_whole, user_cache, write_whole
 from wdstrain.storage.local import open_source
@@ -40,7 +40,7 @@ _READ = 8 << 20  # bytes of one request
 Uploaded = Callable[[int, int, int], None]  # receives objects uploaded, objects in all, bytes
 
 # Local copies of the index of the set as it is in the bucket:
-_FORMER_INDEX, _FORMER_TABLE = ".former.json", ".former.arrow"
+_FORMER_INDEX = ".former.json"
 
 
 class ShardUploads:
@@ -247,11 +247,9 @@ class BucketUpdate:
                     self.uploads.move(shards[name], os.path.join(self.folder, name))
                 else:
                     self._put(name)
-            # Readers of the old index.json take this table until the new index.json is there.
-            self._put(FORMER_TABLE, _FORMER_TABLE)
             self._put(TABLE_NAME)
             self._put(INDEX_NAME)
-        for name in [FORMER_TABLE, *gone]:
+        for name in gone:
             remove(self._object(name))
         self.uploads.clear()
         self._keep_former()
@@ -289,8 +287,8 @@ class BucketUpdate:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _keep_former(self) -> None:
-        for name, former in ((TABLE_NAME, _FORMER_TABLE), (INDEX_NAME, _FORMER_INDEX)):
-            write_whole(os.path.join(self.folder, former), self._local(name) or b"")
+        path = os.path.join(self.folder, _FORMER_INDEX)
+        write_whole(path, self._local(INDEX_NAME) or b"")
 
     def _changed(self) -> UsageError:
         return UsageError(
@@ -304,8 +302,8 @@ class BucketUpdate:
     def _object(self, name: str) -> str:
         return object_in(self.address, name)
 
-    def _put(self, name: str, local_name: str | None = None) -> None:
-        path = os.path.join(self.folder, local_name or name)
+    def _put(self, name: str) -> None:
+        path = os.path.join(self.folder, name)
         put(self._object(name), path, file_sha256(path))
 
 

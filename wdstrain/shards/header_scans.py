@@ -1,7 +1,7 @@
 """Indexes of shards that have none, made from tar headers once and stored.
 
-A scan is stored in a hidden folder beside the shards, or in the user's cache folder if that cannot
-be written. It is used as long as the state of a shard (times and inode, or ETag) does not change.
+A scan is stored in the user's cache folder, and used as long as the state of a shard (times and
+inode, or ETag) does not change.
 One process of a machine scans a set; the others, such as ranks, wait for its result.
 """
 
@@ -26,16 +26,15 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_document import FORMAT_ERRORS
-from wdstrain.shards.index_io import load, save_index
+from wdstrain.shards.index_io import load_table, save_table
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
-from wdstrain.storage.addresses import INDEX_NAME, beside
+from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import user_cache
 from wdstrain.storage.local import LocalFile, Source, is_state
 from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, shown_path
 
 _THREADS = 16  # remote shards that are examined at the same time
-_HIDDEN = ".wdstrain"  # folder beside shards without an index, for the result of a scan
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress, which is stored then
 _ADVICE = "An index beside them saves this: wdstrain index"
 
@@ -52,41 +51,13 @@ def recall_or_scan(
     note: receives lines about the scan. failed: a list that receives the errors of bad shards,
     which are then left out; None: the first error is raised.
     """
-    folder, known, log = beside(paths[0], ""), recall(paths), note or _log.info
-    if len(known.shards) == len(paths):
-        return known
-    with _only_scan_of(folder, log):
-        known = recall(paths)  # another process may have scanned them meanwhile
-        fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
-        parts, begun = list[Index](), time.perf_counter()
-        told = begun
-        try:
-            for part in _scanned(fresh, failed):
-                parts.append(part)
-                now = time.perf_counter()
-                if now - told > _PAUSE:
-                    told, left = now, (now - begun) * (len(fresh) / len(parts) - 1)
-                    _remember(_joined([known, *parts]), folder)
-                    log(
-                        f"{shown_path(fresh[0])}: {len(parts)} of {len(fresh)} shards without an "
-                        f"index are scanned, about {left:.0f} s to go. {_ADVICE}"
-                    )
-        finally:  # a scan that is interrupted continues where it ended
-            index = _joined([known, *parts])
-            place = _remember(index, folder) if parts else None
-    if parts:
-        scanned, seconds = _joined(parts), max(time.perf_counter() - begun, 1e-9)
-        remembered = f"remembered in {place}"
-        if place is None:
-            remembered = "not remembered: neither the folder nor the cache can be written"
-        if skipped := skipped_text(scanned.info.get("ignored", {})):
-            remembered += f". Passed over, no part of any sample: {skipped}"
-        log(
-            f"no index beside {scanned.shards[0].shown}: scanned the headers of {len(scanned)} "
-            f"samples in {seconds:.2f} s ({len(scanned) / seconds:.0f}/s); "
-            f"{remembered}. {_ADVICE}"
-        )
-    return picked(index, paths)
+    known, log = recall(paths), note or _log.info
+    if len(known.shards) < len(paths):
+        with _only_scan_of(beside(paths[0], ""), log):
+            known = recall(paths)  # another process may have scanned them meanwhile
+            fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
+            known = _joined([known, *_scanned_and_stored(fresh, failed, log)])
+    return picked(known, paths)
 
 
 def recall(paths: Sequence[str]) -> Index:
@@ -97,25 +68,18 @@ def recall(paths: Sequence[str]) -> Index:
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    folder, missing, parts = beside(paths[0], ""), set(map(name_of, paths)), list[Index]()
-    for place in _places(folder):
-        index = _stored(place, folder)
-        index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in missing)
-        # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
-        with ThreadPool(_THREADS) as threads:
-            unchanged = threads.map(is_unchanged, index.shards)
-        parts.append(index.pick(np.flatnonzero(unchanged)))
-        missing -= set(parts[-1].shard_numbers)
-        if not missing:
-            break
-    return picked(_joined(parts), paths)
+    index = picked(_stored(beside(paths[0], "")), paths)
+    # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
+    with ThreadPool(_THREADS) as threads:
+        unchanged = threads.map(is_unchanged, index.shards)
+    return index.pick(np.flatnonzero(unchanged))
 
 
 def remember(parts: Iterable[Index]) -> None:
     """Store the indexes of shards whose headers were read, for later calls of `recall`."""
     for folder, known in groupby(parts, key=lambda part: beside(part.shards[0].path, "")):
         with _only_scan_of(folder, _log.debug):
-            _remember(_joined(list(known)), folder)
+            _store(list(known))
 
 
 def scan(paths: Iterable[str]) -> Index:
@@ -174,6 +138,38 @@ def is_unchanged(shard: Shard) -> bool:
 # --- parts ----------------------------------------------------------------------------------------
 
 
+def _scanned_and_stored(
+    paths: list[str], failed: list[WdstrainError] | None, log: Note
+) -> list[Index]:
+    """Return the indexes of shards from their headers. They are stored, also after an error."""
+    parts, begun = list[Index](), time.perf_counter()
+    told = begun
+    try:
+        for part in _scanned(paths, failed):
+            parts.append(part)
+            now = time.perf_counter()
+            if now - told > _PAUSE:
+                told, left = now, (now - begun) * (len(paths) / len(parts) - 1)
+                _store(parts)
+                log(
+                    f"{shown_path(paths[0])}: {len(parts)} of {len(paths)} shards without an index "
+                    f"are scanned, about {left:.0f} s to go. {_ADVICE}"
+                )
+    finally:  # a scan that is interrupted continues where it ended
+        is_stored = bool(parts) and _store(parts)
+    if parts:
+        scanned, seconds = _joined(parts), max(time.perf_counter() - begun, 1e-9)
+        skipped = skipped_text(scanned.info.get("ignored", {}))
+        log(
+            f"no index beside {scanned.shards[0].shown}: scanned the headers of {len(scanned)} "
+            f"samples in {seconds:.2f} s ({len(scanned) / seconds:.0f}/s)"
+            + (", which are remembered" if is_stored else "; the cache cannot be written")
+            + (f". Passed over, no part of any sample: {skipped}" if skipped else "")
+            + f". {_ADVICE}"
+        )
+    return parts
+
+
 def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[Index]:
     """Yield the index of each shard in order, several remote shards at a time."""
     stopping = threading.Event()
@@ -201,13 +197,11 @@ def _joined(parts: Sequence[Index]) -> Index:
     return replace(index, info=info)
 
 
-def _places(folder: str) -> list[str]:
-    """Return the folders where a scan of `folder` may be stored: the user's cache is the last."""
-    hidden, place = [os.path.join(folder, _HIDDEN)], os.path.abspath(folder)
-    if is_remote(folder):
-        hidden, place = [], folder
-    name = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    return [*hidden, user_cache("indexes", name)]
+def place_of(folder: str) -> str:
+    """Return the path of the file where scans of the shards in a folder are stored."""
+    place = folder if is_remote(folder) else os.path.abspath(folder)
+    digest = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12)
+    return user_cache("scans", f"{digest.hexdigest()}.arrow")
 
 
 @contextmanager
@@ -216,7 +210,7 @@ def _only_scan_of(folder: str, log: Note) -> Iterator[None]:
 
     The system releases the lock of a process that dies.
     """
-    lock, path = None, f"{_places(folder)[-1]}.lock"
+    lock, path = None, f"{place_of(folder)}.lock"
     with suppress(OSError):  # without a cache folder, each process scans
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock = lock_file(path)
@@ -229,32 +223,33 @@ def _only_scan_of(folder: str, log: Note) -> Iterator[None]:
         unlock_file(lock)
 
 
-def _stored(place: str, folder: str) -> Index:
-    """Return the scan of `folder` that a place holds, with the states of the shards as their tags."""
+def _stored(folder: str) -> Index:
+    """Return the stored scan of `folder`, with the states of the shards as their tags."""
     with suppress(ShardError, OSError, *FORMAT_ERRORS):
-        index = load(os.path.join(place, INDEX_NAME), base=folder)
+        index = load_table(place_of(folder), folder)
         states = index.info["states"]
         shards = (replace(s, tag=str(states.get(s.name) or "")) for s in index.shards)
         return replace(index, shards=tuple(shards))
     return Index((), Offsets.of([]))
 
 
-def _remember(index: Index, folder: str) -> str | None:
-    """Store the result of a scan of `folder` beside earlier ones of its other shards.
+def _store(parts: Sequence[Index]) -> bool:
+    """Store scans of shards of one folder beside earlier ones of its other shards.
 
-    Returns the place, or None if none can be written.
+    Returns False if they cannot be stored.
     """
-    for place in _places(folder):
-        with suppress(OSError, WdstrainError):
-            os.makedirs(place, exist_ok=True)
-            former, fresh = _stored(place, folder), index.shard_numbers
-            others = [
-                number
-                for number, shard in enumerate(former.shards)
-                if shard.name not in fresh and (is_remote(folder) or os.path.exists(shard.path))
-            ]
-            whole = _joined([former.pick(others), index])
-            states = {shard.name: shard.tag or None for shard in whole.shards}
-            save_index(replace(whole, info={**whole.info, "states": states}), place)
-            return place
-    return None
+    folder, index = beside(parts[0].shards[0].path, ""), _joined(parts)
+    former, fresh, place = _stored(folder), index.shard_numbers, place_of(folder)
+    others = (
+        number
+        for number, shard in enumerate(former.shards)
+        if shard.name not in fresh and (is_remote(folder) or os.path.exists(shard.path))
+    )
+    whole = _joined([former.pick(others), index])
+    states = {shard.name: shard.tag or None for shard in whole.shards}
+    try:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        save_table(replace(whole, info={**whole.info, "states": states}), place)
+    except (OSError, WdstrainError):
+        return False
+    return True

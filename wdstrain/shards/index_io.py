@@ -5,11 +5,10 @@ Two files lie beside the shards. `index.json` is for people and other tools (a s
 their classes, and how the set was made. `index.arrow` is an Arrow IPC file with one row per sample
 (`index_document`), uncompressed and memory-mapped.
 
-Both files carry the same `id`; a pair with different ids is refused. `index.arrow` holds a copy of the
-document, and `index.json` the sha256 of `index.arrow`: `changed` compares them, and what one of the
-files lost is read from the other (`remains`). `index.json` is written last.
-Until then the table of the old `index.json` is kept under a hidden name, so that a complete index,
-old or new, exists at any moment.
+Both files carry the same `id`. `index.arrow` holds a copy of the document, and `index.json` the
+sha256 of `index.arrow`: `changed` compares them, and what one of the files lost is read from the
+other (`remains`). `index.json` is written last. Until then its `id` differs and the copy counts, so
+that a complete index, old or new, exists at any moment.
 
 Files are not trusted: the table is checked against the sizes of the shards before it is used.
 """
@@ -29,7 +28,6 @@ import pyarrow as pa
 from wdstrain.errors import ShardError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import (
-    FORMAT_ERRORS,
     VERSION,
     Document,
     find_document,
@@ -46,30 +44,36 @@ from wdstrain.storage.local import state_of
 from wdstrain.storage.remote import is_remote, redacted
 
 TABLE_NAME = "index.arrow"
-FORMER_TABLE = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
 
 
 def save_index(index: Index, folder: str) -> None:
     """Write index.arrow and then index.json into `folder`, the folder of the shards."""
-    batch, document = _parts(index)
-    _keep_former(folder)
-    table = arrow_file(batch, _identity(batch).encode() + b"\n" + json_bytes(document))
+    table, document = _files(index)
     document["wdstrain"]["sha256"] = sha256(table).hexdigest()
     write_whole(os.path.join(folder, TABLE_NAME), table)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
-    with suppress(OSError):
-        os.unlink(os.path.join(folder, FORMER_TABLE))
 
 
 def move_index(source: str, folder: str) -> None:
     """Move index.arrow and index.json from the folder `source`. May be repeated after a kill."""
-    _keep_former(folder)
     for name in (TABLE_NAME, INDEX_NAME):
         with suppress(FileNotFoundError):  # moved by an interrupted call
             os.replace(os.path.join(source, name), os.path.join(folder, name))
             sync_folder(folder)
-    with suppress(OSError):
-        os.unlink(os.path.join(folder, FORMER_TABLE))
+
+
+def save_table(index: Index, path: str) -> None:
+    """Write an index as one file for `load_table`."""
+    write_whole(path, _files(index)[0])
+
+
+def load_table(path: str, folder: str) -> Index:
+    """Return the index in such a file, or in an index.arrow. folder: of its shards.
+
+    Raises OSError or one of FORMAT_ERRORS for a file that is damaged.
+    """
+    batch, _, text = _read_table(path)
+    return _index(Document.of(parsed(text), folder), batch)
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
@@ -80,20 +84,6 @@ def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
     return (json.dumps(document, indent=indent, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )
-
-
-def _keep_former(folder: str) -> None:
-    """Give the table of the index.json in `folder` a second, hidden name.
-
-    If index.arrow belongs to another index.json, the hidden file of an interrupted call is kept.
-    """
-    table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, FORMER_TABLE)
-    with suppress(OSError, ShardError, *FORMAT_ERRORS):  # no index to keep
-        document = read_document(os.path.join(folder, INDEX_NAME))
-        if _id_in(_table_bytes(table)) == document.identity:
-            with suppress(FileNotFoundError):
-                os.unlink(former)
-            os.link(table, former)
 
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
@@ -120,16 +110,18 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
 def changed(path: str) -> str:
     """Return how the index.json at `path` and its index.arrow differ from what was written, or "".
 
-    The text goes on after the path. Files of earlier versions cannot be compared. Raises ShardError
-    for files that cannot be read.
+    The text goes on after the path. Files of earlier versions cannot be compared, nor an index.json
+    that is about to be replaced. Raises ShardError for files that cannot be read.
     """
     with refusing(path):
         document = parsed(read_whole(path) or b"")
-        table = _table_of(path, document["wdstrain"]["id"])
-        written = read_arrow_file(table)[1].partition(b"\n")[2]
-        if written and document["wdstrain"].pop("sha256", "") != sha256(table).hexdigest():
+        table = _table_bytes(beside(path, TABLE_NAME))
+        _, identity, written = _read_table(table)
+        if not written or document["wdstrain"]["id"].encode() != identity:
+            return ""
+        if document["wdstrain"].pop("sha256", "") != sha256(table).hexdigest():
             return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
-        if written and document != parsed(written):
+        if document != parsed(written):
             return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
     return ""
 
@@ -140,10 +132,7 @@ def remains(path: str) -> Index | None:
     The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
     """
     with suppress(ShardError), refusing(path):
-        batch, own = read_arrow_file(_table_bytes(beside(path, TABLE_NAME)))
-        identity, _, text = own.partition(b"\n")
-        if _identity(batch).encode() == identity:
-            return _index(Document.of(parsed(text), path), batch)
+        return _of_table(path, None)
     with suppress(ShardError):
         document = find_document(path)
         if document is not None:
@@ -214,8 +203,23 @@ def _load(path: str, document: Document) -> Index:
     with refusing(path):
         if document.version != VERSION:
             raise ValueError(f"version {document.version!r}; this wdstrain reads version {VERSION}")
-        batch, _ = read_arrow_file(_table_of(path, document.identity))
-    with refusing(beside(path, TABLE_NAME)):
+        return _of_table(path, document)
+
+
+def _of_table(path: str, document: Document | None) -> Index:
+    """Return the index in the index.arrow beside `path`.
+
+    document: the index.json; None if it is unknown. If it belongs to another table, the copy in the
+    table counts: a set is changed by replacing its table, and its index.json after that. Raises one
+    of FORMAT_ERRORS for a table that is damaged.
+    """
+    table = beside(path, TABLE_NAME)
+    batch, identity, text = _read_table(table)
+    if document is None or document.identity.encode() != identity:
+        if not text or _identity(batch).encode() != identity:
+            raise ValueError(f"{redacted(table)} belongs to another index.json")
+        document = Document.of(parsed(text), path)
+    with refusing(table):
         return _index(document, batch)
 
 
@@ -261,25 +265,17 @@ def _identity(batch: pa.RecordBatch) -> str:
     return blake2b(arrow_file(batch), digest_size=8).hexdigest()
 
 
-def _table_of(path: str, identity: str) -> Any:
-    """Return the bytes of the index.arrow, or of the former one, that belongs to an index.json.
-
-    Raises ValueError if there is none, and for a file that is damaged.
-    """
-    table = beside(path, TABLE_NAME)
-    data = _table_bytes(table)
-    if _id_in(data) != identity:
-        with suppress(OSError, *FORMAT_ERRORS):
-            former = _table_bytes(beside(path, FORMER_TABLE))
-            if _id_in(former) == identity:
-                return former
-        raise ValueError(f"{redacted(table)} belongs to another index.json")
-    return data
+def _files(index: Index) -> tuple[pa.Buffer, dict[str, Any]]:
+    """Return the contents of index.arrow, and the document of index.json."""
+    batch, document = _parts(index)
+    return arrow_file(batch, f"{_identity(batch)}\n".encode() + json_bytes(document)), document
 
 
-def _id_in(table: Any) -> str:
-    """Return the id in an index.arrow. Raises ValueError for a file that is damaged."""
-    return read_arrow_file(table)[1].partition(b"\n")[0].decode()
+def _read_table(table: Any) -> tuple[pa.RecordBatch, bytes, bytes]:
+    """Return (rows, id, document or nothing) of an index.arrow. table: its bytes, or its path."""
+    batch, own = read_arrow_file(_table_bytes(table) if isinstance(table, str) else table)
+    identity, _, text = own.partition(b"\n")
+    return batch, identity, text
 
 
 def _table_bytes(path: str) -> Any:

@@ -11,19 +11,19 @@ import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.report.printing import printable
 from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.declare import with_columns, with_label, with_labels
 from wdstrain.shards.header_scans import is_unchanged, picked, scan
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import Document, find_document
 from wdstrain.shards.index_io import load, save_index
-from wdstrain.shards.label_values import classes_in, label_bytes, read_columns
+from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.options import IndexOptions
 from wdstrain.shards.resolve import is_newer, tars_of
@@ -100,7 +100,6 @@ def _with_former(index: Index, document: Document, index_path: str) -> Index:
             part = replace(old, shards=(replace(shard, sha256=old.shards[0].sha256),))
         else:
             new.append(shard.name)
-            _warn_of_losses(old, part)
             part = with_labels(read_columns(part, places), labels)
         parts.append(replace(part, labels=()))
     merged = replace(join(parts), labels=labels, info=info)
@@ -112,7 +111,7 @@ def _with_former(index: Index, document: Document, index_path: str) -> Index:
         if label.is_class and label.entry is None:
             _log.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
-                _listed(new),
+                ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
                 label.field,
                 label.numbering,
             )
@@ -135,48 +134,20 @@ def _is_same(old: Index, new: Index, fields: set[str]) -> bool:
     return False
 
 
-def _warn_of_losses(old: Index, new: Index) -> None:
-    """Log what the former index of one shard lists and the shard no longer holds."""
-    lost = dict[str, list[str]]()
-    for key, field in sorted(_members_of(old) - _members_of(new)):
-        lost.setdefault(key, []).append(field)
-    if lost:
-        shown = [printable(f"'{key[:80]}' ({', '.join(fields)})") for key, fields in lost.items()]
-        _log.warning(
-            "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
-            "out. If that was not intended, restore the shard.",
-            new.shards[0].shown,
-            len(lost),
-            _listed(shown),
-        )
-
-
-def _members_of(index: Index) -> set[tuple[str, str]]:
-    """Return (key, field) of all members."""
-    members = index.offsets.members
-    names = [index.fields[field] for field in members.field.tolist()]
-    return set(zip(index.keys(members.row), names, strict=True))
-
-
-def _listed(words: list[str]) -> str:
-    """Return the first words, and how many more there are."""
-    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
-
-
 def class_counts(index: Index) -> dict[str, dict[str, int]]:
-    """Return the number of samples of each class, by split, from the labels in the shards.
+    """Return the number of samples of each class, by split, from the column of the first label.
 
-    Samples without a readable label count as the class "".
+    Samples without a value count as the class "".
     """
     label = next((label for label in index.labels if label.is_class), None)
-    names = [""] * len(index)
-    if label is not None:
-        for i, data in label_bytes(index, label.field, np.arange(len(index))):
-            names[i] = next(iter(classes_in(data, label.entry, label.classes)), "")
+    columns = [column for column in index.columns if label and column.place == label.place]
+    values = columns[0].values if columns else pa.nulls(len(index))
     places = {name: place for place, name in enumerate(label.classes if label is not None else ())}
     by_split = {split: Counter[str]() for split in index.splits}
-    for shard, part in zip(index.shards, pairwise(index.first.tolist()), strict=True):
-        by_split[shard.split].update(names[slice(*part)])
+    for shard, first in zip(index.shards, index.first.tolist(), strict=False):
+        for row in pc.value_counts(values.slice(first, shard.samples)).to_pylist():
+            name = "" if row["values"] is None else str(row["values"])
+            by_split[shard.split][name] += row["counts"]
     return {
         split: dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
         for split, counts in by_split.items()
