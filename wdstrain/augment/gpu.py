@@ -22,11 +22,10 @@ from torch import Tensor
 
 from wdstrain.augment.mixing import DRAWS as DRAWS
 from wdstrain.augment.mixing import Ints, Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.fields import sides
 from wdstrain.decode.transforms import (
     FLIP_DRAW,
-    RATIO,
-    SCALE,
     Augment,
     Draws,
     center_crop,

@@ -9,13 +9,14 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter, print_result, print_table
-from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list
-from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_shards
+from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list, types_of
+
+if TYPE_CHECKING:
+    from wdstrain.shards.index import Index
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -110,6 +111,8 @@ def selected(arguments: argparse.Namespace) -> list[str] | Index:
     addresses: list[str] = arguments.urls
     if arguments.where is None:
         return addresses
+    from wdstrain.shards.resolve import open_shards
+
     return open_shards(addresses).where(arguments.where)
 
 
@@ -203,9 +206,7 @@ def add_options(
     """
     made = {title: parser.add_argument_group(title) for title in groups or {}}
     group_of = {name: made[title] for title, names in (groups or {}).items() for name in names}
-    # Python 3.10 accepts types only, and the marker KW_ONLY of a dataclass is none.
-    hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
-    positional = _positional(options)
+    hints, positional = types_of(options), _positional(options)
     fields = {field.name: field for field in dataclasses.fields(options)}
     names = [*positional, *(name for name in fields if name not in positional)]
     for name in names:

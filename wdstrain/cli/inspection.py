@@ -44,13 +44,13 @@ _NAMED = 3  # lost samples of one shard that are named
 # --- info -----------------------------------------------------------------------------------------
 
 
-def add_info(verbs: Any) -> None:
+def add_info(verbs: Any, text: str) -> None:
     """Add `info` to the verbs of the command line."""
     verb(
         verbs,
         "info",
         _info,
-        "count what shards hold: samples, sizes, images, labels",
+        text,
         "info shards/photos",
         InfoOptions,
     )
@@ -102,13 +102,13 @@ def _print_bars(counts: dict[str, int]) -> None:
 # --- show ----------------------------------------------------------------------------------------
 
 
-def add_show(verbs: Any) -> None:
+def add_show(verbs: Any, text: str) -> None:
     """Add `show` to the verbs of the command line."""
     verb(
         verbs,
         "show",
         _show,
-        "print samples as a table, or draw them as a contact sheet",
+        text,
         "show shards/photos -o sheet.png --random",
         PeekOptions,
         ("FILE", "contact sheet to write, .png or .html (default: print a table)"),
@@ -151,13 +151,13 @@ def _show(arguments: argparse.Namespace) -> int:
 # --- verify --------------------------------------------------------------------------------------
 
 
-def add_verify(verbs: Any) -> None:
+def add_verify(verbs: Any, text: str) -> None:
     """Add `verify` to the verbs of the command line."""
     verb(
         verbs,
         "verify",
         _verify,
-        "read every byte of shards and compare it with their index",
+        text,
         "verify shards/photos --decode",
         VerifyOptions,
     )
@@ -236,13 +236,13 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 # --- repair --------------------------------------------------------------------------------------
 
 
-def add_repair(verbs: Any) -> None:
+def add_repair(verbs: Any, text: str) -> None:
     """Add `repair` to the verbs of the command line."""
     verb(
         verbs,
         "repair",
         _repair,
-        "copy the intact samples of damaged shards",
+        text,
         "repair shards/photos -o shards/saved",
         RepairOptions,
     )
@@ -303,13 +303,13 @@ def _print_lost(shard: str, findings: list[Finding]) -> None:
 # --- plan ----------------------------------------------------------------------------------------
 
 
-def add_plan(verbs: Any) -> None:
+def add_plan(verbs: Any, text: str) -> None:
     """Add `plan` to the verbs of the command line."""
     verb(
         verbs,
         "plan",
         _plan,
-        "show what an epoch will read, hold in memory and mix, without reading it",
+        text,
         "plan shards/photos --batch-size 64 --world-size 8",
         PlanOptions,
     )
@@ -330,13 +330,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 # --- bench ---------------------------------------------------------------------------------------
 
 
-def add_bench(verbs: Any) -> None:
+def add_bench(verbs: Any, text: str) -> None:
     """Add `bench` to the verbs of the command line."""
     verb(
         verbs,
         "bench",
         _bench,
-        "measure each stage of loading, and name the bottleneck",
+        text,
         "bench shards/photos --tune",
         BenchOptions,
     )

@@ -16,30 +16,34 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from wdstrain import __version__
 from wdstrain.cli.common import Parser, UsageProblem, print_json
-from wdstrain.cli.inspection import add_bench, add_info, add_plan, add_repair, add_show, add_verify
-from wdstrain.cli.sets import add_convert, add_index, add_remove, add_serve
-from wdstrain.cli.train import add_demo, add_training
 from wdstrain.errors import WdstrainError
 from wdstrain.report.terminal import flush_results, print_error, quiet
 
-_VERBS = (
-    add_convert,
-    add_index,
-    add_info,
-    add_show,
-    add_verify,
-    add_repair,
-    add_remove,
-    add_plan,
-    add_bench,
-    add_training,
-    add_serve,
-    add_demo,
-)
+_VERBS = {  # the module that adds a verb, and what it does
+    "convert": ("sets", "convert a data set into shards"),
+    "index": ("sets", "make or refresh the index of shards, and add columns to it"),
+    "info": ("inspection", "count what shards hold: samples, sizes, images, labels"),
+    "show": ("inspection", "print samples as a table, or draw them as a contact sheet"),
+    "verify": ("inspection", "read every byte of shards and compare it with their index"),
+    "repair": ("inspection", "copy the intact samples of damaged shards"),
+    "remove": ("sets", "remove samples from a set of shards"),
+    "plan": (
+        "inspection",
+        "show what an epoch will read, hold in memory and mix, without reading it",
+    ),
+    "bench": ("inspection", "measure each stage of loading, and name the bottleneck"),
+    "train": ("train", "train a model on shards"),
+    "evaluate": ("train", "evaluate a checkpoint on shards"),
+    "predict": ("train", "predict the labels of images, as a table"),
+    "export": ("train", "export a trained model for other programs"),
+    "serve": ("sets", "let other programs and machines read a folder of shards over HTTP"),
+    "demo": ("train", "convert, verify and train on scans of handwritten digits"),
+}
 
 # first words of a sentence that says what to do next
 _ADVICE = (
@@ -55,7 +59,7 @@ _VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]
 def main(words: Sequence[str]) -> int:
     """Run one command, and return its exit status."""
     try:
-        arguments, unknown = _parser().parse_known_args(words)
+        arguments, unknown = _parser(words).parse_known_args(words)
         if unknown:
             raise UsageProblem(arguments.parser, f"unrecognized option {unknown[0]!r}")
     except UsageProblem as problem:
@@ -127,7 +131,8 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser for a command line. Only the named verb has its options: that is fast."""
     parser = Parser(
         prog="wdstrain",
         description="Convert data sets to WebDataset tar shards, look at them, and train on them.",
@@ -135,8 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"wdstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
-    for add in _VERBS:
-        add(verbs)
+    named = next((word for word in words if not word.startswith("-")), "")
+    for name, (module, text) in _VERBS.items():
+        if name == named:
+            getattr(import_module(f"wdstrain.cli.{module}"), f"add_{name}")(verbs, text)
+        else:
+            verbs.add_parser(name, help=text)
     return parser
 
 

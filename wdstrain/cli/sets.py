@@ -80,11 +80,11 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
 )
 
 
-def add_convert(verbs: Any) -> None:
+def add_convert(verbs: Any, text: str) -> None:
     """Add the verb and its kinds."""
     parser = verbs.add_parser(
         "convert",
-        help="convert a data set into shards",
+        help=text,
         description="Convert a data set into shards.",
         epilog="example: wdstrain convert folder photos/ shards/photos",
     )
@@ -198,13 +198,13 @@ def _rows(
 # --- index ---------------------------------------------------------------------------------------
 
 
-def add_index(verbs: Any) -> None:
+def add_index(verbs: Any, text: str) -> None:
     """Add `index` to the verbs of the command line."""
     verb(
         verbs,
         "index",
         _index,
-        "make or refresh the index of shards, and add columns to it",
+        text,
         "index shards/photos --columns cls,json.kind",
         IndexOptions,
     )
@@ -222,13 +222,13 @@ def _index(arguments: argparse.Namespace) -> int:
 # --- remove --------------------------------------------------------------------------------------
 
 
-def add_remove(verbs: Any) -> None:
+def add_remove(verbs: Any, text: str) -> None:
     """Add `remove` to the verbs of the command line."""
     verb(
         verbs,
         "remove",
         _remove,
-        "remove samples from a set of shards",
+        text,
         "remove shards/photos --where \"label == 'blurred'\"",
         RemoveOptions,
     )
@@ -276,13 +276,13 @@ class ServeOptions(CheckedOptions):
     port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
 
 
-def add_serve(verbs: Any) -> None:
+def add_serve(verbs: Any, text: str) -> None:
     """Add `serve` to the verbs of the command line."""
     verb(
         verbs,
         "serve",
         _serve,
-        "let other programs and machines read a folder of shards over HTTP",
+        text,
         "serve shards/photos --port 8000",
         ServeOptions,
     )

@@ -10,8 +10,6 @@ from wdstrain.cli.common import add_options, given, result, selected, urls, verb
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter, print_message, print_result
 from wdstrain.runtime.options import as_list
-from wdstrain.storage.addresses import expand
-from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import (
     Config,
     EvaluateOptions,
@@ -20,23 +18,15 @@ from wdstrain.training.config import (
     read_config,
 )
 from wdstrain.training.options import GROUPS
-from wdstrain.training.run_dir import CONFIG, check_out
 
 
-def add_training(verbs: Any) -> None:
-    """Add the verbs of training to those of the command line."""
-    _add_train(verbs)
-    _add_evaluate(verbs)
-    _add_predict(verbs)
-    _add_export(verbs)
-
-
-def _add_train(verbs: Any) -> None:
+def add_train(verbs: Any, text: str) -> None:
+    """Add `train` to the verbs of the command line."""
     train = verb(
         verbs,
         "train",
         _train,
-        "train a model on shards",
+        text,
         "train shards/photos --out runs/photos --epochs 10",
     )
     train.add_argument(
@@ -70,12 +60,13 @@ def _add_train(verbs: Any) -> None:
     )
 
 
-def _add_evaluate(verbs: Any) -> None:
+def add_evaluate(verbs: Any, text: str) -> None:
+    """Add `evaluate` to the verbs of the command line."""
     parser = verb(
         verbs,
         "evaluate",
         _evaluate,
-        "evaluate a checkpoint on shards",
+        text,
         "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'",
     )
     _add_checkpoint(parser)
@@ -85,12 +76,13 @@ def _add_evaluate(verbs: Any) -> None:
     _add_model(parser)
 
 
-def _add_predict(verbs: Any) -> None:
+def add_predict(verbs: Any, text: str) -> None:
+    """Add `predict` to the verbs of the command line."""
     parser = verb(
         verbs,
         "predict",
         _predict,
-        "predict the labels of images, as a table",
+        text,
         "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
     )
     _add_checkpoint(parser)
@@ -107,12 +99,13 @@ def _add_predict(verbs: Any) -> None:
     _add_model(parser)
 
 
-def _add_export(verbs: Any) -> None:
+def add_export(verbs: Any, text: str) -> None:
+    """Add `export` to the verbs of the command line."""
     parser = verb(
         verbs,
         "export",
         _export,
-        "export a trained model for other programs",
+        text,
         "export runs/photos/checkpoints/best.pt photos.onnx",
     )
     _add_checkpoint(parser)
@@ -135,6 +128,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.run_dir import CONFIG
+
     options: dict[str, Any] = {}
     data: dict[str, Any] = {}
     saved = os.path.join(arguments.out, CONFIG)
@@ -219,6 +214,10 @@ def _check_usage(
     arguments: argparse.Namespace, options: dict[str, Any], addresses: list[str]
 ) -> None:
     """Raise UsageError for wrong usage before torch is imported, which takes seconds."""
+    from wdstrain.storage.addresses import expand
+    from wdstrain.storage.remote import is_remote
+    from wdstrain.training.run_dir import check_out
+
     Config.of(options)
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         # other processes may see what the first one has begun to write
@@ -287,13 +286,13 @@ def _export(arguments: argparse.Namespace) -> int:
 # --- demo ----------------------------------------------------------------------------------------
 
 
-def add_demo(verbs: Any) -> None:
+def add_demo(verbs: Any, text: str) -> None:
     """Add `demo` to the verbs of the command line."""
     demo = verb(
         verbs,
         "demo",
         _demo,
-        "convert, verify and train on scans of handwritten digits",
+        text,
         "demo --dir shards",
     )
     demo.add_argument(

@@ -6,13 +6,12 @@ kind of source.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
@@ -155,7 +154,7 @@ class Options:
                     f"{name}={getattr(self, name)!r}: must be {' or '.join(get_args(kinds))}."
                 )
         shares = (self.split or {"train": 1.0}).values()
-        if min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
+        if min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5):
             raise UsageError(
                 f"split={dict(self.split or {})}: shares must be above 0 and add up to 1. "
                 'Write for example split={"train": 0.9, "val": 0.1}.'

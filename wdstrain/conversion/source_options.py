@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wdstrain.conversion.options import Options, Path
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.options import (
     progress_option,
     shard_urls,
@@ -17,7 +16,10 @@ from wdstrain.shards.options import (
     stored_label,
     where_option,
 )
-from wdstrain.storage.addresses import Urls
+
+if TYPE_CHECKING:
+    from wdstrain.shards.kinds import ColumnInfo
+    from wdstrain.storage.addresses import Urls
 
 
 def _out() -> Any:

@@ -20,9 +20,10 @@ import numpy as np
 
 from wdstrain.decode import jpeg_batch
 from wdstrain.decode.codecs import decode_image, is_jpeg, resize
+from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.transforms import FLIP_DRAW, RATIO, SCALE, Augment, Draws, region
+from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
 from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.codecs import decode_mask
+from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.fields import Example, Image, field_names, image
-from wdstrain.decode.transforms import FLIP_DRAW, RATIO, SCALE, Augment, Draws, region
+from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.values import Array
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from PIL import Image, ImageEnhance, ImageOps
 
 from wdstrain.decode.codecs import Box, Pixels
+from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.errors import UsageError
 
 Draws = npt.NDArray[np.float64]
@@ -29,8 +30,6 @@ _TRIES = 10  # numbers 0 to 19: area and aspect ratio of up to ten crops
 _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, _POLICY_DRAWS = 20, 21, 22, 23
 DRAWS = _POLICY_DRAWS + 4  # random numbers of one sample, in [0, 1)
 
-SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image
-RATIO = (3 / 4, 4 / 3)  # width / height of a random crop
 Operation = Callable[[Image.Image, float], Image.Image]  # (image, magnitude) -> image
 
 _BINS = 31  # magnitudes, from none to the largest

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.order.order import Tail
 from wdstrain.runtime.options import REQUIRED, is_number, option, parse_list
-from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
-from wdstrain.storage.addresses import Urls
+
+if TYPE_CHECKING:
+    from wdstrain.shards.index import Index
+    from wdstrain.storage.addresses import Urls
 
 Order = Literal["first", "random", "classes"]
 
@@ -124,6 +124,8 @@ class PeekOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
+
         Augment.parse(self.augment)
         for name in ("classes", "keys"):
             value = getattr(self, name)
@@ -233,7 +235,7 @@ class PlanOptions(CheckedOptions):
     )
     seed: int = option(0, "seed of the order", metavar="N")
     epoch: int = option(0, "number of the epoch, from 0 on", metavar="N", least=0)
-    tail: Tail = option(
+    tail: Literal["drop", "pad", "keep"] = option(
         "drop",
         "samples that fill no step on every rank: left out (drop), filled up with repeated samples "
         "(pad), or a short last batch (keep)",

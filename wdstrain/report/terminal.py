@@ -14,12 +14,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import BytesIO, TextIOWrapper
 from typing import Any, Protocol
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from wdstrain.errors import StorageError
 from wdstrain.report.printing import printable
@@ -42,6 +38,8 @@ class ProgressReporter:
     """Progress of work on stderr, or in the output of a notebook cell."""
 
     def __init__(self) -> None:
+        from rich.console import Console  # only now: help texts are printed without it
+
         self._console = Console(stderr=True, highlight=False)
         # with FORCE_COLOR, which notebooks set, rich takes a pipe for a terminal
         self._redraws = self._console.is_terminal and sys.stderr.isatty()
@@ -52,7 +50,7 @@ class ProgressReporter:
             if self._console.is_jupyter
             else _PLAIN_SECONDS
         )
-        self._live: Progress | None = None  # the line in a terminal
+        self._live: Any = None  # the line in a terminal
         self._cell: Any = None  # the output in a notebook
         self._cell_text = ""
         self._title = ""
@@ -118,6 +116,8 @@ class ProgressReporter:
 
     def _redraw(self, title: str, done: int, total: int | None, figures: str) -> None:
         """Draw the line in the terminal."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
         if self._live is None:
             self._bar = BarColumn(16)
             columns = (
@@ -252,13 +252,14 @@ def _printable_lines(text: str) -> str:
 
 def print_table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     """Print names and values to stdout. Raises StorageError if they cannot be written."""
+    from rich.table import Table
+
     table = Table(title=title or None, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(_printable_lines(name), _printable_lines(value))
-    with _writing_stdout():
-        _TextConsole().print(table)
+    for row in rows:
+        table.add_row(*map(_printable_lines, row))
+    _print(table)
 
 
 def print_grid(
@@ -268,26 +269,25 @@ def print_grid(
 
     left: left-aligned columns, of which the last may wrap; the others are figures.
     """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for number, name in enumerate(head):
-        table.add_column(
-            name,
-            overflow="fold",
-            justify="left" if number in left else "right",
-            no_wrap=number not in (0, left[-1]),
-        )
+        justify: Any = "left" if number in left else "right"
+        may_wrap = number in (0, left[-1])
+        table.add_column(name, overflow="fold", justify=justify, no_wrap=not may_wrap)
     for row in rows:
         table.add_row(*map(_printable_lines, row))
-    with _writing_stdout():
-        _TextConsole().print(table)
+    _print(table)
 
 
-class _TextConsole(Console):
-    """Console on stdout that prints plain text, in a notebook too."""
+def _print(table: Any) -> None:
+    """Print a table of rich to stdout as plain text, in a notebook too."""
+    from rich.console import Console
 
-    def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, force_jupyter=False)
-
-    def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError for the caller, where rich would exit with status 1."""
-        raise BrokenPipeError
+    # An encoding without line-drawing characters gets others.
+    text = TextIOWrapper(BytesIO(), sys.stdout.encoding or "utf-8", "backslashreplace")
+    Console(file=text, color_system=None, highlight=False, markup=False).print(table)
+    text.seek(0)
+    print_result(text.read().removesuffix("\n"))

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import os
+import sys
 import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -168,9 +169,7 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R
 
 def _own_first(options: Any) -> inspect.Signature:
     """Return the signature of a dataclass, with its own keywords before those of its bases."""
-    signature = inspect.signature(options)
-    # Evaluates each annotation in the module of its own class.
-    hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
+    signature, hints = inspect.signature(options), types_of(options)
     inherited = {
         field.name
         for base in filter(dataclasses.is_dataclass, options.__bases__)
@@ -184,6 +183,23 @@ def _own_first(options: Any) -> inspect.Signature:
         ),
     )
     return signature.replace(parameters=parameters)
+
+
+def types_of(options: Any) -> dict[str, Any]:
+    """Return the type of each field of a dataclass; its name, if it is not imported here.
+
+    Modules of options import no types but those that flags need, so that help is fast.
+    """
+    known: dict[str, Any] = {}
+    for base in reversed(options.__mro__):
+        known |= vars(sys.modules[base.__module__])
+    types = {}
+    for field in dataclasses.fields(options):
+        try:
+            types[field.name] = eval(str(field.type), known)
+        except NameError:
+            types[field.name] = field.type
+    return types
 
 
 def _described(options: Any) -> str:

@@ -5,7 +5,6 @@ A column is named by where it is stored: `cls` for a field, `json.kind` for an e
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +27,6 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.where import column_named, names_in
-from wdstrain.storage.files import read_whole
 
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
 _MOST_CLASSES = 1 << 20  # of a label without names
@@ -108,21 +106,6 @@ def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
     label = ColumnInfo(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
     others = (other for other in index.labels if other.name != label.name)
     return replace(index, labels=(label, *others))
-
-
-def read_classes(text: str) -> list[str]:
-    """Return class names from a file with a name on each line, or from a list with commas.
-
-    Raises UsageError for a file that is missing.
-    """
-    data = read_whole(text) if os.path.exists(text) else None
-    if data is None and (os.sep in text or text.endswith(".txt")):
-        raise UsageError(
-            f"classes {text[:80]!r}: there is no such file. Give one with a name on each line, or the "
-            f"names themselves: cat,dog"
-        )
-    lines = text.split(",") if data is None else data.decode("utf-8-sig").splitlines()
-    return [line.strip() for line in lines if line.strip()]
 
 
 def column_rows(index: Index) -> list[tuple[str, str]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import REQUIRED, choices_of, integer, option, parse_list
-from wdstrain.shards.declare import read_classes
-from wdstrain.storage.addresses import Urls
+from wdstrain.runtime.options import REQUIRED, choices_of, integer, option, parse_list, types_of
+
+if TYPE_CHECKING:
+    from wdstrain.storage.addresses import Urls
 
 _ADDRESSES = (
     "folder, index.json, tar, glob or brace pattern of shards, or an http(s)://, s3://, gs://, "
@@ -43,6 +44,25 @@ def progress_option(arguments: str) -> Any:
     return option(None, f"function that is called with {arguments} during the work", flag=None)
 
 
+def read_classes(text: str) -> list[str]:
+    """Return class names from a file with a name on each line, or from a list with commas.
+
+    Raises UsageError for a file that is missing.
+    """
+    if os.path.exists(text):
+        from wdstrain.storage.files import read_whole  # only now: it loads urllib3
+
+        names = (read_whole(text) or b"").decode("utf-8-sig").splitlines()
+    elif os.sep in text or text.endswith(".txt"):
+        raise UsageError(
+            f"classes {text[:80]!r}: there is no such file. Give one with a name on each line, or the "
+            f"names themselves: cat,dog"
+        )
+    else:
+        names = text.split(",")
+    return [name.strip() for name in names if name.strip()]
+
+
 def stored_label() -> Any:
     return option(
         None,
@@ -69,7 +89,7 @@ class CheckedOptions:
     """
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = types_of(type(self))
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if value is None and field.default is None:

@@ -18,9 +18,6 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import help_text, option
 from wdstrain.training.options import RunOptions
@@ -58,6 +55,8 @@ class Config(RunOptions):
             if rule is not None and value is not None and not rule.holds(value):
                 raise UsageError(f"{field.name}={value}: must be {rule.text}.")
         self._check_combinations()
+        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
+
         Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)
 
     def _check_combinations(self) -> None:
@@ -298,7 +297,7 @@ def _typed(name: str, value: Any) -> Any:
 
 def _as_plain(name: str, kind: type, value: Any) -> Any:
     """Return numbers of NumPy, paths, devices of torch and sizes in bytes as plain values."""
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
         value = value.item()
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)

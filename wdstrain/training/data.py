@@ -22,7 +22,7 @@ from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
-from wdstrain.shards.declare import read_classes, with_label, with_mask
+from wdstrain.shards.declare import with_label, with_mask
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import (
     classes_in,
@@ -31,6 +31,7 @@ from wdstrain.shards.label_values import (
     label_bytes,
     recorded_counts,
 )
+from wdstrain.shards.options import read_classes
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import Urls

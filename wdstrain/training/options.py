@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from wdstrain.decode.transforms import RATIO, SCALE
+from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.runtime.options import option
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import option, parse_size
-from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
-from wdstrain.storage.addresses import Urls
+
+if TYPE_CHECKING:
+    from wdstrain.shards.index import Index
+    from wdstrain.storage.addresses import Urls
 
 
 def _python_only(default: Any, help: str) -> Any:
@@ -99,6 +100,8 @@ class BenchOptions(LoaderChoices):
         super().__post_init__()
         if not self.seconds > 0:
             raise UsageError(f"seconds={self.seconds}: must be > 0. The default is 1.5.")
+        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
+
         Augment.parse(self.augment)
         if self.cache_limit is not None and self.cache_dir is None:
             raise UsageError(
