@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4541,
+    "conversion": 4538,
     "training": 4290,
     "inspection": 2400,
     "loader": 1220,

@@ -137,10 +137,10 @@ def test_python_names_arguments_and_the_shell_names_flags(tmp_path: Path, capsys
     assert main(["convert", "folder", source, out, "--stratify", "label"]) == 2
     error = "error: --stratify label needs a split.\nhint: Add --split train=0.9,val=0.1.\n"
     assert capsys.readouterr().err == error
-    with pytest.raises(wt.UsageError, match="max_shard_samples=0: must be >= 1"):
+    with pytest.raises(wt.UsageError, match="max_shard_samples=0: must be an integer >= 1"):
         wt.convert_folder(source, out, max_shard_samples=0)
     assert main(["convert", "folder", source, out, "--max-shard-samples", "0"]) == 2
-    assert capsys.readouterr().err == "error: --max-shard-samples 0: must be >= 1.\n"
+    assert capsys.readouterr().err == "error: --max-shard-samples 0: must be an integer >= 1.\n"
 
 
 def test_errors_with_json_are_json_objects(tmp_path: Path, capsys: Any) -> None:

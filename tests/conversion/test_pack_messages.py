@@ -14,28 +14,15 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 
 
 @pytest.mark.parametrize(
     ("rows", "fields"),
     [
-        pytest.param(
-            [{"image": b"x", "label": 1}],
-            ("jpg", "cls"),
-            marks=known_fault("core/pack_fields_dict"),
-        ),
-        pytest.param(
-            [{"image": b"x", "label": 1}],
-            {"jpg": "image", "cls": "label"},
-            marks=known_fault("core/pack_fields_dict"),
-        ),
-        pytest.param(
-            [{"__key__": "a", "image": b"x", "label": 1}],
-            ("jpg",),
-            marks=known_fault("core/pack_fields_dict"),
-        ),
+        ([{"image": b"x", "label": 1}], ("jpg", "cls")),
+        ([{"image": b"x", "label": 1}], {"jpg": "image", "cls": "label"}),
+        ([{"__key__": "a", "image": b"x", "label": 1}], ("jpg",)),
         ([{"image": None, "label": 1}], None),
     ],
 )
@@ -53,23 +40,18 @@ def _opened(kind: str) -> Image.Image:
     return Image.open(io.BytesIO(picture(1, kind=kind)))
 
 
-_HINTS = known_fault("core/pack_pil_hint")
-
-
 @pytest.mark.parametrize(
     ("value", "hints"),
     [
-        pytest.param(_opened("JPEG"), "jpg|jpeg|png", marks=_HINTS, id="JPEG of Pillow"),
-        pytest.param(_opened("PNG"), "jpg|jpeg|png", marks=_HINTS, id="PNG of Pillow"),
-        pytest.param(Image.new("L", (8, 8)), "jpg|jpeg|png", marks=_HINTS, id="made by Pillow"),
-        pytest.param({"a": 1}, "json", marks=_HINTS, id="dict"),
-        pytest.param(
-            {"bytes": picture(1), "path": None}, "jpg|png|bytes|json", marks=_HINTS, id="HF image"
-        ),
-        pytest.param(Path("a.jpg"), "jpg|png|txt|bytes|read", marks=_HINTS, id="path"),
-        pytest.param(io.BytesIO(b"x"), "bytes|read|getvalue|jpg|png", marks=_HINTS, id="file"),
-        pytest.param(datetime.date(2020, 1, 2), "txt|json|text", marks=_HINTS, id="date"),
-        pytest.param(["a", "b"], "json", marks=_HINTS, id="list of texts"),
+        pytest.param(_opened("JPEG"), "jpg|jpeg|png", id="JPEG of Pillow"),
+        pytest.param(_opened("PNG"), "jpg|jpeg|png", id="PNG of Pillow"),
+        pytest.param(Image.new("L", (8, 8)), "jpg|jpeg|png", id="made by Pillow"),
+        pytest.param({"a": 1}, "json", id="dict"),
+        pytest.param({"bytes": picture(1), "path": None}, "jpg|png|bytes|json", id="HF image"),
+        pytest.param(Path("a.jpg"), "jpg|png|txt|bytes|read", id="path"),
+        pytest.param(io.BytesIO(b"x"), "bytes|read|getvalue|jpg|png", id="file"),
+        pytest.param(datetime.date(2020, 1, 2), "txt|json|text", id="date"),
+        pytest.param(["a", "b"], "json", id="list of texts"),
         pytest.param([1, 2], "npy|json", id="list of numbers"),
         pytest.param(np.zeros((3, 8, 8), np.float32), "npy", id="array"),
         pytest.param(None, "leave out", id="None"),

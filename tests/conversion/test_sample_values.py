@@ -53,9 +53,6 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-_CHANGES = known_fault("conversion/pack_changes_values")
-
-
 @pytest.mark.parametrize(
     ("value", "stored"),
     [
@@ -86,7 +83,7 @@ def test_a_text_is_stored_as_it_is_or_refused(tmp_path: Path, value: Any, stored
         {"inside": [{1: "a", "1": "b"}]},
     ],
 )
-@pytest.mark.parametrize("source", ["pack", pytest.param("frame", marks=_CHANGES)])
+@pytest.mark.parametrize("source", ["pack", "frame"])
 def test_names_of_json_that_would_become_one_are_refused(
     tmp_path: Path, value: Any, source: str
 ) -> None:

@@ -654,8 +654,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "same-spelling",
-            "max((codes, values), texts, key",
-            "min((codes, values), texts, key",
+            "written=self._options.decimal == ",
+            "written=self._options.decimal != ",
         ),
     ],
     "conversion/sources/table_files.py": [

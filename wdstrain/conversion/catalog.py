@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.listing import BadSample, Part, Sample
+from wdstrain.conversion.listing import BadSample, Part, Piece, Sample
 from wdstrain.errors import SampleError
 from wdstrain.order.rng import bits
 from wdstrain.shards.index import Index
@@ -141,14 +141,6 @@ def _sides(groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], gro
 # --- catalogs ------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """A file to copy. mtime_ns: when it was changed last."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-
 class Catalog(ABC):
     """n numbered samples of the source `name`.
 
@@ -184,7 +176,7 @@ class FileCatalog(Catalog):
     fetch_bytes = 512 << 10
 
     def __init__(
-        self, name: str, items: list[Sample], meta: SampleMeta, sizes: Ints, renamed: Renamed
+        self, name: str, items: Sequence[Sample], meta: SampleMeta, sizes: Ints, renamed: Renamed
     ) -> None:
         super().__init__(name, meta, sizes, renamed)
         self._items = items
@@ -231,7 +223,7 @@ def with_pieces(item: Sample) -> tuple[Sample, int]:
     parts, total = [], 0
     for field, part in item.parts:
         content = _piece(part) if isinstance(part, str) else part
-        size = content.size if isinstance(part, str) else len(content)
+        size = content.size if isinstance(content, Piece) else len(content)
         total += member_size(f"{item.key}.{field}", size)
         parts.append((field, content))
     return item._replace(parts=parts), total

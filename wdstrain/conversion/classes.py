@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
-from wdstrain.errors import SampleError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 
 RANGE = 1000  # whole numbers below this are class numbers; larger ones can be ids or quantities
-_MOST_CLASSES = 1_000_000  # classes without names
+MOST_CLASSES = 1_000_000  # classes without names
 _GAP = 100  # class numbers per number that occurs; numbers with wider gaps are ids
 
 
@@ -80,6 +80,7 @@ def stated_classes(names: Sequence[str]) -> dict[str, str]:
 
     It makes a resumed call with other names another call, also if no sample has a label.
     """
+    names = check_classes(names)
     if not names:
         return {}
     some = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
@@ -104,33 +105,27 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-class Numbered:
-    """Collects the class numbers of a label without names of classes.
+def class_rule(count: int = 0) -> str:
+    """Return what a class number must be, for messages. count: of the classes; 0: no names."""
+    if count:
+        return f"a whole number from 0 to {count - 1}: there are {count} classes"
+    return f"a whole number from 0 to {MOST_CLASSES - 1}; store an id or a time under another name"
 
-    stated: the user declared them as classes; otherwise numbers with wide gaps are refused as ids.
+
+def counted_classes(
+    name: str, numbers: Collection[int], *, stated: bool = False
+) -> tuple[str, ...]:
+    """Return all class numbers up to the highest one, of a label without names of classes.
+
+    stated: the user declared them as classes. Otherwise numbers with wide gaps are ids. Raises
+    UsageError for these.
     """
-
-    def __init__(self, name: str, *, stated: bool = False) -> None:
-        self._name, self._stated, self._seen = name, stated, set[int]()
-
-    def see(self, number: int) -> None:
-        """Raise SampleError for a number that would make too many classes."""
-        if number >= _MOST_CLASSES:
-            raise SampleError(
-                f"its {self._name} is {number}, but a class must be a whole number from 0 to "
-                f"{_MOST_CLASSES - 1}; store an id or a time under another name"
-            )
-        self._seen.add(number)
-
-    def classes(self) -> tuple[str, ...]:
-        """Return all numbers up to the highest. Raises UsageError if hardly any of them occurs."""
-        count = max(self._seen, default=-1) + 1
-        if not self._stated and count > max(RANGE, _GAP * len(self._seen)):
-            raise UsageError(
-                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: "
-                f"as classes counted from 0 they would make {count}, nearly all of them empty. "
-                "Number them anew, name the classes with classes=[...], or store them under "
-                f"another name. For arrays, state the kind: {self._name}:class or "
-                f"{self._name}:number."
-            )
-        return tuple(map(str, range(count)))
+    count = max(numbers, default=-1) + 1
+    if not stated and count > max(RANGE, _GAP * len(numbers)):
+        raise UsageError(
+            f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
+            f"counted from 0 they would make {count}, nearly all of them empty. Number them anew, "
+            "name the classes with classes=[...], or store them under another name. For arrays, "
+            f"state the kind: {name}:class or {name}:number."
+        )
+    return tuple(map(str, range(count)))

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -34,9 +34,9 @@ from wdstrain.conversion.catalog import (
     bad_file,
     with_pieces,
 )
-from wdstrain.conversion.encode import Pixels, encode_all
+from wdstrain.conversion.encode import Pixels, encoded_pixels
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
+from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, SampleStore, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
 from wdstrain.conversion.shard_writer import IndexBuilder
@@ -100,7 +100,7 @@ def collect(
 
 
 def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collected:
-    builder, items, sizes, renamed = MetaBuilder(options.seed), list[Sample](), array("q"), {}
+    builder, items, sizes, renamed = MetaBuilder(options.seed), SampleStore(), array("q"), Renamed()
     before = len(bad.bad)
     for entry in source.samples():
         if isinstance(entry, BadSample):
@@ -112,13 +112,16 @@ def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collect
             bad.put(bad_file(source.name, entry, str(error)))
             continue
         if item.name:
-            renamed[len(items)] = {"key": str(item.key), "name": item.name}
+            renamed[len(sizes)] = {"key": str(item.key), "name": item.name}
         builder.add(str(item.key), item)
-        items.append(item)
+        if source.stored is None:
+            items.append(item)
         sizes.append(size)
     meta = builder.finish()
-    catalog = FileCatalog(source.name, items, meta, np.array(sizes, np.int64), renamed)
-    return Collected(catalog, source.labels(), len(items) + len(bad.bad) - before)
+    catalog = FileCatalog(
+        source.name, source.stored or items, meta, np.array(sizes, np.int64), renamed
+    )
+    return Collected(catalog, source.labels(), len(sizes) + len(bad.bad) - before)
 
 
 def keyed(
@@ -165,31 +168,20 @@ def _encoded(source: Source, options: Options) -> Iterator[Entry]:
     batches = _batches(_first(source.samples(), options.limit))
     head = list(islice(batches, _FEW))
     jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
-    if not any(map(_pixels, head)):
-        jobs = 1
+    has_pixels = any(isinstance(part, Pixels) for batch in head for _, part in _parts_of(batch))
     batches = chain(head, batches)
     del head  # held by the chain until they are taken
-    waiting = deque[list[Entry]]()
-
-    def tasks() -> Iterator[list[Pixels]]:
-        for batch in batches:
-            waiting.append(batch)
-            yield _pixels(batch)
-
-    with closing(run(encode_all, tasks(), jobs, lambda samples, size: None)) as results:
-        for made in results:
-            batch, contents = waiting.popleft(), iter(made)
-            yield from (_with_bytes(source, entry, contents) for entry in batch) if made else batch
+    work = partial(_encode, source.name)
+    with closing(run(work, batches, jobs if has_pixels else 1, lambda *_: None)) as results:
+        for batch in results:
+            yield from batch
 
 
 def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     batch, size = list[Entry](), 0
     for entry in entries:
         batch.append(entry)
-        if isinstance(entry, Sample):
-            size += sum(
-                part.size if isinstance(part, Pixels) else len(part) for _, part in entry.parts
-            )
+        size += sum(p.size if isinstance(p, Pixels) else len(p) for _, p in _parts_of([entry]))
         if size >= _BATCH_BYTES or len(batch) == _BATCH:
             yield batch
             batch, size = [], 0
@@ -197,20 +189,21 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield batch
 
 
-def _pixels(batch: Iterable[Entry]) -> list[Pixels]:
-    samples = (entry for entry in batch if isinstance(entry, Sample))
-    return [part for sample in samples for _, part in sample.parts if isinstance(part, Pixels)]
+def _parts_of(batch: Iterable[Entry]) -> Iterator[tuple[str, Any]]:
+    return (part for entry in batch if isinstance(entry, Sample) for part in entry.parts)
 
 
-def _with_bytes(source: Source, entry: Entry, contents: Iterator[bytes | SampleError]) -> Entry:
-    """Return a sample whose pixels are replaced by the next contents."""
-    if isinstance(entry, BadSample):
-        return entry
-    parts = [(f, next(contents) if isinstance(part, Pixels) else part) for f, part in entry.parts]
-    errors = [str(part) for _, part in parts if isinstance(part, SampleError)]
-    return (
-        BadSample(source.name, entry.row, "", errors[0]) if errors else entry._replace(parts=parts)
-    )
+def _encode(source: str, batch: list[Entry], tick: Any) -> list[Entry]:
+    """Return samples with bytes in place of `Pixels`; one that its format cannot hold is bad."""
+    made = list[Entry]()
+    for entry in batch:
+        if isinstance(entry, Sample) and any(isinstance(part, Pixels) for _, part in entry.parts):
+            try:
+                entry = entry._replace(parts=encoded_pixels(entry.parts))
+            except SampleError as error:
+                entry = BadSample(source, entry.row, "", str(error))
+        made.append(entry)
+    return made
 
 
 # --- spool ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import field_name
-from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG, ImageFormat
+from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG
 from wdstrain.errors import SampleError
 
 if TYPE_CHECKING:
@@ -48,15 +48,9 @@ class Pixels(NamedTuple):
         return value.nbytes if isinstance(value, np.ndarray) else 3 * value.width * value.height
 
 
-def encode_all(images: list[Pixels], tick: Any = None) -> list[bytes | SampleError]:
-    """Return the bytes of images, or the error of one that its format cannot hold."""
-    made: list[bytes | SampleError] = []
-    for name, value, quality in images:
-        try:
-            made.append(_image(name, BY_EXTENSION[name.rpartition(".")[2]], value, quality))
-        except SampleError as error:
-            made.append(error)
-    return made
+def encoded_pixels(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the parts of a sample with bytes of images. Raises SampleError for pixels that do not fit."""
+    return [(name, _image(*part) if isinstance(part, Pixels) else part) for name, part in parts]
 
 
 def encode(
@@ -102,7 +96,7 @@ def _encoded(
     if kind in EXTENSIONS:
         if isinstance(value, np.ndarray) or type(value) is Image.Image:
             return Pixels(name, value.copy(), quality)
-        return _image(name, BY_EXTENSION[kind], value, quality)  # an open file
+        return _image(name, value, quality)  # an open file
     if kind == "npy":
         return _npy(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
@@ -120,7 +114,7 @@ def _encoded(
             return str(plain(value)).encode()
     raise SampleError(
         f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an "
-        f"array {name}.npy"
+        f"array {name}.npy, an image {name}.png, a dict or list {name}.json, or give bytes or text"
     )
 
 
@@ -185,7 +179,8 @@ def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
     return pixels
 
 
-def _image(name: str, made: ImageFormat, value: Any, quality: int) -> bytes:
+def _image(name: str, value: Any, quality: int) -> bytes:
+    made = BY_EXTENSION[name.rpartition(".")[2]]
     if isinstance(value, np.ndarray):
         pixels = value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value
         if pixels.dtype != np.uint8 or not (

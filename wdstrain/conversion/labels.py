@@ -14,7 +14,7 @@ import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class Decision:
     name: str
     codes: npt.NDArray[np.int32]
     values: list[Any]
-    counts: list[int]
+    counts: npt.NDArray[np.int64]
     bad: dict[int, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     kind: str = ""
@@ -71,12 +71,12 @@ class Decision:
 
     def good(self) -> dict[int, Any]:
         """Return the values of rows that are not bad, by place."""
-        values = enumerate(self.values)
-        return {code: v for code, v in values if code not in self.bad and self.counts[code]}
+        codes = np.flatnonzero(self.counts).tolist()
+        return {code: self.values[code] for code in codes if code not in self.bad}
 
-    def rows(self, codes: Iterable[int]) -> int:
+    def rows(self, codes: Collection[int]) -> int:
         """Return the number of rows that have these values."""
-        return sum(self.counts[code] for code in codes)
+        return int(self.counts[list(codes)].sum())
 
     def refuse(self, codes: Iterable[int], why: str) -> None:
         """Mark values as bad."""
@@ -84,14 +84,12 @@ class Decision:
             holds = f"the label column '{self.name}' holds {shown(self.values[code])}"
             self.bad.setdefault(code, f"{holds}, {why}")
 
-    def read_all(self, read: Callable[[Any], Any], why: str) -> None:
+    def read_all(self, read: Callable[[Any], Any], why: str = "") -> None:
         """Replace the good values by read(value), and refuse those for which it is None."""
-        for code, value in self.good().items():
-            made = read(value)
-            if made is None:
-                self.refuse([code], why)
-            else:
-                self.values[code] = made
+        made = {code: read(value) for code, value in self.good().items()}
+        self.refuse([code for code, value in made.items() if value is None], why)
+        for code in made.keys() - self.bad.keys():
+            self.values[code] = made[code]
 
     def ask(self, holds: str, *kinds: str) -> UsageError:
         """Return the error for a column that may be of several kinds."""
@@ -107,17 +105,17 @@ def decide(
     kind: str | None,
     codes: npt.NDArray[np.int32],
     values: Sequence[Any],
+    counts: npt.NDArray[np.int64],
     names: tuple[str, ...] = (),
     classes: tuple[str, ...] = (),
 ) -> Decision:
     """Return the label of a column of plain values.
 
-    kind: as the user named it. codes: place in `values` of each row. names: of the column's class
-    numbers, as the table has them. classes: those that the label must have, in the order of their
-    numbers. Raises UsageError for a column that may be of two kinds or is of none, SourceError for
-    a column without a value.
+    kind: as the user named it. codes: place in `values` of each row. counts: rows of each value
+    that are packed. names: of the column's class numbers, as the table has them. classes: those
+    that the label must have, in the order of their numbers. Raises UsageError for a column that may
+    be of two kinds or is of none, SourceError for a column without a value.
     """
-    counts = np.bincount(codes, minlength=len(values)).tolist()
     column = Decision(place, name, codes, list(values), counts)
     empty = [code for code, v in column.good().items() if v is None or not str(v).strip()]
     column.bad = dict.fromkeys(empty, f"the label column '{name}' is empty")
@@ -125,8 +123,8 @@ def decide(
         raise SourceError(
             f"{place}: no row has a value in the label column '{name}'. Name another column."
         )
-    types = set(map(type, column.good().values()))
-    column.kind = kind or ("class" if names and list not in types else _guess(column))
+    has_lists = any(isinstance(value, list) for value in column.good().values())
+    column.kind = kind or ("class" if names and not has_lists else _guess(column))
     if column.kind == "flag" and classes and classes != FLAG_CLASSES:
         column.kind = "class"
     makers = {"class": _classes, "flag": _flags, "number": _numbers, "multi": _lists}
@@ -215,14 +213,14 @@ def _is_quantity(text: str) -> bool:
 def _guess_numbers(column: Decision, codes: list[int]) -> str:
     """Return whether numbers are classes or quantities. Text that is a number becomes one."""
     for code in codes:
-        column.values[code] = _number_of(column.values[code])
+        column.values[code] = number_in(column.values[code])
     values = [column.values[code] for code in codes]
     whole = [value for value in values if isinstance(value, int)]
     odd = [code for code in codes if isinstance(column.values[code], float)]
     fractions, count = column.rows(odd), column.rows(codes)
     if fractions:
         if all(value == int(value) and 0 <= value < RANGE for value in values):
-            beside = " beside empty cells" if count < sum(column.counts) else ""
+            beside = " beside empty cells" if count < column.counts.sum() else ""
             holds = f"whole numbers as floats{beside}, which may have been class numbers"
             raise column.ask(holds, "class", "number")
         if fractions <= _FEW * count and all(0 <= value < RANGE for value in whole):
@@ -269,16 +267,19 @@ def _guess_lists(column: Decision, codes: list[int]) -> str:
 # --- values, as the label stores them, and classes ------------------------------------------------
 
 
-def number_in(text: str) -> int | float | None:
-    """Return the number that a text is; None for other text, also for names such as 007."""
-    if WHOLE.fullmatch(text):
-        return int(text)
-    number = float(text) if NUMBER.fullmatch(text) else math.inf
-    return number if math.isfinite(number) else None
+def number_in(value: Any) -> int | float | None:
+    """Return the number that a value or text is; None for others, and for names such as 007."""
+    if isinstance(value, str):
+        text = value.strip()
+        if WHOLE.fullmatch(text):
+            return int(text)
+        value = float(text) if NUMBER.fullmatch(text) else None
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return value if is_number else None
 
 
 def _numbers(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
-    column.read_all(_number_of, "which is not a number")
+    column.read_all(_stated_number, "which is not a number")
     column.refuse(
         [code for code, number in column.good().items() if abs(number) > _LARGEST],
         "which is too large for a float32",
@@ -286,13 +287,12 @@ def _numbers(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
     return ()
 
 
-def _number_of(value: Any) -> int | float | None:
-    if isinstance(value, str):
-        text = value.strip()
-        number = number_in(text)
-        return float(text) if number is None and _ANY_NUMBER.fullmatch(text) else number
-    value = int(value) if isinstance(value, bool) else value
-    return value if isinstance(value, (int, float)) else None
+def _stated_number(value: Any) -> int | float | None:
+    """Return a number, also of true and of 007."""
+    number = number_in(value)
+    if number is None and isinstance(value, str) and _ANY_NUMBER.fullmatch(value.strip()):
+        return float(value)
+    return None if number is None else +number
 
 
 def _flags(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -320,11 +320,11 @@ def _classes(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
         "are removed"
         for some in [some for some in spellings.values() if len(some) > 1][:_SHOWN]
     ]
-    column.read_all(lambda v: v.strip() if isinstance(v, str) else v, "")
+    column.read_all(lambda v: v.strip() if isinstance(v, str) else v)
     whole = [_whole_in(value) for value in column.good().values()]
     if not whole or None in whole:
         return tuple(sorted({str(value) for value in column.good().values()}))
-    column.read_all(_whole_in, "")
+    column.read_all(_whole_in)
     distinct = sorted(set(column.good().values()))
     if distinct[0] >= 0 and distinct[-1] < max(RANGE, 2 * len(distinct)):
         distinct = list(range(distinct[-1] + 1))  # the numbers stay the class numbers
@@ -332,10 +332,9 @@ def _classes(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _whole_in(value: Any) -> int | None:
-    number = number_in(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or number % 1:
-        return None
-    return int(number)
+    number = number_in(value)
+    is_whole = number is not None and not isinstance(number, bool) and number % 1 == 0
+    return int(number) if is_whole else None  # type: ignore[arg-type]
 
 
 def _lists(column: Decision, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -391,7 +390,7 @@ def _use_classes(column: Decision, classes: tuple[str, ...]) -> None:
             f"label {column.name}: its numbers count the given classes: 0 is {shown(classes[0])}"
         )
         is_multi = column.kind == "multi"
-        column.read_all(lambda v: [classes[int(n)] for n in v] if is_multi else classes[int(v)], "")
+        column.read_all(lambda v: [classes[int(n)] for n in v] if is_multi else classes[int(v)])
     known = set(classes)
     column.refuse(
         [code for code, v in column.good().items() if not known.issuperset(_names_of(v))],
@@ -413,7 +412,7 @@ def _names_in(column: Decision) -> set[str]:
 def _lines(column: Decision) -> list[str]:
     """Return lines about the decision and the number of values that fit."""
     title, count, good = f"label {column.name}:", len(column.classes), column.good()
-    fit = f"{column.rows(good)} of {len(column.codes)} values fit"
+    fit = f"{column.rows(good)} of {column.counts.sum()} values fit"
     if column.kind == "number":
         return [f"{title} a number from {min(good.values()):g} to {max(good.values()):g}, {fit}"]
     some = ", ".join(name[:40] for name in column.classes[:_SHOWN])

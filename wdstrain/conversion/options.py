@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import as_bytes, integer, option, parse_size
+from wdstrain.shards.options import CheckedOptions
 
 Path = str | os.PathLike[str]
 OnError = Literal["raise", "skip"]
@@ -24,10 +25,6 @@ Engine = Literal["local", "ray"]
 
 _SPLIT = re.compile(r"\w[\w-]*")
 _PROCESS_BYTES = 16_000_000  # starting a process takes as long as packing about this much
-_WHOLE_NUMBERS = (
-    *("max_shard_samples", "num_shards", "num_workers", "limit", "resize", "quality"),
-    "seed",
-)
 _EXCLUSIVE = (
     ("append", "overwrite"),
     ("resume", "overwrite"),
@@ -60,7 +57,7 @@ def parse_shares(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(CheckedOptions):
     """Options of packing, which all conversions have."""
 
     max_shard_size: int | str = option(
@@ -71,9 +68,9 @@ class Options:
         parse=parse_size,
     )
     max_shard_samples: int | None = option(
-        None, "most samples in a shard (default: as many as fit)", metavar="N"
+        None, "most samples in a shard (default: as many as fit)", metavar="N", least=1
     )
-    seed: int = option(0, "seed of the shuffle and the split", metavar="N")
+    seed: int = option(0, "seed of the shuffle and the split", metavar="N", least=None)
     shuffle: bool = option(
         True,
         "order samples by a seeded hash of their keys; False keeps the order of the source",
@@ -91,13 +88,14 @@ class Options:
         metavar="COL",
     )
     resize: int | None = option(
-        None, "downscale images so that the shorter side is at most N pixels", metavar="N"
+        None, "downscale images so that the shorter side is at most N pixels", metavar="N", least=1
     )
     quality: int | None = option(
         None,
         "JPEG quality of re-encoded images, 1 to 100 (default: 90); without resizing, re-encodes "
         "every image",
         metavar="N",
+        least=1,
     )
     check: Check = option(
         "magic", "check of each image: magic looks at the first bytes, decode decodes it"
@@ -110,6 +108,7 @@ class Options:
         "worker processes; the output does not depend on it (default: one per core, fewer for "
         "little data)",
         metavar="N",
+        least=1,
     )
     memory: int | str = option(
         "1GB", "memory for ordering samples, over all processes", metavar="SIZE", parse=parse_size
@@ -117,11 +116,14 @@ class Options:
     engine: Engine = option(
         "local", "processes of this machine, or of a Ray cluster with a shared file system"
     )
-    limit: int | None = option(None, "pack at most N samples, the first of a stream", metavar="N")
+    limit: int | None = option(
+        None, "pack at most N samples, the first of a stream", metavar="N", least=1
+    )
     num_shards: int | None = option(
         None,
         "shards to make in all, of about equal size (default: as many as the largest size gives)",
         metavar="N",
+        least=1,
     )
     append: bool = option(False, "add the samples as new shards to the set in the output folder")
     dry_run: bool = option(
@@ -134,13 +136,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        for name in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if value is None and name != "seed":
-                continue
-            object.__setattr__(self, name, value := integer(name, value))  # the index is JSON
-            if value < 1 and name != "seed":
-                raise UsageError(f"{name}={value}: must be >= 1.")
+        super().__post_init__()
         for name, least in (("max_shard_size", 1), ("memory", 16_000_000)):
             size = _size(name, getattr(self, name))
             object.__setattr__(self, name, size)
@@ -148,11 +144,6 @@ class Options:
                 raise UsageError(f"{name}={size}: must be >= {least} bytes.")
         if self.quality is not None and self.quality > 100:
             raise UsageError(f"quality={self.quality}: must be <= 100.")
-        for name, kinds in (("check", Check), ("on_error", OnError), ("engine", Engine)):
-            if getattr(self, name) not in get_args(kinds):
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r}: must be {' or '.join(get_args(kinds))}."
-                )
         shares = (self.split or {"train": 1.0}).values()
         if min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5):
             raise UsageError(

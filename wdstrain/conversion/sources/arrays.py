@@ -8,12 +8,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
+from wdstrain.conversion.classes import (
+    MOST_CLASSES,
+    RANGE,
+    check_classes,
+    class_rule,
+    counted_classes,
+    stated_classes,
+)
 from wdstrain.conversion.encode import array_field, encode
 from wdstrain.conversion.listing import (
     BadSample,
@@ -59,16 +67,15 @@ def stream_arrays(
         f"{path.partition('.npz:')[0]}.npz" if ".npz:" in path else path for path in files.values()
     ]
     asked = [list(files.items()), list(labels), list(classes), quality]
-    source = {
-        "kind": "arrays",
-        "fields": list(arrays),
-        "labels": list(labels),
-        **stated_classes(check_classes(classes)),
-    }
     return stream_rows(
         ", ".join(files.values()) or "arrays",
         opened,
-        source,
+        {
+            "kind": "arrays",
+            "fields": list(arrays),
+            "labels": list(labels),
+            **stated_classes(classes),
+        },
         labels=labels,
         classes=classes,
         quality=quality,
@@ -89,49 +96,50 @@ def stream_rows(
 ) -> Source:
     """Return the rows of arrays of equal length as samples.
 
-    keys: name of the array of keys. mark: as in `Source`.
+    keys: name of the array of keys. mark: as in `Source`. Arrays of labels are read first.
     """
     count = _row_count(title, arrays)
     if keys is not None:
         _check_keys(title, arrays[keys])
     fields = _field_names(title, {name: rows for name, rows in arrays.items() if name != keys})
     names = check_classes(classes)
+    only_cls = names if "cls" in arrays else ()
     scalars = [
-        _Scalar(
-            name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
-        )
-        for name in _asked_labels(arrays, labels)
+        _scalar(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())
+        for one in _asked_labels(arrays, labels)
     ]
+    arrays = {**arrays, **{scalar.name: scalar.values for scalar in scalars}}
     places = {name: place for place, name in enumerate(names)}
-    classed = next((scalar for scalar in scalars if scalar.kind == "class"), None)
+    classed = next((scalar for scalar in scalars if scalar.info.kind != "number"), None)
+
+    def sample(block: Mapping[str, Any], row: int, i: int) -> Sample:
+        parts = [
+            encode(field, _value(block[name][i], field), quality=quality, classes=places)
+            for name, field in fields.items()
+        ]
+        for scalar in scalars:
+            if scalar.is_bad[row]:
+                raise SampleError(f"its {scalar.name} is {scalar.values[row]}{scalar.rule}")
+        key = None if keys is None else _text(block[keys][i])
+        stratum = "" if classed is None else classed.stratum(row)
+        return Sample(key, parts, stratum=stratum, row=row + 1)
 
     def entries() -> Iterator[Sample | BadSample]:
         for first, block in blocks(arrays, count):
             for i in range(len(next(iter(block.values())))):
                 try:
-                    parts = [
-                        encode(
-                            field, _value(block[name][i], field), quality=quality, classes=places
-                        )
-                        for name, field in fields.items()
-                    ]
-                    for scalar in scalars:
-                        scalar.see(block[scalar.name][i])
+                    yield sample(block, first + i, i)
                 except SampleError as error:
                     yield BadSample(title, first + i + 1, "", str(error))
-                    continue
-                key = None if keys is None else _text(block[keys][i])
-                stratum = classed.stratum(block[classed.name][i]) if classed else ""
-                yield Sample(key, parts, stratum=stratum, row=first + i + 1)
 
     return Source(
         title,
         entries,
-        lambda: tuple(scalar.label() for scalar in scalars),
+        lambda: tuple(scalar.info for scalar in scalars),
         source,
         count,
         mark,
-        stratum=classed.title if classed else "",
+        stratum=classed.info.name if classed else "",
     )
 
 
@@ -208,64 +216,58 @@ def blocks(
         yield first, {name: np.asanyarray(array[rows]) for name, array in arrays.items()}
 
 
-class _Scalar:
-    """A scalar array that is a label: it checks each value and collects the classes.
+class _Scalar(NamedTuple):
+    """A label of an array of one number per row. is_bad: bool[n]. rule: that bad numbers break."""
 
-    name: of the array. title: of the label.
-    """
+    name: str
+    info: ColumnInfo
+    values: npt.NDArray[Any]
+    is_bad: npt.NDArray[np.bool_]
+    rule: str = ""
 
-    def __init__(
-        self,
-        asked: str,
-        arrays: Mapping[str, Rows],
-        fields: Mapping[str, str],
-        classes: Sequence[str],
-    ) -> None:
-        before, _, kind = asked.rpartition(":")
-        is_stated = kind in ("class", "number") and before in arrays
-        self.name = before if is_stated else asked
-        if self.name not in fields:
-            raise UsageError(
-                f"the label '{self.name}' is not a field. Use one of: {', '.join(fields)}."
-            )
-        array = arrays[self.name]
-        type_ = np.dtype(array.dtype)
-        if len(array.shape) != 1 or type_.kind not in "biuf":
-            raise UsageError(
-                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}. A "
-                "label must be one number per row."
-            )
-        self.title, self._field = "label" if self.name == "cls" else self.name, fields[self.name]
-        self.kind = kind if is_stated else "number" if type_.kind == "f" else "class"
-        self._is_flag = not (is_stated or classes) and type_.kind == "b"
-        self._classes, self._numbers = tuple(classes), Numbered(self.name, stated=is_stated)
+    def stratum(self, row: int) -> str:
+        number = int(self.values[row])
+        return self.info.classes[number] if self.info.kind == "class" else str(number)
 
-    def see(self, value: Any) -> None:
-        if self.kind == "number":
-            if not np.isfinite(value):
-                raise SampleError(f"its {self.name} is {value}")
-            return
-        number = int(value)
-        if number < 0 or number != value:
-            raise SampleError(
-                f"its {self.name} is {value}, but a class must be a whole number >= 0"
-            )
-        if self._classes and number >= len(self._classes):
-            raise SampleError(
-                f"its {self.name} is {number}, but there are {len(self._classes)} classes"
-            )
-        if not self._classes:
-            self._numbers.see(number)
 
-    def stratum(self, value: Any) -> str:
-        return self._classes[int(value)] if self._classes else str(int(value))
-
-    def label(self) -> ColumnInfo:
-        if self.kind == "number":
-            return ColumnInfo(self.title, "number", self._field)
-        classes = FLAG_CLASSES if self._is_flag else self._classes or self._numbers.classes()
-        kind = "flag" if self._is_flag else "class"
-        return ColumnInfo(self.title, kind, self._field, classes=classes)
+def _scalar(
+    title: str,
+    asked: str,
+    arrays: Mapping[str, Rows],
+    fields: Mapping[str, str],
+    classes: Sequence[str],
+) -> _Scalar:
+    """Return a label. asked: NAME or NAME:KIND. Raises UsageError for an array that is none."""
+    before, _, kind = asked.rpartition(":")
+    is_stated = kind in ("class", "number") and before in arrays
+    name = before if is_stated else asked
+    if name not in fields:
+        raise UsageError(f"the label '{name}' is not a field. Use one of: {', '.join(fields)}.")
+    array = arrays[name]
+    type_ = np.dtype(array.dtype).kind
+    if len(array.shape) != 1 or type_ not in "biuf":
+        raise UsageError(
+            f"the label '{name}' is an array of {array.dtype} {list(array.shape)}. A "
+            "label must be one number per row."
+        )
+    rows = np.asanyarray(array[slice(0, array.shape[0])])
+    values, is_masked = np.ma.getdata(rows), np.ma.getmaskarray(rows)  # encoding refuses the mask
+    info = ColumnInfo("label" if name == "cls" else name, "class", fields[name])
+    is_whole = (values >= 0) & (values == np.floor(values)) & ~is_masked
+    if not is_stated and type_ == "f" and is_whole.all() and (values < RANGE).all():
+        raise UsageError(
+            f"{title}: '{name}' holds whole numbers as floats, which may have been class numbers. "
+            f'State the kind: label="{name}:class" or label="{name}:number".'
+        )
+    if kind == "number" if is_stated else type_ == "f":
+        return _Scalar(name, replace(info, kind="number"), rows, ~np.isfinite(values))
+    if type_ == "b" and not is_stated and not classes:
+        return _Scalar(name, replace(info, kind="flag", classes=FLAG_CLASSES), rows, ~is_whole)
+    is_class = is_whole & (values < (len(classes) or MOST_CLASSES))
+    rule = f", but a class must be {class_rule(len(classes))}"
+    seen = set(map(int, np.unique(values[is_class])))
+    known = tuple(classes) or counted_classes(name, seen, stated=is_stated)
+    return _Scalar(name, replace(info, classes=known), rows, ~is_class, rule)
 
 
 def _value(value: Any, field: str) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from wdstrain.conversion.classes import check_classes, stated_classes
+from wdstrain.conversion.classes import stated_classes
 from wdstrain.conversion.listing import Source, check_there, file_mark
 from wdstrain.conversion.sources.arrays import stream_rows
 from wdstrain.errors import SourceError, UsageError
@@ -60,7 +60,7 @@ def stream_hdf5(
         "fields": dict(fields),
         "labels": list(labels),
         "key": key,
-        **stated_classes(check_classes(classes)),
+        **stated_classes(classes),
     }
     return stream_rows(
         file,

@@ -12,7 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
+from wdstrain.conversion.classes import (
+    MOST_CLASSES,
+    check_classes,
+    class_rule,
+    counted_classes,
+    stated_classes,
+)
 from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, Sample, Source
 from wdstrain.errors import SampleError, UsageError
@@ -39,48 +45,48 @@ def stream_samples(
     """
     for samples in parts.values():
         _check_iterable(samples)
-    numbers = Numbered("cls")
-    seen: set[str] = set()  # what each cls is: "numbers" or "names"
     names = check_classes(classes) or check_classes(classes_of(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
     is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
-    counted = not names and not is_declared
+    kinds, numbers = set[str](), set[int]()  # what each cls is; class numbers without names
+
+    def read(split: str, number: int, sample: Any) -> Sample:
+        key, packed = _packed(sample, fields, quality, places)
+        stratum = _stratum(packed)
+        kind = "numbers" if stratum.isdecimal() else "names"
+        if stratum and kinds - {kind}:
+            raise SampleError(f"its cls is {stratum!r}, but others are {min(kinds)}")
+        if kind == "numbers" and int(stratum) < len(names):
+            stratum = names[int(stratum)]
+        elif kind == "numbers" and not (names or is_declared):
+            if int(stratum) >= MOST_CLASSES:
+                raise SampleError(f"its cls is {stratum}, but a class must be {class_rule()}")
+            numbers.add(int(stratum))
+        kinds.update([kind] if stratum else [])
+        grouped = str(group(sample)) if group else ""
+        return Sample(key, packed, split, grouped, stratum, number + 1)
 
     def entries() -> Iterator[Sample | BadSample]:
         for split, part in parts.items():
             for number, sample in _numbered(part):
                 try:
-                    if isinstance(sample, SampleError):
-                        raise sample
-                    key, packed = _packed(sample, fields, quality, places)
-                    stratum = _stratum(packed)
-                    kind = "numbers" if stratum.isdecimal() else "names"
-                    if stratum and seen - {kind}:
-                        raise SampleError(f"its cls is {stratum!r}, but others are {min(seen)}")
-                    if counted and kind == "numbers":
-                        numbers.see(int(stratum))
+                    yield read(split, number, sample)
                 except SampleError as error:
                     yield BadSample(name, number + 1, "", str(error))
-                    continue
-                seen.update([kind] if stratum else [])
-                if kind == "numbers" and int(stratum) < len(names):
-                    stratum = names[int(stratum)]
-                grouped = str(group(sample)) if group else ""
-                yield Sample(key, packed, split, grouped, stratum, number + 1)
 
     def all_labels() -> tuple[ColumnInfo, ...]:
-        if "numbers" not in seen or is_declared:
+        if "numbers" not in kinds or is_declared:
             return tuple(labels)
-        return (*labels, ColumnInfo("label", "class", "cls", classes=names or numbers.classes()))
+        known = names or counted_classes("cls", numbers)
+        return (*labels, ColumnInfo("label", "class", "cls", classes=known))
 
     sizes = [_length(part) for part in parts.values()]
-    total = None if None in sizes else sum(size for size in sizes if size is not None)
     return Source(
         name,
         entries,
         all_labels,
-        source or {"kind": "samples", **stated_classes(check_classes(classes))},
-        total,
+        source or {"kind": "samples", **stated_classes(classes)},
+        None if None in sizes else sum(filter(None, sizes)),
         stratum="label",
     )
 
@@ -89,6 +95,8 @@ def _packed(
     sample: Any, fields: Sequence[str] | None, quality: int, places: Mapping[str, int]
 ) -> tuple[str | None, list[tuple[str, Any]]]:
     """Return (key, parts) of a sample. Raises SampleError if it cannot be packed."""
+    if isinstance(sample, SampleError):
+        raise sample
     named = _named(sample, fields)
     packed = [
         encode(field, value, quality=quality, classes=places)
@@ -96,7 +104,9 @@ def _packed(
         if not field.startswith("__")
     ]
     if not packed:
-        raise SampleError(f"it has no fields, only {', '.join(map(repr, named)) or 'nothing'}")
+        of_those = " of those in fields=" if fields is not None else ""
+        has = ", ".join(map(repr, sample)) or "nothing"
+        raise SampleError(f"it has no fields{of_those}, only {has}")
     key = named.get("__key__")
     if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
@@ -139,9 +149,10 @@ def _numbered(part: Any) -> Iterator[tuple[int, Any]]:
         )
     for number in range(length):
         try:
-            yield number, part[number]
+            sample = part[number]
         except Exception as error:  # the user's data set may raise anything
-            yield number, SampleError(f"the data set raised {type(error).__name__}: {error}")
+            sample = SampleError(f"the data set raised {type(error).__name__}: {error}")
+        yield number, sample
 
 
 def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:

@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import compress
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import check_classes, fixed_classes, look_alikes, stated_classes
+from wdstrain.conversion.classes import fixed_classes, look_alikes, stated_classes
 from wdstrain.conversion.labels import KINDS, Decision, decide
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
     Keys,
-    Part,
     Sample,
+    SampleStore,
     Source,
     file_mark,
 )
 from wdstrain.conversion.source_options import TableOptions
-from wdstrain.conversion.sources.table_cells import distinct, json_fields, plain
+from wdstrain.conversion.sources.table_cells import Cells, distinct, each, json_fields, plain
 from wdstrain.conversion.sources.table_files import TableFiles, find_files
 from wdstrain.conversion.sources.table_images import ImageColumn, PathRule, bytes_image
 from wdstrain.conversion.sources.table_read import Table, is_frame, read_files, read_frame
@@ -41,6 +41,8 @@ from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.where import TableRows, matching
 from wdstrain.storage.remote import is_remote, shown_path
+
+Texts = tuple[npt.NDArray[np.int32], list[str]]  # place of each row in the texts, and the texts
 
 # options that decide the bytes of samples
 _OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by", "split_by",
@@ -68,72 +70,56 @@ class _Rows:
     def __init__(self, table: Table, files: TableFiles | None, options: TableOptions) -> None:
         self._table, self._files, self._options = table, files, options
         self.images = ImageColumn(table, options.image)
-        asked = _asked_labels(table, options, [] if self.images.kept else self.images.columns)
+        self._apart = [] if self.images.kept else self.images.columns
+        asked = _asked_labels(table, options, self._apart)
         others = (options.group_by, options.split_by, options.stratify, options.text)
-        for name in (*(name for name, _ in asked), *filter(None, others)):
+        for name in (*asked, *filter(None, others)):
             table.check_column(name)
         self._chosen = _chosen_rows(table, options.where)
-        decisions = self._decide(asked)
-        labels = [decision.label for decision in decisions]
-        self._labels = {label.name: d for label, d in zip(labels, decisions, strict=True)}
-        classes = [label for label in labels if label.is_class]
-        self._as_cls = classes[0].name if len(classes) == len(labels) == 1 else None
-        if self._as_cls is not None:
-            labels = [replace(classes[0], field="cls", entry=None)]
+        fixed = fixed_classes(options.classes, options.like, list(asked.items()))
+        self._labels = {name: self._decide(name, asked[name], fixed.get(name)) for name in asked}
+        bad = [np.isin(label.codes, list(label.bad)) for label in self._labels.values()]
+        if bad and np.any(bad, axis=0)[self._chosen].all():
+            raise SourceError(
+                f"{table.name}: no row has values for all labels ({', '.join(self._labels)}). Name "
+                "other columns."
+            )
+        labels = [decision.label for decision in self._labels.values()]
+        classes = next((label for label in labels if label.is_class), None)
+        self._cls: dict[str, bytes] | None = None  # numbers of classes of the only label
+        if classes is not None and len(labels) == 1:
+            self._cls = {name: b"%d" % number for number, name in enumerate(classes.classes)}
+            labels = [replace(classes, field="cls", entry=None)]
         self.labels: tuple[ColumnInfo, ...] = tuple(labels)
-        self._numbers = {
-            name: str(number).encode()
-            for number, name in enumerate(classes[0].classes if classes else ())
-        }
-        self._stratum = options.stratify or (classes[0].name if classes else None)
-        file_splits = files.splits() if files is not None and not options.split_by else {}
-        self._file_splits = {} if options.split else file_splits
-        self._decided = [line for decision in decisions for line in decision.lines]
-        if file_splits:
-            counts = Counter(file_splits.values()).items()
-            some = ", ".join(f"{split} ({count})" for split, count in counts)
-            again = ", drawn again" * bool(options.split)
-            self._decided.append(f"splits: those in the names of the files, {some}{again}")
+        self._stratum = options.stratify or ("" if classes is None else classes.name)
+        self._file_splits = {} if files is None or options.split_by else files.splits()
         self._splits = self._texts(options.split_by, _stripped)
         self._groups = self._texts(options.group_by, _stripped)
         self._strata = self._texts(self._stratum, str)
 
-    def _decide(self, asked: Sequence[tuple[str, str | None]]) -> list[Decision]:
-        table, options, decisions = self._table, self._options, []
-        fixed = fixed_classes(options.classes, options.like, asked)
-        for name, kind in asked:
-            known = fixed.get(name)
-            codes, values = distinct(table.column(name))
-            if kind == "class":  # 1.1 and 1.10 are one number, but two names
-                texts = distinct(table.column(name, written=True))
-                codes, values = max((codes, values), texts, key=lambda column: len(column[1]))
-            decisions.append(
-                decide(
-                    table.name,
-                    name,
-                    kind or (known.kind if known else None),
-                    codes[self._chosen],
-                    values,
-                    table.classes.get(name, ()),
-                    known.classes if known else (),
-                )
-            )
-        if decisions and np.any([np.isin(d.codes, list(d.bad)) for d in decisions], axis=0).all():
-            raise SourceError(
-                f"{table.name}: no row has values for all labels "
-                f"({', '.join(decision.label.name for decision in decisions)}). Name other columns."
-            )
-        return decisions
+    def _decide(self, name: str, kind: str | None, fixed: ColumnInfo | None) -> Decision:
+        table = self._table
+        # 1.1 and 1.10 are one number, but two names
+        codes, values = distinct(table.column(name, written=self._options.decimal == "."))
+        return decide(
+            table.name,
+            name,
+            kind or (fixed.kind if fixed else None),
+            codes,
+            values,
+            np.bincount(codes[self._chosen], minlength=len(values)),
+            table.classes.get(name, ()),
+            fixed.classes if fixed else (),
+        )
 
-    def _texts(self, name: str | None, text: Callable[[Any], str]) -> Callable[[int], str]:
-        """Return a function from the number of a row to the text of its value in a column."""
-        if name is None:
-            return lambda place: ""
-        label = self._labels.get(name) if text is str else None  # strata are classes
+    def _texts(self, name: str | None, text: Callable[[Any], str]) -> Texts:
+        """Return the text of each row's value in a column; of no column, "" for all rows."""
+        if not name:
+            return np.zeros(len(self._table), np.int32), [""]
+        if text is str and name in self._labels:  # strata are classes
+            return self._labels[name].codes, list(map(str, self._labels[name].values))
         codes, values = distinct(self._table.column(name))
-        rows = codes[self._chosen] if label is None else label.codes
-        texts = list(map(text, values if label is None else label.values))
-        return lambda place: texts[rows[place]]
+        return codes, list(map(text, values))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -141,12 +127,11 @@ class _Rows:
         """Return the rows whose images are files."""
         files, root = self._files, self._options.root
         base = root if root is not None else files.base if files is not None else ""
-        paths = list(compress(self.images.paths(self._table), self._chosen))
-        has_root, is_file = root is not None, files is not None
-        rule = PathRule(base, list(filter(None, paths)), has_root=has_root, is_file=is_file)
-        keys, items = Keys(), list[Sample]()
+        paths = self.images.paths(self._table, self._chosen)
+        rule = PathRule(base, paths, has_root=root is not None, is_file=files is not None)
+        keys, items = Keys(), SampleStore()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
-        for entry in self._samples(lambda row, *_: rule.image(paths[row]), paths):
+        for entry in self._samples(lambda path, file, line: rule.image(path), paths):
             if isinstance(entry, BadSample):
                 bad_samples.put(entry)
                 continue
@@ -158,27 +143,23 @@ class _Rows:
         decided = [rule.decision(), *self._lines()]
         if twice := len(items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        return self._source(lambda: [*bad_samples.bad, *items], decided, has_files=True)
+        return self._source(
+            lambda: chain(bad_samples.bad, items), decided, has_files=True, stored=items
+        )
 
     def stream(self, bad_samples: BadSamples) -> Source:
         """Return the rows whose images are bytes in the table."""
         files = self._files
 
-        def find(row: int, cell: Any, file: str, line: int) -> Sample:
+        def find(cell: Any, file: str, line: int) -> Sample:
             prefix = "" if files is None else files.key_prefix(file)
-            return bytes_image(cell, f"{prefix}row-{line:09d}")
-
-        def samples() -> Iterator[Sample | BadSample]:
-            yield from bad_samples.bad
-            for entry in self._samples(find):
-                if isinstance(entry, Sample):
-                    entry = entry._replace(key=os.path.splitext(entry.name)[0], name="")
-                yield entry
+            sample = bytes_image(cell, f"{prefix}row-{line:09d}")
+            return sample._replace(key=os.path.splitext(sample.name)[0], name="")
 
         local = files is not None and not any(map(is_remote, files.paths))
         asked = [getattr(self._options, name) for name in _OF_SAMPLES]
         return self._source(
-            samples,
+            lambda: chain(bad_samples.bad, self._samples(find)),
             [f"images: bytes in the column '{self.images.columns[0]}'", *self._lines()],
             total=int(self._chosen.sum()),
             mark=f"{file_mark(*files.paths)} {asked} {self.labels}" if files and local else None,
@@ -191,123 +172,123 @@ class _Rows:
         **known: Any,
     ) -> Source:
         options = self._options
-        asked = {"group_by": options.group_by, "split_by": options.split_by}
-        asked |= {"where": options.where, "text": options.text}
+        stated = {
+            name: getattr(options, name) for name in ("group_by", "split_by", "where", "text")
+        }
         source = {
             "kind": "table",
             "image": options.image,
             "labels": [label.name for label in self.labels],
-            **{name: value for name, value in asked.items() if value is not None},
-            **stated_classes(check_classes(options.classes)),
+            **{name: value for name, value in stated.items() if value is not None},
+            **stated_classes(options.classes),
             "decided": decided,
         }
-        left = int((~self._chosen).sum())
+        left, labels = int((~self._chosen).sum()), self.labels
         return Source(
             self._table.name,
             samples,
-            lambda: self.labels,
+            lambda: labels,  # not self: the table need not be kept
             source,
             ignored={"rows that do not meet the condition": left} if left else {},
-            stratum=self._stratum or "",
+            stratum=self._stratum,
             **known,
         )
 
     def _lines(self) -> list[str]:
         """Return decisions and changes, except for the images."""
-        lines = list(self._decided)
-        split_by, images = self._options.split_by, self.images
-        if split_by is not None:
-            splits = dict.fromkeys(map(self._splits, range(int(self._chosen.sum()))))
-            lines += [
-                f"split {split_by}: the splits {alike} look alike" for alike in look_alikes(splits)
-            ]
-        apart = {*self._labels, *([] if images.kept else images.columns)}
+        lines = [line for decision in self._labels.values() for line in decision.lines]
+        if self._file_splits:
+            counts = Counter(self._file_splits.values()).items()
+            some = ", ".join(f"{split} ({count})" for split, count in counts)
+            again = ", drawn again" * bool(self._options.split)
+            lines.append(f"splits: those in the names of the files, {some}{again}")
+        codes, splits = self._splits
+        for alike in look_alikes(
+            dict.fromkeys(splits[code] for code in np.unique(codes[self._chosen]))
+        ):
+            lines.append(f"split {self._options.split_by}: the splits {alike} look alike")
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
             for name, counts in self._table.changes.items()
-            if name not in apart
+            if name not in {*self._labels, *self._apart}
             for change, count in counts.items()
         ]
 
     # --- rows -------------------------------------------------------------------------------------
 
     def _samples(
-        self, find: Callable[[int, Any, str, int], Sample], paths: Sequence[str] = ()
+        self, find: Callable[[Any, str, int], Sample], paths: Cells = None
     ) -> Iterator[Sample | BadSample]:
-        """Yield the rows as samples, whose name is that of the image, without keys.
+        """Yield the chosen rows as samples, whose name is that of the image.
 
-        find: returns a sample of the image, from the row, its cell, its file, and its line there.
+        find: returns a sample of the image of a path or cell, its file, and its line there. paths:
+        of the images of the chosen rows; None: the images are cells.
         """
-        images, table = self.images, self._table
-        apart = [] if images.kept else images.columns
-        columns = [name for name in table.columns if name not in apart or images.holds_bytes]
-        number = place = -1  # of all rows, and of those that meet the condition
-        for file, lines, columns_of in table.batches(columns):
+        kept = [name for name in self._table.columns if paths is None or name not in self._apart]
+        images, rows = None if paths is None else each(paths), count()
+        for file, lines, columns in self._table.batches(kept):
             for i, line in enumerate(lines):
-                number += 1
-                if not self._chosen[number]:
+                row = next(rows)
+                if not self._chosen[row]:
                     continue
-                place += 1
-                cells = {name: values[i] for name, values in columns_of.items()}
-                cell = cells.pop(apart[0]) if images.holds_bytes else None
-                if reason := self._reason(place):
+                cells = {name: values[i] for name, values in columns.items()}
+                image = cells.pop(self._apart[0]) if images is None else next(images)
+                if reason := self._reason(row):
                     yield BadSample(shown_path(file), line, "", reason)
                     continue
                 try:
-                    sample = find(place, cell, file, line)
-                    parts = [*sample.parts, *self._parts(sample.parts[0][0], cells, place)]
+                    yield self._sample(find(image, file, line), cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
-                    shown = paths[place] if paths else ""
+                    shown = image if isinstance(image, str) and images is not None else ""
                     yield BadSample(shown_path(file), line, shown, str(error))
-                    continue
-                group = self._groups(place)
-                yield sample._replace(
-                    parts=parts,
-                    split=self._file_splits.get(file) or self._splits(place),
-                    group=f"{self._options.group_by}={group}" if group else "",
-                    stratum=self._strata(place),
-                    row=line,
-                )
 
-    def _reason(self, place: int) -> str:
+    def _reason(self, row: int) -> str:
         """Return why a row cannot be used, or ""."""
-        for decision in self._labels.values():
-            if decision.bad and (reason := decision.bad.get(decision.codes[place])):
-                return reason
-        split_by = self._options.split_by
-        empty = split_by is not None and not self._splits(place)
-        return f"the split column '{split_by}' is empty" if empty else ""
+        for label in self._labels.values():
+            if label.codes[row] in label.bad:
+                return label.bad[label.codes[row]]
+        empty = self._options.split_by is not None and not _text(self._splits, row)
+        return f"the split column '{self._options.split_by}' is empty" * empty
 
-    def _parts(self, image: str, cells: dict[str, Any], place: int) -> list[Part]:
-        """Return the fields beside the image, which must have other names than its own."""
-        cells |= {name: d.values[d.codes[place]] for name, d in self._labels.items()}
-        parts: list[Part] = []
-        if self._as_cls is not None:
-            parts.append(("cls", self._numbers[str(cells.pop(self._as_cls))]))
-        if self._options.text is not None and (text := cells.pop(self._options.text)) is not None:
+    def _sample(
+        self, sample: Sample, cells: dict[str, Any], file: str, line: int, row: int
+    ) -> Sample:
+        """Return a sample of an image with the other columns of its row. Raises SampleError."""
+        options, group = self._options, _text(self._groups, row)
+        of_file = "" if options.split else self._file_splits.get(file, "")
+        cells |= {name: d.values[d.codes[row]] for name, d in self._labels.items()}
+        parts = list(sample.parts)
+        if self._cls is not None:
+            parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
+        if options.text is not None and (text := cells.pop(options.text)) is not None:
             parts.append(("txt", str(text).encode()))
         parts += json_fields(cells)
-        fields = [image, *(name for name, _ in parts)]
+        fields = [field for field, _ in parts]
         if len(set(fields)) < len(fields):
             raise SampleError(
                 f"two of its columns would be one field: {', '.join(fields)}; rename one of them"
             )
-        return parts
+        return sample._replace(
+            parts=parts,
+            split=_text(self._splits, row) or of_file,
+            group=f"{self._options.group_by}={group}" if group else "",
+            stratum=_text(self._strata, row),
+            row=line,
+        )
 
 
-def _asked_labels(
-    table: Table, options: TableOptions, image: list[str]
-) -> list[tuple[str, str | None]]:
-    """Return (column, kind or None) of each label."""
-    asked: list[tuple[str, str | None]] = []
+def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict[str, str | None]:
+    """Return {column: kind or None} of each label."""
+    asked: dict[str, str | None] = {}
+    names = [*image, *filter(None, [options.text])]
     for label in as_list(options.label):
         name, _, kind = label.rpartition(":")
         is_stated = name in table.columns and label not in table.columns
         if is_stated and kind not in KINDS:
             raise UsageError(f"label={label!r}: the kind must be one of {', '.join(KINDS)}.")
-        asked.append((name, kind) if is_stated else (label, None))
-    names = [*image, *filter(None, [options.text]), *(name for name, _ in asked)]
+        names.append(name if is_stated else label)
+        asked[names[-1]] = kind if is_stated else None
     if len(set(names)) < len(names):
         raise UsageError(
             f"a column is named twice: {', '.join(names)}. The image and each label must be "
@@ -322,18 +303,20 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
         return np.ones(len(table), np.bool_)
     named = [name for name in table.cells if name in where]  # a superset of the columns in it
     columns = [inferred(("json", name), plain(table.cells[name])) for name in named]
-    columns = [
-        as_label(column, replace(column, kind="class", classes=table.classes[str(column.entry)]))
-        if column.entry in table.classes and column.kind == "integer"
-        else column
-        for column in columns
-    ]
+    for place, name in enumerate(named):
+        column, classes = columns[place], table.classes.get(name)
+        if classes is not None and column.kind == "integer":
+            columns[place] = as_label(column, replace(column, kind="class", classes=classes))
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
     if not chosen.any():
         raise SourceError(
             f"{table.name}: none of {len(table)} rows meets where={where!r}. Change the condition."
         )
     return chosen
+
+
+def _text(texts: Texts, row: int) -> str:
+    return texts[1][int(texts[0][row])]
 
 
 def _stripped(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Cells of tables: Arrow arrays, or lists of plain values where a column has several types.
+"""Cells of tables: Arrow arrays, or lists of values where a column has several types.
 
 A plain value is None, a bool, an int, a float, a text, bytes, or a list or dict of these.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -22,16 +22,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.conversion.labels import NUMBER, WHOLE, number_in
+from wdstrain.conversion.labels import NUMBER, WHOLE
 from wdstrain.conversion.listing import Part, field_name, tidy
 from wdstrain.decode.formats import format_of
 from wdstrain.errors import UsageError
 
 Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list
-Changes = Counter[str]  # what numbers that JSON lacks became -> how many
+Changes = Counter[str]  # what values that JSON lacks became -> how many
 
+BATCH = 8192  # rows that are plain values at a time
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-_WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta)  # their text says all
+_WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, np.datetime64, np.timedelta64)
 _SIMPLE = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
 
 
@@ -57,7 +58,7 @@ def joined(parts: Sequence[Cells]) -> Cells:
     return pa.chunked_array([chunk for part in parts for chunk in part.cast(kind).chunks], kind)
 
 
-def typed(texts: pa.ChunkedArray, decimal: str = ".") -> Cells:
+def typed(texts: pa.ChunkedArray, decimal: str = ".") -> pa.ChunkedArray:
     """Return texts as numbers if all of them are, else as booleans, else as they are.
 
     Empty cells are null. 007 and 1e999 are texts. decimal: separates the fraction of a number.
@@ -67,10 +68,10 @@ def typed(texts: pa.ChunkedArray, decimal: str = ".") -> Cells:
     numbers = pc.replace_substring_regex(pc.replace_substring(bare, decimal, "."), r"^\+", "")
     if _all_match(numbers, WHOLE.pattern):
         return numbers.cast(pa.int64())
-    if _all_match(numbers, NUMBER.pattern) and pc.all(pc.is_finite(numbers.cast("double"))).as_py():
-        if not pc.any(pc.match_substring_regex(numbers, f"^({WHOLE.pattern})$")).as_py():
-            return numbers.cast(pa.float64())
-        return [None if text is None else number_in(text) for text in numbers.to_pylist()]
+    if _all_match(numbers, NUMBER.pattern):
+        made = numbers.cast(pa.float64())
+        if pc.all(pc.is_finite(made)).as_py():
+            return made
     if _all_match(bare, "(?i:true|false)"):
         return pc.equal(pc.utf8_lower(bare), "true")
     return pc.if_else(pc.is_null(bare), None, texts)
@@ -88,22 +89,31 @@ def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], list[Any]]:
             return coded.indices.to_numpy(), plain(coded.dictionary)
         except pa.ArrowNotImplementedError:
             pass  # lists and structs
-    places: dict[str, int] = {}  # by text, which tells 1 from 1.0 and True
-    values: list[Any] = []
+    values: dict[str, Any] = {}  # by text, which tells 1 from 1.0 and True
+    places: dict[str, int] = {}
     codes = np.empty(len(cells), np.int32)
-    for row, value in enumerate(plain(cells)):
-        codes[row] = code = places.setdefault(repr(value), len(values))
-        if code == len(values):
-            values.append(value)
-    return codes, values
+    for row, value in enumerate(each(cells)):
+        text = repr(value)
+        codes[row] = places.setdefault(text, len(places))
+        values.setdefault(text, value)
+    return codes, list(values.values())
+
+
+def each(cells: Cells) -> Iterator[Any]:
+    """Yield cells as plain values."""
+    for start in range(0, len(cells), BATCH):
+        yield from plain(cells[start : start + BATCH])
 
 
 def plain(cells: Any, changes: Changes | None = None) -> list[Any]:
     """Return cells as plain values. changes: counts the values that JSON cannot hold."""
     counts = Counter[str]() if changes is None else changes
     values = _values(cells, counts)
-    is_simple = not isinstance(cells, list) and cells.type in _SIMPLE
-    return values if is_simple else [_plain(value, counts) for value in values]
+    return values if _is_simple(cells) else [_plain(value, counts) for value in values]
+
+
+def _is_simple(cells: Any) -> bool:
+    return not isinstance(cells, list) and cells.type in _SIMPLE
 
 
 def _values(cells: Any, changes: Changes) -> list[Any]:
@@ -115,15 +125,14 @@ def _values(cells: Any, changes: Changes) -> list[Any]:
         return [_within_years(cell, changes) for cell in cells]
 
 
-def count_changes(cells: Cells) -> Changes:
+def changes_of(cells: Cells) -> Changes:
     """Return {what it becomes: count} of the values of a column that JSON cannot hold."""
-    changes, step = Counter[str](), 8192
-    kind = None if isinstance(cells, list) else cells.type
-    is_float = kind is not None and pa.types.is_floating(kind)
-    if kind in _SIMPLE or (is_float and pc.all(pc.is_finite(cells)).as_py()):
+    changes = Counter[str]()
+    is_float = not isinstance(cells, list) and pa.types.is_floating(cells.type)
+    if _is_simple(cells) or (is_float and pc.all(pc.is_finite(cells)).as_py()):
         return changes
-    for start in range(0, len(cells), step):
-        plain(cells[start : start + step], changes)
+    for start in range(0, len(cells), BATCH):
+        plain(cells[start : start + BATCH], changes)
     return changes
 
 
@@ -139,10 +148,11 @@ def _plain(value: Any, changed: Changes) -> Any:
     """Return a cell as the plain values that JSON knows, or bytes."""
     if value is None or type(value) in (bool, int, str, bytes):
         return value
-    is_time = isinstance(value, (np.datetime64, np.timedelta64))
-    if type(value).__name__ in ("NAType", "NaTType") or (is_time and np.isnat(value)):
-        return None
-    if isinstance(value, np.generic) and not is_time:
+    is_written = isinstance(value, _WRITTEN) or type(value).__module__.startswith("pandas.")
+    if is_written or hasattr(value, "isoformat"):
+        text = str(value)
+        return None if text in ("NaT", "<NA>") else text
+    if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         became = "NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"
@@ -155,14 +165,26 @@ def _plain(value: Any, changed: Changes) -> Any:
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(item, changed) for item in value]
     if isinstance(value, dict):
-        return {str(name): _plain(item, changed) for name, item in value.items()}
-    is_pandas = type(value).__module__.startswith("pandas.")
-    if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or is_time or is_pandas:
-        return str(value)
+        return _plain_dict(value, changed)
     raise UsageError(
         f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, "
         "numbers, bytes, lists or dicts."
     )
+
+
+def _plain_dict(value: dict[Any, Any], changed: Changes) -> dict[str, Any]:
+    names = [
+        json.dumps(name) if name is None or isinstance(name, (bool, int, float)) else str(name)
+        for name in value
+    ]
+    if len(set(names)) < len(names):
+        raise UsageError(f"a dict of the table names an entry twice in JSON: {', '.join(names)}.")
+    return {n: _plain(item, changed) for n, item in zip(names, value.values(), strict=True)}
+
+
+def is_file(value: Any) -> bool:
+    """Return whether a cell is the bytes and the path of a file, as data sets of Hugging Face have."""
+    return isinstance(value, dict) and set(value) == {"bytes", "path"}
 
 
 # --- fields of a sample ---------------------------------------------------------------------------
@@ -176,12 +198,11 @@ def json_fields(cells: dict[str, Any]) -> list[Part]:
     fields: list[Part] = []
     kept: dict[str, Any] = {}
     for name, value in cells.items():
-        is_file = isinstance(value, dict) and set(value) == {"bytes", "path"}
-        data = value.get("bytes") if is_file else value
-        if isinstance(data, bytes):
-            _without_bytes(data, _part_of_name(name), fields)
-        else:
-            kept[name] = _without_bytes(value, _part_of_name(name), fields)
+        if is_file(value) and isinstance(value["bytes"], bytes):
+            value = value["bytes"]
+        made = _without_bytes(value, _part_of_name(name), fields)
+        if not isinstance(value, bytes):
+            kept[name] = made
     return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
 
 

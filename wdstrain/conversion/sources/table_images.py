@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import compress, islice
 from stat import S_ISREG
 from typing import Any
 
 from wdstrain.conversion.images import field_of
-from wdstrain.conversion.listing import Sample, image_field
+from wdstrain.conversion.listing import Piece, Sample, image_field
+from wdstrain.conversion.sources.table_cells import BATCH, Cells, cells_of, each, joined
 from wdstrain.conversion.sources.table_read import Table
 from wdstrain.errors import SourceError
 
@@ -33,29 +35,27 @@ class ImageColumn:
 
     def __init__(self, table: Table, image: str) -> None:
         """image: a column, or a template with the names of columns in braces."""
-        self._template = "" if image in table.columns else image
-        names = _COLUMN.findall(image) if self._template else [image]
-        self.kept = bool(self._template)
-        for name in names or [image]:
+        self.kept, self._template = image not in table.columns, image
+        self.columns = list(dict.fromkeys(_COLUMN.findall(image))) if self.kept else [image]
+        for name in self.columns or [image]:
             table.check_column(name)
-        self.columns = list(dict.fromkeys(names))
-        self.holds_bytes = not self._template and any(
+        self.holds_bytes = not self.kept and any(
             isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
             for _, _, cells in table.batches([image])
             for cell in cells[image]
         )
 
-    def paths(self, table: Table) -> Iterator[str]:
-        """Yield the path of each row; "" if there is none. Numbers are as a CSV has them."""
-        for _, _, columns in table.batches(self.columns, written=True):
-            for row in zip(*(columns[name] for name in self.columns), strict=True):
-                yield self._path(dict(zip(self.columns, row, strict=True)))
+    def paths(self, table: Table, chosen: Iterable[bool]) -> Cells:
+        """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
+        columns = [each(table.column(name, written=True)) for name in self.columns]
+        paths = compress(map(self._path, zip(*columns, strict=True)), chosen)
+        return joined([cells_of(some) for some in iter(lambda: list(islice(paths, BATCH)), [])])
 
-    def _path(self, cells: dict[str, Any]) -> str:
-        texts = {name: _text_in(cells[name]) for name in self.columns}
-        if not self.kept or not all(texts.values()):
-            return "" if self.kept else texts[self.columns[0]]
-        return _COLUMN.sub(lambda match: texts[match[1]], self._template)
+    def _path(self, cells: tuple[Any, ...]) -> str:
+        texts = {name: _text_in(cell) for name, cell in zip(self.columns, cells, strict=True)}
+        if not self.kept:
+            return texts[self._template]
+        return _COLUMN.sub(lambda match: texts[match[1]], self._template) * all(texts.values())
 
 
 def bytes_image(cell: Any, name: str) -> Sample:
@@ -69,27 +69,22 @@ def bytes_image(cell: Any, name: str) -> Sample:
         raise SourceError("it holds a path where other rows hold the bytes of an image")
     if not isinstance(cell, bytes):
         raise SourceError("there are no bytes of an image")
-    return Sample(
-        None,
-        [(field_of(cell), cell)],
-        name=name,
-        identity=blake2b(cell, digest_size=16).hexdigest(),
-    )
+    identity = blake2b(cell, digest_size=16).hexdigest()
+    return Sample(None, [(field_of(cell), cell)], name=name, identity=identity)
 
 
 class PathRule:
     """Rule that gives the file of each path of a table."""
 
-    def __init__(self, base: str, paths: Sequence[str], *, has_root: bool, is_file: bool) -> None:
+    def __init__(self, base: str, paths: Cells, *, has_root: bool, is_file: bool) -> None:
         """base: the root of relative paths. has_root: the user named it. is_file: the table is."""
-        self._base = base
+        self._base, self._left_out = base, None
+        self.asked = self.found = 0
         # keys do not say where the folder is
         self._prefix = os.path.join(os.path.abspath(base), "") if is_file or has_root else "/"
-        self.asked = self.found = 0
-        odd = [path for path in paths if "\\" in path]
+        odd = [path for path in each(paths) if "\\" in path]
         self._turned = bool(odd) and not any(map(os.path.isfile, map(self._below, odd)))
-        self._left_out: str | None = None
-        absolute = [path for path in map(self._slashed, paths) if _is_absolute(path)]
+        absolute = [path for path in map(self._slashed, each(paths)) if _is_absolute(path)]
         if has_root and absolute and not any(map(os.path.isfile, absolute)):
             self._left_out = self._beginning(absolute)
 
@@ -98,23 +93,25 @@ class PathRule:
         if not path:
             raise SourceError("there is no path of an image")
         self.asked += 1
-        path = self._slashed(path)
+        name = path = self._slashed(path)
         if image_field(path) is None:
             raise SourceError("the path has no extension of an image")
-        name, file = path, self._below(path)
         if self._left_out is not None and path.startswith(self._left_out):
             name = path[len(self._left_out) :].lstrip("/")
-            file = self._below(name)
         elif _is_absolute(path):
             name = os.path.normpath(path).removeprefix(self._prefix)
-        if not _is_there(file):
+        file = self._below(path if name == path or self._left_out is None else name)
+        status = _status(file)
+        if status is None or not S_ISREG(status.st_mode):
             raise SourceError(
                 "the image is not there; root=FOLDER replaces the beginning that absolute paths share"
                 if _is_absolute(path)
                 else "the image is not there; root says where relative paths begin"
             )
         self.found += 1
-        parts = [(str(image_field(file)), file)]
+        if status.st_size == 0:
+            raise SourceError("it has 0 bytes")
+        parts = [(str(image_field(file)), Piece(file, status.st_size, status.st_mtime_ns))]
         return Sample(None, parts, name=name, identity=os.path.abspath(file))
 
     def decision(self) -> str:
@@ -144,16 +141,16 @@ class PathRule:
         return None
 
 
-def _is_there(path: str) -> bool:
-    """Return whether a file exists. Raises SourceError for one in a folder that may not be read."""
+def _status(path: str) -> os.stat_result | None:
+    """Return the state of a file, None if there is none. Raises SourceError without permission."""
     try:
-        return S_ISREG(os.stat(path).st_mode)
+        return os.stat(path)
     except PermissionError:
         raise SourceError(
             "the image cannot be read: Permission denied. Check the permissions of its folders"
         ) from None
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _is_absolute(path: str) -> bool:

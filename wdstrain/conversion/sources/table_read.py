@@ -8,8 +8,8 @@ JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ import pyarrow.parquet as pq
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.source_options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
+    BATCH,
     Cells,
     Changes,
     cells_of,
-    count_changes,
+    changes_of,
     joined,
     plain,
     typed,
@@ -32,24 +33,24 @@ from wdstrain.conversion.sources.table_text import Part, read_csv, read_json
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
-_BATCH, _IMAGE_BATCH = 8192, 128  # rows of a batch, without and with images
+_IMAGE_BATCH = 128  # rows of a batch with images
 
 
 @dataclass
 class Table:
     """Rows and columns of a table.
 
-    columns: all names, in order. cells: of those in memory. texts: cells of a CSV as they were
-    written, where these are numbers. parts: rows of each file. states: of the files.
-    classes: names of class numbers by column, where the table has them. changes: by column.
+    columns: all names, in order. parts: rows of each file. states: of the files. cells: of columns
+    in memory. texts: cells of a CSV as they were written, where these are numbers. classes: names
+    of class numbers by column, where the table has them. changes: by column.
     """
 
     name: str
     columns: list[str]
-    cells: dict[str, Cells]
     parts: list[Part]
+    states: dict[str, Any]
+    cells: dict[str, Cells] = field(default_factory=dict)
     texts: dict[str, pa.ChunkedArray] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)
     classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     changes: dict[str, Changes] = field(default_factory=dict)
 
@@ -57,42 +58,42 @@ class Table:
         return sum(len(part.rows) for part in self.parts)
 
     def batches(
-        self, names: Sequence[str], *, written: bool = False
+        self, names: Sequence[str]
     ) -> Iterator[tuple[str, Sequence[int], dict[str, list[Any]]]]:
-        """Yield (file, number of each row in it, plain cells by column) of consecutive rows.
-
-        written: numbers of a CSV are texts, as they were written.
-        """
-        memory, first = self._memory(written), 0
+        """Yield (file, number of each row in it, plain cells by column) of consecutive rows."""
+        stored, first = [name for name in names if name not in self.cells], 0
         for part in self.parts:
             start = 0
-            for count, images in self._steps(part, [n for n in names if n not in memory]):
+            for count, images in self._steps(part, stored):
                 cells = {
-                    name: plain(memory[name][first : first + count])
-                    if name in memory
-                    else plain(images.column(name))
+                    name: plain(
+                        images.column(name)
+                        if name in stored
+                        else self.cells[name][first : first + count]
+                    )
                     for name in names
                 }
                 yield part.path, part.rows[start : start + count], cells
                 start, first = start + count, first + count
 
-    def _steps(self, part: Part, names: list[str]) -> Iterator[tuple[int, Any]]:
-        """Yield (number of rows, the named columns) of a part; names: columns not in memory."""
+    def _steps(self, part: Part, stored: list[str]) -> Iterator[tuple[int, Any]]:
+        """Yield (number of rows, the named columns) of a part. stored: columns not in memory."""
         with unchanged(part.path, self.states):
-            if names:
-                for batch in _record_batches(part.path, names):
-                    yield len(batch), batch
+            if stored:
+                with _reading(part.path, "parquet"):
+                    batches = _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
+                    yield from ((len(batch), batch) for batch in batches)
             else:
-                for start in range(0, len(part.rows), _BATCH):
-                    yield min(_BATCH, len(part.rows) - start), None
-
-    def _memory(self, written: bool) -> dict[str, Cells]:
-        return self.cells | self.texts if written else self.cells
+                for start in range(0, len(part.rows), BATCH):
+                    yield min(BATCH, len(part.rows) - start), None
 
     def column(self, name: str, *, written: bool = False) -> Cells:
-        """Return the cells of a column, also of one that is not in memory."""
+        """Return the cells of a column, also of one that is not in memory.
+
+        written: numbers of a CSV are texts, as they were written.
+        """
         if name in self.cells:
-            return self._memory(written)[name]
+            return self.texts.get(name, self.cells[name]) if written else self.cells[name]
         return [cell for _, _, cells in self.batches([name]) for cell in cells[name]]
 
     def check_column(self, name: str) -> None:
@@ -113,32 +114,22 @@ def is_frame(table: Any) -> bool:
 
 def read_frame(frame: Any) -> Table:
     """Return a frame of pandas, an object that offers Arrow data, or a list of dicts as a table."""
+    if not isinstance(frame, list) and not hasattr(frame, "iloc"):
+        return _one_table("the table", [_arrow_part("the table", pa.table(frame))], {})
     if isinstance(frame, list):
         names = list(dict.fromkeys(name for row in frame for name in row))
         columns = [cells_of([row.get(name) for row in frame]) for name in names]
-    elif hasattr(frame, "iloc"):
+    else:
         names = list(map(str, frame.columns))
         columns = [_column_of(frame.iloc[:, place]) for place in range(len(names))]
-    else:
-        return _one_table("the table", [_part("the table", pa.table(frame))], {}, ".")
     rows, cells = range(1, len(frame) + 1), dict(zip(names, columns, strict=True))
-    return _one_table("the DataFrame", [Part("the DataFrame", rows, names, cells)], {}, ".")
+    return _one_table("the DataFrame", [Part("the DataFrame", rows, names, cells)], {})
 
 
 def _column_of(series: Any) -> Cells:
     if type(series.array).__name__ == "ArrowExtensionArray":
         return pa.chunked_array([pa.array(series.array)])
     return cells_of(list(series))
-
-
-def _part(path: str, table: pa.Table, images: Sequence[pa.Field] = ()) -> Part:
-    """Return the rows of an Arrow table. images: columns that are read later."""
-    schema = table.schema
-    types = {field.name: field.type for field in (*schema, *images)}
-    names = [*schema.names, *(field.name for field in images)]
-    cells = dict(zip(schema.names, table.columns, strict=True))
-    classes = _class_names(schema.metadata or {})
-    return Part(path, range(1, len(table) + 1), names, cells, types=types, classes=classes)
 
 
 def read_files(files: TableFiles, options: TableOptions, bad: BadSamples) -> Table:
@@ -164,34 +155,35 @@ def read_files(files: TableFiles, options: TableOptions, bad: BadSamples) -> Tab
     return _one_table(files.name, parts, states, options.decimal)
 
 
-def _read_file(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+def _read_file(path: str, options: TableOptions, bad: BadSamples) -> Iterable[Part]:
     form = form_of(path)
     if form in ("parquet", "arrow"):
         with _reading(path, form):
-            return iter([_read_arrow(path) if form == "arrow" else _read_parquet(path)])
+            return [_read_arrow(path) if form == "arrow" else _read_parquet(path)]
     data = read_file(path)
     if form == "json" or data.startswith(b'{"'):
         return read_json(path, data, bad)
     return read_csv(path, data, options, bad)
 
 
-def _one_table(name: str, parts: list[Part], states: dict[str, Any], decimal: str) -> Table:
+def _one_table(name: str, parts: list[Part], states: dict[str, Any], decimal: str = ".") -> Table:
     columns = list(dict.fromkeys(column for part in parts for column in part.names))
-    if not any(len(part.rows) for part in parts):
+    made = Table(name, columns, parts, states)
+    if not len(made):
         raise SourceError(f"{name} has no rows that can be read. Check the table.")
     for part in parts:
         _check_columns(parts[0], part)
-    made = Table(name, columns, {}, parts, states=states, classes=parts[0].classes)
-    for column in columns:
-        if not any(column in part.cells for part in parts):
-            continue  # of images
+    made.classes = parts[0].classes
+    for column in (column for column in columns if any(column in part.cells for part in parts)):
         nulls = [pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts]
-        cells = read = joined([p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)])
-        if column in parts[0].texts:
-            read = typed(cells, decimal)
-            if isinstance(read, list) or read.type in (pa.int64(), pa.float64()):
-                made.texts[column] = cells
-        made.cells[column], made.changes[column] = read, count_changes(read)
+        cells = joined([p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)])
+        made.cells[column] = typed(cells, decimal) if column in parts[0].texts else cells
+        if made.cells[column] is not cells and made.cells[column].type in (
+            pa.int64(),
+            pa.float64(),
+        ):
+            made.texts[column] = cells
+        made.changes[column] = changes_of(made.cells[column])
     return made
 
 
@@ -223,11 +215,20 @@ def _check_columns(first: Part, part: Part) -> None:
 # --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
+def _arrow_part(path: str, table: pa.Table, images: Sequence[pa.Field] = ()) -> Part:
+    """Return the rows of an Arrow table. images: columns that are read later."""
+    types = {field.name: field.type for field in (*table.schema, *images)}
+    names = [*table.schema.names, *(field.name for field in images)]
+    cells = dict(zip(table.schema.names, table.columns, strict=True))
+    classes = _class_names(table.schema.metadata or {})
+    return Part(path, range(1, len(table) + 1), names, cells, types=types, classes=classes)
+
+
 def _read_parquet(path: str) -> Part:
     file = _parquet(path)
     images = [field for field in file.schema_arrow if _may_hold_images(field.type)]
-    names = [name for name in file.schema_arrow.names if name not in {f.name for f in images}]
-    return _part(path, file.read(columns=names).select(names), images)
+    names = [field.name for field in file.schema_arrow if field not in images]
+    return _arrow_part(path, file.read(columns=names).select(names), images)
 
 
 def _parquet(path: str) -> pq.ParquetFile:
@@ -235,17 +236,12 @@ def _parquet(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
 
 
-def _record_batches(path: str, names: list[str]) -> Iterator[pa.RecordBatch]:
-    with _reading(path, "parquet"):
-        yield from _parquet(path).iter_batches(_IMAGE_BATCH, columns=names)
-
-
 def _read_arrow(path: str) -> Part:
     """Return the rows of an Arrow file or stream. Data sets of Hugging Face are saved as streams."""
     file = pa.BufferReader(read_file(path)) if is_remote(path) else pa.memory_map(path)
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
-    return _part(path, (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all())
+    return _arrow_part(path, (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all())
 
 
 @contextmanager
@@ -269,19 +265,12 @@ def _may_hold_images(kind: pa.DataType) -> bool:
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
     """Return the class names that Hugging Face writes into the metadata of a schema, by column."""
-    try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        kinds = {
-            name: kind.get("feature", kind) if isinstance(kind, dict) else {}
-            for name, kind in features.items()
-        }
-        names = {c: kind["names"] for c, kind in kinds.items() if kind.get("_type") == "ClassLabel"}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return {}
-    return {
-        column: tuple(classes)
-        for column, classes in names.items()
-        if isinstance(classes, list)
-        and all(isinstance(name, str) for name in classes)
-        and len(set(classes)) == len(classes)
-    }
+    names: dict[str, tuple[str, ...]] = {}
+    with suppress(KeyError, ValueError, TypeError, AttributeError):
+        for column, kind in json.loads(metadata[b"huggingface"])["info"]["features"].items():
+            kind = kind.get("feature", kind) if isinstance(kind, dict) else {}
+            classes: Any = kind.get("names") if kind.get("_type") == "ClassLabel" else None
+            is_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+            if is_names and len(set(classes)) == len(classes):
+                names[column] = tuple(classes)
+    return names
