@@ -38,7 +38,7 @@ def test_every_dependency_of_the_tests_is_pinned_to_a_version_that_fits() -> Non
     pinned = [Requirement(line) for line in lines if not line.startswith("#")]
     assert all(str(pin.specifier).startswith("==") for pin in pinned)
     extras = project["optional-dependencies"]
-    chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "serve", "dev"}
+    chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "dev"}
     texts = project["dependencies"] + [text for name in chosen for text in extras[name]]
     for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
         python = {"python_version": version, "python_full_version": f"{version}.5"}

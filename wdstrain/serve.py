@@ -1,98 +1,94 @@
 """A folder of shards over HTTP, for the machines of a lab.
 
-aiohttp parses requests and sends files: ranges, HEAD, conditions, keep-alive, sendfile. This module
-decides what a request may reach. There is no password and no encryption; put nginx before the
-folder to serve it to the world.
+Python's http.server parses requests; files are sent by the system (sendfile). This module decides
+what a request may reach, and answers ranges and conditions. There is no password and no encryption;
+put nginx before the folder to serve it to the world.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import html
-import logging
 import os
 import re
 import socket
 import stat
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from itertools import islice
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
-from wdstrain.errors import StorageError, UsageError
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 
-try:
-    from aiohttp import hdrs, web
-    from aiohttp.http_exceptions import HttpProcessingError
-except ImportError:
-    raise UsageError("serving needs aiohttp. Install it: pip install 'wdstrain[serve]'") from None
-
-_log = logging.getLogger("wdstrain.serve")
-_log.addFilter(lambda record: not _is_of_client(record.exc_info))
-
-_GRACE = 2.0  # seconds that answers on their way are given at the end
 _BACKLOG = 1024  # connections that wait to be accepted
+_PATIENCE = 300  # seconds without a byte after which a connection is closed
 _LISTED = 10_000  # names on the page of a folder
 _LONGEST_PATH = 4096  # bytes, as Linux has it
-_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-0*[1-9]\d{0,17})", re.IGNORECASE)
+_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))", re.IGNORECASE)
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_OPEN_FILES = "/proc/self/fd"  # Linux: names of open files
 # never a page, since readers refuse pages as shards
 _TYPES = {".tar": "application/x-tar", ".json": "application/json"}
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 _STATUS = {
-    **dict.fromkeys(
-        [errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO], 404
-    ),
+    **dict.fromkeys(_MISSING, 404),
     **dict.fromkeys([errno.EACCES, errno.EPERM], 403),
     **dict.fromkeys([errno.EMFILE, errno.ENFILE, errno.ENOMEM], 503),
 }
 
 
-def _is_of_client(exc_info: Any) -> bool:
-    """Whether an error is that of a client that sent nonsense or has left."""
-    error = exc_info[1] if isinstance(exc_info, tuple) else None
-    return isinstance(error, (HttpProcessingError, ConnectionError))
+class Server(ThreadingTCPServer):
+    """Server of a folder, from threads of its own: `with Server("shards") as server: server.url`.
 
-
-class Server:
-    """Server of a folder, from a thread of its own: `with Server("shards") as server: server.url`.
-
-    The address is taken at once; port 0 is any free one. Raises UsageError for a folder or an
-    address that does not exist, StorageError for a folder that cannot be read and a port that is
-    taken.
+    requests, bytes: answered requests, bytes of files that were sent. The address is taken at once;
+    port 0 is any free one. Raises UsageError for a folder or an address that does not exist,
+    StorageError for a folder that cannot be read and a port that is taken.
     """
+
+    daemon_threads, block_on_close = True, False
+    allow_reuse_address, request_queue_size = True, _BACKLOG
 
     def __init__(
         self, folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0
     ) -> None:
         self.folder = _checked_folder(folder)
-        self.requests = self.bytes = 0  # answered requests, bytes of files that were sent
-        self._socket = _listen(host, port)
-        self._address = self._socket.getsockname()
-        self._started, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="wdstrain server", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self.requests = self.bytes = 0
+        self.lock = threading.Lock()  # of the counts and the connections
+        self.connections = set[socket.socket]()
+        if not 0 <= port <= 65535:
+            raise UsageError(f"port={port}: must be 1 to 65535, or 0 for any free port.")
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self.address_family, _, _, _, address = min(
+                found, key=lambda entry: entry[0] != socket.AF_INET
+            )
+            super().__init__(address[:2], _Connection)  # type: ignore[arg-type]
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise _no_address(host, port, error) from None
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), name="wdstrain server", daemon=True
+        )
 
     @property
     def url(self) -> str:
         """The address, as this machine reaches it, with a slash at its end."""
-        host, port = (str(part) for part in self._address[:2])
+        host, port = (str(part) for part in self.server_address[:2])
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     @property
     def is_local(self) -> bool:
         """Whether no other machine reaches it."""
-        return ip_address(str(self._address[0])).is_loopback
+        return ip_address(str(self.server_address[0])).is_loopback
 
     def __enter__(self) -> Server:
         self._thread.start()
-        self._started.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,110 +96,153 @@ class Server:
 
     def wait(self) -> None:
         """Return when the server has ended."""
-        while not self._ended.wait(0.5):  # a signal that comes just before a wait is seen after it
-            pass
+        while self._thread.is_alive():  # a signal that comes just before a wait is seen after it
+            self._thread.join(0.5)
 
     def close(self) -> None:
-        """End the server: answers on their way are given two seconds."""
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(stop.set)
-            self._thread.join()
-        self._socket.close()
+        """End the server and its connections. Answers on their way are cut."""
+        if self._thread.is_alive():
+            self.shutdown()
+        self.server_close()
+        with self.lock:
+            for connection in self.connections:
+                with suppress(OSError):  # the client has left
+                    connection.shutdown(socket.SHUT_RDWR)
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        finally:
-            self._started.set()
-            self._ended.set()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error of this program; clients may leave when they like."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application()
-        app.router.add_get("/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, logger=_log, shutdown_timeout=_GRACE)
-        await runner.setup()
-        try:
-            await web.SockSite(runner, self._socket, backlog=_BACKLOG).start()
-            self._started.set()
-            await self._stop.wait()
-        finally:
-            await runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        """Return the file or the page that a request names."""
-        self.requests += 1
-        names = names_of(request.raw_path)
+class _Connection(BaseHTTPRequestHandler):
+    """The requests of one connection."""
+
+    server: Server
+    protocol_version, server_version, sys_version = "HTTP/1.1", "wdstrain", ""
+    timeout, disable_nagle_algorithm = _PATIENCE, True
+
+    def setup(self) -> None:
+        super().setup()
+        with self.server.lock:
+            self.server.connections.add(self.connection)
+
+    def finish(self) -> None:
+        with self.server.lock:
+            self.server.connections.discard(self.connection)
+        super().finish()
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+    def send_error(self, code: int, message: object = None, explain: object = None) -> None:
+        """Answer a request that http.server does not take, and end its connection."""
+        self.close_connection = True
+        code = 405 if code == 501 else code
+        self._send(code, {"Allow": "GET,HEAD"} if code == 405 else {}, f"{code}\n".encode())
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Answer with the file or the page that a request names."""
+        self._count(requests=1)
+        opened, names = -1, names_of(self.path)
         try:
             if names is None:
                 raise FileNotFoundError(errno.ENOENT, "no such name")
-            return await asyncio.to_thread(self._open, names)
+            opened = open_inside(self.server.folder, names)
+            if stat.S_ISDIR(os.fstat(opened).st_mode):
+                self._send_folder(names, opened)
+            elif names[-1]:
+                self._send_file(names[-1], opened)
+            else:
+                raise FileNotFoundError(errno.ENOENT, "not a folder")
+        except (ConnectionError, TimeoutError):
+            raise
         except OSError as error:
             status = _STATUS.get(error.errno or 0, 500)
-            if status == 500:
-                _log.error("%s", error)
-            headers = {"Retry-After": "1"} if status == 503 else None
-            return web.Response(status=status, text=f"{status}\n", headers=headers)
-
-    def _open(self, names: list[str]) -> web.StreamResponse:
-        descriptor = open_inside(self.folder, names)
-        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            opened = os.fdopen(descriptor, "rb", buffering=0)
-            if names[-1]:
-                return _FileAnswer(opened, names[-1], self)
-            opened.close()
-            raise FileNotFoundError(errno.ENOENT, "not a folder")
-        try:
-            if names[-1]:
-                return web.Response(status=301, headers={"Location": f"{_path(names)}/"})
-            page = _page(names, list_inside(self.folder, names, descriptor))
-            return web.Response(body=page, content_type="text/html", charset="utf-8")
+            self._send(status, {"Retry-After": "1"} if status == 503 else {}, b"")
         finally:
-            os.close(descriptor)
+            if opened >= 0:
+                os.close(opened)
 
+    def _send_folder(self, names: Sequence[str], opened: int) -> None:
+        if names[-1]:
+            self._send(301, {"Location": f"{_path(names)}/"}, b"")
+            return
+        page = _page(names, list_inside(self.server.folder, names, opened))
+        self._send(200, {"Content-Type": "text/html; charset=utf-8"}, page)
 
-class _FileAnswer(web.FileResponse):
-    """A file that is open already, so that links that change meanwhile lead nowhere else."""
-
-    def __init__(self, opened: Any, name: str, server: Server) -> None:
+    def _send_file(self, name: str, opened: int) -> None:
+        state = os.fstat(opened)
+        size, tag = state.st_size, f'"{state.st_mtime_ns:x}-{state.st_size:x}"'
         kind = _TYPES.get(os.path.splitext(name)[1].lower(), "application/octet-stream")
-        headers = {hdrs.CONTENT_TYPE: kind, "X-Content-Type-Options": "nosniff"}
-        super().__init__(f"{_OPEN_FILES}/{opened.fileno()}", headers=headers)
-        self._opened, self._server = opened, server
+        headers = {
+            "Content-Type": kind,
+            "X-Content-Type-Options": "nosniff",
+            "ETag": tag,
+            "Last-Modified": formatdate(state.st_mtime, usegmt=True),
+            "Accept-Ranges": "bytes",
+        }
+        if status := self._condition(tag):
+            self._send(status, headers, b"")
+            return
+        part = self._range(tag, headers["Last-Modified"], size)
+        start, stop = part or (0, size)
+        if part is not None:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if part is not None and start >= size:
+            self._send(416, {"Content-Range": f"bytes */{size}"}, b"")
+            return
+        self._send(200 if part is None else 206, {**headers, "Content-Length": str(stop - start)})
+        if self.command == "GET" and stop > start:
+            with open(opened, "rb", buffering=0, closefd=False) as file:
+                sent = self.connection.sendfile(file, start, stop - start)
+            self._count(bytes=sent)
+            self.close_connection |= sent < stop - start  # the file shrank: never fill it up
 
-    async def prepare(self, request: Any) -> Any:
-        """Send the file, or the part that is asked for."""
-        with self._opened:
-            before = os.fstat(self._opened.fileno())
-            tag = f'"{before.st_mtime_ns:x}-{before.st_size:x}"'
-            writer = await super().prepare(_with_plain_range(request, tag))
-            after = os.fstat(self._opened.fileno())
-            if after.st_size < before.st_size and request.transport is not None:
-                request.transport.close()  # fewer bytes than were announced: never fill them up
-            if request.method == "GET" and self.status in (200, 206):
-                self._server.bytes += self.content_length or 0
-            return writer
+    def _range(self, tag: str, modified: str, size: int) -> tuple[int, int] | None:
+        """Return (start, stop) of the part that is asked for; None for the whole file.
 
+        A client that knows another version of the file gets the whole one.
+        """
+        ranges = self.headers.get_all("Range", [])
+        match = _RANGE.fullmatch(ranges[0].strip()) if len(ranges) == 1 else None
+        is_known = self.headers.get("If-Range", tag) in (tag, modified)
+        if match is None or not is_known or self.command != "GET":
+            return None
+        first, last, suffix = match.groups()
+        if suffix:
+            return max(0, size - int(suffix)), size
+        if last and int(last) < int(first):
+            return None
+        return int(first), min(size, int(last or size) + 1)
 
-def _with_plain_range(request: web.Request, tag: str) -> web.Request:
-    """Return the request without a Range that does not hold: the whole file is the answer then.
+    def _condition(self, tag: str) -> int:
+        """Return the status for a condition on the ETag that does not hold; 0 if all hold."""
+        for name, status in (("If-Match", 412), ("If-None-Match", 304)):
+            tags = re.findall(r'"[^"]*"|\*', self.headers.get(name, ""))
+            is_one = tag in tags or "*" in tags
+            if tags and is_one == (status == 304):
+                return status
+        return 0
 
-    aiohttp compares If-Range only as a date, and would give a part of another file for an old ETag.
-    """
-    ranges, known = request.headers.getall("Range", []), request.headers.get("If-Range", "")
-    if not ranges:
-        return request
-    match = _RANGE.fullmatch(ranges[0].strip())
-    is_plain = len(ranges) == 1 and match is not None and request.method == "GET"
-    is_forward = match is None or not match[2] or int(match[1]) <= int(match[2])
-    is_meant = known == "" or known.strip() == tag or "," in known  # a date has a comma
-    if is_plain and is_forward and is_meant:
-        return request
-    headers = request.headers.copy()
-    headers.popall("Range")
-    return request.clone(headers=headers)
+    def _send(self, status: int, headers: Mapping[str, str], body: bytes | None = None) -> None:
+        """Send an answer; without a body, its headers. The answer to HEAD has none."""
+        self.send_response(status)
+        if body is not None and status != 304:
+            headers = {**headers, "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body and self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _count(self, **counts: int) -> None:
+        with self.server.lock:
+            for name, count in counts.items():
+                setattr(self.server, name, getattr(self.server, name) + count)
 
 
 # --- what a request may reach ---------------------------------------------------------------------
@@ -218,8 +257,7 @@ def names_of(target: str) -> list[str] | None:
     path = target.partition("?")[0]
     if not path.startswith("/") or len(path) > 3 * _LONGEST_PATH:
         return None
-    path = re.sub("/+", "/", path)
-    parts = path[1:].encode("utf-8", "surrogateescape").split(b"/")
+    parts = re.sub("/+", "/", path)[1:].encode("latin-1").split(b"/")
     names = [os.fsdecode(unquote_to_bytes(part)) for part in parts]
     if not all(map(_is_shown, names[:-1])) or not (names[-1] == "" or _is_shown(names[-1])):
         return None
@@ -238,7 +276,7 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
         raise FileNotFoundError(errno.ENOENT, "not inside", path)
     opened = os.open(path, _OPEN_FLAGS)
     try:
-        real = os.readlink(f"{_OPEN_FILES}/{opened}")
+        real = os.readlink(f"/proc/self/fd/{opened}")
         if not (_is_inside(real, folder) and _is_served(os.fstat(opened).st_mode)):
             raise FileNotFoundError(errno.ENOENT, "not inside", path)
     except BaseException:
@@ -249,19 +287,13 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
 
 def list_inside(folder: str, names: Sequence[str], opened: int) -> list[str]:
     """Return the names in an open folder that may be asked for; folders end with a slash."""
-    with os.scandir(opened) as entries:
-        shown = (e for e in entries if _is_shown(e.name) and _is_reached(folder, names, e))
-        return sorted(entry.name + "/" * entry.is_dir() for entry in islice(shown, _LISTED))
-
-
-def _is_reached(folder: str, names: Sequence[str], entry: os.DirEntry[str]) -> bool:
-    path = os.path.join(folder, *names, entry.name)
-    if entry.is_symlink() and not _is_inside(os.path.realpath(path), folder):
-        return False
-    try:
-        return entry.is_dir() or entry.is_file()
-    except OSError:  # a link to itself
-        return False
+    listed = []
+    for name in islice(sorted(filter(_is_shown, os.listdir(opened))), _LISTED):
+        with suppress(OSError):
+            found = open_inside(folder, [*names, name])
+            listed.append(name + "/" * stat.S_ISDIR(os.fstat(found).st_mode))
+            os.close(found)
+    return listed
 
 
 def _is_shown(name: str) -> bool:
@@ -316,23 +348,16 @@ def _checked_folder(folder: str | os.PathLike[str]) -> str:
     return path
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address."""
-    if not 0 <= port <= 65535:
-        raise UsageError(f"port={port}: must be 1 to 65535, or 0 for any free port.")
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except (OSError, UnicodeError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise StorageError(
-                f"port={port} of {host} is taken. Choose another port, or port=0 for any free one."
-            ) from None
-        if isinstance(error, PermissionError):
-            raise StorageError(
-                f"port={port} is kept for the system. Choose one above 1023, or port=0."
-            ) from None
-        raise UsageError(
-            f"host={host!r} is no address of this machine: {error}. Choose 127.0.0.1 or 0.0.0.0."
-        ) from None
+def _no_address(host: str, port: int, error: Exception) -> WdstrainError:
+    """Return the error for an address at which no server can listen."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return StorageError(
+            f"port={port} of {host} is taken. Choose another port, or port=0 for any free one."
+        )
+    if isinstance(error, PermissionError):
+        return StorageError(
+            f"port={port} is kept for the system. Choose one above 1023, or port=0."
+        )
+    return UsageError(
+        f"host={host!r} is no address of this machine: {error}. Choose 127.0.0.1 or 0.0.0.0."
+    )

@@ -55,7 +55,6 @@ WARM = (  # imported once; the package imports most of them
     "h5py",
     "pandas",
     "sklearn.metrics",
-    "aiohttp.web",
     "xml.etree.ElementTree",
 )
 
