@@ -375,7 +375,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("announced-wait", "if silent >= limit and not asked:", "if silent >= limit or not asked:"),
         ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] < min('),
         ("wait-of-others", "max(begin, os.stat(", "min(begin, os.stat("),
-        ("range-for-quota", "max([least, *", "min([least, *"),
+        ("range-for-quota", "max([RANGE_BYTES, *", "min([RANGE_BYTES, *"),
     ],
     "storage/secrets.py": [
         ("renewed-once", "_renewed[key][1] < sent", "_renewed[key][1] > sent"),

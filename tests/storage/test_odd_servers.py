@@ -251,6 +251,39 @@ def test_ranges_grow_until_a_stated_quota_suffices(tmp_path: Path, where: str) -
     assert 8_000_000 < max(sizes) < 10_000_000
 
 
+@pytest.mark.parametrize("stated", [{}, {"Retry-After": "2"}])
+def test_ranges_grow_where_a_server_refuses_requests_without_stating_a_quota(
+    tmp_path: Path, stated: dict[str, str]
+) -> None:
+    """Six requests in two seconds are allowed, and others refused for longer than a server may be silent."""
+    rows = ({"__key__": f"{n:02d}", "bin": bytes([n]) * 1_000_000} for n in range(64))
+    wt.pack(rows, tmp_path / "set", num_shards=1)
+    windows: list[list[float]] = [[]]
+
+    def limiting(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        now = time.monotonic()
+        if windows[-1] and now - windows[-1][0] > 2.0:
+            windows.append([])
+        windows[-1].append(now)
+        return len(windows[-1]) > 6 and status(429, **stated)(handler, path, start, stop)
+
+    with serving(tmp_path / "set", faults=[limiting] * ALWAYS) as server:
+        code = f"""if True:
+            import wdstrain as wt
+            with wt.Loader({server.url!r}, batch_size=4, shuffle_buffer=8) as loader:
+                for _ in range(3):
+                    assert sum(len(batch["bin"]) for batch in loader) == 64
+        """
+        environment = {k: v for k, v in os.environ.items() if k != "WDSTRAIN_RANGE_SIZE"}
+        environment |= {"WDSTRAIN_RETRY_PAUSE": "0.002", "WDSTRAIN_NETWORK_TIMEOUT": "1.5"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        ranges = [asked.removeprefix("bytes=").split("-") for _, asked in server.requests if asked]
+    sizes = [int(last) - int(first) + 1 for first, last in ranges if int(last) < 1 << 40]
+    assert sizes[0] < 5_000_000
+    assert max(sizes) > 14_000_000
+    assert any(len(window) > 6 for window in windows)
+
+
 # --- addresses that expire ---
 
 

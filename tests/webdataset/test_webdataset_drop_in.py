@@ -17,7 +17,6 @@ import webdataset as wds
 import wdstrain as wt
 from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
-from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.resolve import open_index
@@ -269,7 +268,10 @@ def test_shards_on_a_server_are_read_as_local_ones(
         for sample in expected:
             sample["__url__"] = sample["__url__"].replace(str(tmp_path), server.url)
         dataset = wt.WebDataset(address, **cache)
-        assert [list(dataset) for _ in range(2)] == [expected] * 2
+        for _ in range(2):
+            samples = list(dataset)
+            assert [bool(sample.pop("__local_path__", "")) for sample in samples] == [cached] * 21
+            assert samples == expected
         dataset.close()
     if cached:
         assert len(list((tmp_path / "cache").rglob("*"))) >= 3
@@ -321,7 +323,7 @@ def test_the_headers_that_a_pass_read_are_an_index_for_the_next_start(
         (False, False),
         (False, True),
         (True, False),
-        pytest.param(True, True, marks=known_fault("core/cache_dir_local_path")),
+        (True, True),
     ],
 )
 def test_samples_have_the_entries_of_webdataset(

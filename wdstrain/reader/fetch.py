@@ -18,12 +18,12 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory import Memory, checksums, private_memory
 from wdstrain.order.order import Ints
-from wdstrain.reader.reads import Read, read_bytes
+from wdstrain.reader.reads import Read
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.cache import Cache, CachedFile
 from wdstrain.storage.local import LocalFile, open_source
-from wdstrain.storage.remote import MOST_RANGE, RemoteFile, is_remote
+from wdstrain.storage.remote import MOST_RANGE, RemoteFile, is_remote, range_size
 
 # Why the bytes of a sample cannot be used: the field that differs, "" for the whole sample; a reason.
 Bad = tuple[str, str]
@@ -85,7 +85,7 @@ class Fetcher:
         self._files: dict[str, LocalFile | RemoteFile] = {}
         self.is_ranged, self._stopping = True, threading.Event()
         # Later reads may be larger. Memory is taken when it is written.
-        self._scratch = private_memory(max(read_bytes(index), MOST_RANGE))
+        self._scratch = private_memory(max(range_size(), MOST_RANGE))
 
     def read(self, read: Read, block: int) -> dict[int, Bad | BaseException]:
         """Read into a block and verify. Return what is wrong, by position of the sample in the read.

@@ -68,12 +68,6 @@ def of_rows(members: Members, start: int, stop: int) -> Members:
     return Members(first - first[0], columns[1] - start, *columns[2:])
 
 
-def read_bytes(index: Index) -> int:
-    """Return the most bytes of one read. A single larger sample is still read as a whole."""
-    # Several remote reads are in flight.
-    return range_size() if any(is_remote(shard.path) for shard in index.shards) else LOCAL_BYTES
-
-
 def epochs(
     orders: Callable[[int], Order], epoch: int, step: int, until: int | None
 ) -> Iterator[tuple[Order, int, int]]:
@@ -124,7 +118,7 @@ def _cut(index: Index, places: Places) -> Iterator[Read]:
 
     A read goes forward in one shard, and through small gaps.
     """
-    ids, most = places.ids, read_bytes(index)
+    ids = places.ids
     start, extent, shard = index.offsets.start[ids], index.offsets.size[ids], index.shard_of(ids)
     stop = start + extent
     gap = start[1:] - stop[:-1]
@@ -136,6 +130,8 @@ def _cut(index: Index, places: Places) -> Iterator[Read]:
     for first, last in pairwise([0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]):
         while first < last:
             end = min(last, first + READ_SAMPLES)
+            # The size of ranges grows when a server limits the number of requests.
+            most = range_size() if is_remote(index.shards[shard[first]].path) else LOCAL_BYTES
             fits = np.searchsorted(stop[first:end], start[first] + most, side="right")
             end = first + max(1, int(fits))
             own, sizes = slice(first, end), size[first:end].copy()

@@ -54,25 +54,31 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
     cache: keeps shards of servers, as they are stored there. Raises StorageError or ShardError if
     the shard cannot be read, UsageError if its kind of compression cannot.
     """
-    with _open(path, cache) as raw:
-        head = raw.peek(BLOCK)[:BLOCK]
-        kind = compression_of(head)
-        if kind in _DECOMPRESSORS:
-            # No buffer of our own: after damage it would drop the intact bytes that it holds.
-            with _decompressor(kind, shown(path))(raw) as stream:
-                yield stream
-        else:
-            check_plain(head, shown(path))  # zip
-            yield raw
+    with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
+        yield stream
 
 
-def remote_file_of(stream: BinaryIO) -> RemoteFile | None:
-    """Return the file that a stream of `open_tar` reads; None if it is local or compressed."""
-    raw = getattr(stream, "raw", None)
-    return raw.file if isinstance(raw, RemoteStream) else None
+@contextmanager
+def decompressed(raw: io.BufferedReader, shard: str) -> Iterator[BinaryIO]:
+    """Yield the tar bytes of a stream, which is itself a plain tar or compressed."""
+    head = raw.peek(BLOCK)[:BLOCK]
+    kind = compression_of(head)
+    if kind in _DECOMPRESSORS:
+        # No buffer of our own: after damage it would drop the intact bytes that it holds.
+        with _decompressor(kind, shard)(raw) as stream:
+            yield stream
+    else:
+        check_plain(head, shard)  # zip
+        yield raw
 
 
-def _open(path: str, cache: Cache | None) -> io.BufferedReader:
+def remote_file_of(stream: io.BufferedReader) -> RemoteFile | None:
+    """Return the file that a stream of `open_raw` reads; None if it is local."""
+    return stream.raw.file if isinstance(stream.raw, RemoteStream) else None
+
+
+def open_raw(path: str, cache: Cache | None = None) -> io.BufferedReader:
+    """Open a shard as it is stored. The arguments and errors are those of `open_tar`."""
     if is_remote(path):
         file = RemoteFile(path, first_bytes=ALL_BYTES if cache is None else 1)
         cached = cache and cache.open(path, file.size, tag=file.version or "")

@@ -62,10 +62,17 @@ class CachedFile(RemoteFile):
     """
 
     def __init__(
-        self, file: FileIO, path: str, size: int, tag: str, stopping: threading.Event | None
+        self,
+        file: FileIO,
+        place: str,
+        path: str,
+        size: int,
+        tag: str,
+        stopping: threading.Event | None,
     ) -> None:
-        """file: in the cache; this object closes it."""
+        """file: in the cache; this object closes it. place: path of the whole file."""
         super().__init__(path, size, tag, stopping)
+        self.cached_path = place
         self._file, self._present = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
@@ -126,8 +133,11 @@ class Cache:
     def place(self, path: str, size: int, sha256: str = "", tag: str = "") -> str:
         """Return the path of a whole cached shard. Equal content has one path for all addresses.
 
-        Without a checksum it depends on the whole address, whose query may tell shards apart.
+        Without a checksum it depends on the whole address, whose query may tell shards apart. "" for
+        a shard that is not kept: its checksum and version are unknown, or it exceeds the limit.
         """
+        if not (sha256 or tag) or size > (self.limit or size):
+            return ""
         content = [sha256] if sha256 else [path, tag, str(size)]
         name = re.sub(r"[^A-Za-z0-9._-]", "_", name_of(path).removesuffix(".tar"))[:80]
         digest = blake2b(repr(content).encode(), digest_size=8).hexdigest()
@@ -146,9 +156,9 @@ class Cache:
         So are a shard whose checksum and version are unknown, one for which the limit leaves no
         room, and a missing one if the disk is full or read-only. stopping: set to end reading.
         """
-        if not (sha256 or tag) or size > (self.limit or size):
-            return None
         place, file = self.place(path, size, sha256, tag), None
+        if not place:
+            return None
         try:
             # The size comes from an index, which may be hostile.
             if size > shutil.disk_usage(self.path).total:
@@ -163,12 +173,12 @@ class Cache:
         except OSError as error:
             self._stop_writing(error)
         # Without a version ("") the checksum decides.
-        return None if file is None else CachedFile(file, path, size, tag, stopping)
+        return None if file is None else CachedFile(file, place, path, size, tag, stopping)
 
     def forget(self, path: str, size: int, sha256: str = "", tag: str = "") -> None:
         """Remove a shard whose bytes are wrong. Its readers keep the file that they have open."""
         place = self.place(path, size, sha256, tag)
-        for name in (place, _part(place, size)):
+        for name in (place, _part(place, size)) if place else ():
             with suppress(OSError):
                 os.unlink(name)
 

@@ -31,6 +31,7 @@ from urllib3.util.response import assert_header_parsing
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.retries import (
+    REFUSAL_PATIENCE,
     Retries,
     TemporaryError,
     note_limit,
@@ -294,7 +295,8 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
             raise HTTPException("the connection ended within the head of the response")
         wait = note_limit(client, response.status, response.headers)
         if response.status in _TEMPORARY:
-            raise TemporaryError(f"status {response.status}", wait)
+            patience = REFUSAL_PATIENCE if response.status == 429 else 1.0
+            raise TemporaryError(f"status {response.status}", wait, patience)
     except BaseException:
         response.close()
         raise

@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 ALL_BYTES = 1 << 62  # for `first_bytes`: a range ends with the file
-_RANGE_BYTES = 4 << 20  # default of WDSTRAIN_RANGE_SIZE
 _CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
 _BUFFER = 1 << 20  # bytes that a file object reads; tar readers ask for 512 at a time
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
@@ -94,7 +93,7 @@ def name_of(path: str) -> str:
 
 def range_size() -> int:
     """Return the most bytes of a range request."""
-    return size_setting("WDSTRAIN_RANGE_SIZE", request_bytes(_RANGE_BYTES))
+    return size_setting("WDSTRAIN_RANGE_SIZE", request_bytes())
 
 
 def read_remote(path: str) -> bytes | None:
@@ -109,10 +108,11 @@ class RemoteFile:
 
     size: bytes of the object. tag: the version that all responses must have. version: that of the
     first response, None if the server gives none. ranged: False if the server answers a range
-    request with the whole object. fetched: bytes that were read. cached: 0.
+    request with the whole object. fetched: bytes that were read. cached: 0. cached_path: where the
+    whole file is kept in the cache; "" if it is not.
     """
 
-    cached = 0
+    cached, cached_path = 0, ""
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ be sent. Without such a folder each process knows its own waits only.
 
 The header `RateLimit: "name";r=50;t=30` says that 50 requests are left for 30 s, and
 `RateLimit-Policy: "name";q=3000;w=300` that 3000 are allowed in 300 s. Ranges grow until that
-suffices.
+suffices. Where a server states no quota, they grow each time that it refuses a request by status 429,
+and its refusals may last longer than silence.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from wdstrain.storage.secrets import describe_error, redacted
 
 TIMEOUT = "WDSTRAIN_NETWORK_TIMEOUT"
 PAUSE = "WDSTRAIN_RETRY_PAUSE"
+RANGE_BYTES = 4 << 20  # of a range request at first
 MOST_RANGE = 64 << 20  # bytes that a range grows to for a quota of requests
+REFUSAL_PATIENCE = 5.0  # network timeouts that status 429 may last: quotas hold for some minutes
 RETRIED = (HTTPError, HTTPException, OSError)  # errors that another attempt may fix
 
 _FIRST_PAUSE = 0.1  # seconds before the first retry
@@ -59,14 +62,19 @@ _lock = threading.Lock()
 _silent: dict[str, float] = {}  # server -> begin of its silence, once the log names it
 _next_request: dict[str, float] = {}  # server -> time of the next request, as this process knows
 _range_bytes: dict[str, int] = {}  # server -> bytes of a range for which its quota suffices
+_refused: dict[str, float] = {}  # server -> time until which refusals are for the same quota
 
 
 class TemporaryError(HTTPError):
-    """A failure that another attempt may fix. wait: seconds that the server asks for."""
+    """A failure that another attempt may fix.
 
-    def __init__(self, problem: str, wait: float = 0.0) -> None:
+    wait: seconds that the server asks for. patience: how often the network timeout passes until it
+    is an error.
+    """
+
+    def __init__(self, problem: str, wait: float = 0.0, patience: float = 1.0) -> None:
         super().__init__(problem)
-        self.wait = wait
+        self.wait, self.patience = wait, patience
 
 
 def network_timeout() -> float:
@@ -113,9 +121,10 @@ class Retries:
                 break
             except RETRIED as error:
                 problem, asked = describe_error(error), getattr(error, "wait", 0.0)
+                limit = network_timeout() * getattr(error, "patience", 1.0)
             self.failed += not asked
             attempts += not asked
-            self._wait(problem, missing, attempts, begun, asked)
+            self._wait(problem, missing, attempts, begun, asked, limit)
             if asked:
                 begun = time.monotonic()
         since = _silent.pop(self._server, None) if problem else None
@@ -123,9 +132,14 @@ class Retries:
             _log.warning("%s answers again after %.1f s", self._server, time.monotonic() - since)
         return result
 
-    def _wait(self, problem: str, missing: str, attempts: int, begun: float, asked: float) -> None:
-        """Wait before the next attempt. asked: seconds that the server asks for, or 0."""
-        limit, silent = network_timeout(), time.monotonic() - begun
+    def _wait(
+        self, problem: str, missing: str, attempts: int, begun: float, asked: float, limit: float
+    ) -> None:
+        """Wait before the next attempt. asked: seconds that the server asks for, or 0.
+
+        limit: seconds after which the problem is an error.
+        """
+        silent = time.monotonic() - begun
         if "CERTIFICATE_VERIFY_FAILED" in problem:
             raise StorageError(
                 f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names certificates to "
@@ -177,6 +191,8 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
         _range_bytes[client] = min(MOST_RANGE, _RATE * stated.get("w", 0) // quota)
     with suppress(InvalidHeader, ValueError, OverflowError):
         wait = Retry().parse_retry_after(headers.get("Retry-After", "")) or wait
+    if status == 429 and not quota:
+        _grow_ranges(client, wait)
     is_refused = status in (429, 503)
     is_used_up = "r" in stated and stated["r"] <= min(_RESERVE, quota // 10)
     if not (wait and (is_refused or is_used_up)):
@@ -189,9 +205,20 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
     return wait if is_refused else 0.0
 
 
-def request_bytes(least: int) -> int:
+def _grow_ranges(client: str, wait: float) -> None:
+    """Make ranges larger, once for all requests that are refused until the server sends again.
+
+    wait: seconds that it asks for; 0 if it says nothing, and is asked again after pauses.
+    """
+    now = time.monotonic()
+    if now > _refused.get(client, 0.0):
+        _range_bytes[client] = min(MOST_RANGE, 4 * _range_bytes.get(client, RANGE_BYTES))
+    _refused[client] = now + (wait or 2 * _GROWTH * seconds_setting(PAUSE, _FIRST_PAUSE))
+
+
+def request_bytes() -> int:
     """Return the bytes of a range for which the quotas of all servers suffice."""
-    return max([least, *_range_bytes.values()])
+    return max([RANGE_BYTES, *_range_bytes.values()])
 
 
 def _file_of(client: str) -> str:

@@ -24,6 +24,7 @@ from webdataset.pipeline import DataPipeline
 
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
+from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
 from wdstrain.shards.header_scans import index_of, recall, remember
 from wdstrain.shards.index import Index
@@ -37,8 +38,9 @@ from wdstrain.shards.tar import (
     skipped_text,
 )
 from wdstrain.shards.tar_stream import (
+    decompressed,
     members,
-    open_tar,
+    open_raw,
     remote_file_of,
     samples,
     shown,
@@ -51,6 +53,8 @@ from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
 # Fields with these names are not data: webdataset puts values of its own there.
 _RESERVED = {"__key__", "__url__", "__local_path__", "__bad__"}
+
+_CACHE_OPTIONS = ("cache_dir", "cache_limit")  # of a `Loader`
 
 Handler = Callable[[Exception], Any]  # raises, or returns whether to go on
 
@@ -179,12 +183,20 @@ class _CountedSamples(Stream):
 
     select: Callable[[str], bool] | None = None  # whether a member is read
 
+    @cached_property
+    def _cached_paths(self) -> list[str]:
+        """Paths of the shards in the cache; "" for those that are not kept there."""
+        cache = open_cache(**{name: self._options.get(name) for name in _CACHE_OPTIONS})
+        shards = self._index.shards
+        return [cache.place(s.path, s.bytes, s.sha256, s.tag) if cache else "" for s in shards]
+
     def _sample(
         self, key: str, fields: dict[str, Any], shard: int, epoch: int
     ) -> dict[str, Any] | None:
         if self.select is not None:
             fields = {name: fields[name] for name in fields if self.select(f"{key}.{name}")}
-        origin = _origin_of(self._index.shards[shard].path)
+        path, cached = self._index.shards[shard].path, self._cached_paths[shard]
+        origin = _origin_of(path, cached)
         return {"__key__": key, **origin, **fields} if fields else None
 
 
@@ -219,9 +231,13 @@ class LoggedHandler:
             return self(error)
 
 
-def _origin_of(path: str) -> dict[str, str]:
-    """Return the entries of a sample that say where it comes from, as webdataset names them."""
-    return {"__url__": shown_path(path)} | ({} if is_remote(path) else {"__local_path__": path})
+def _origin_of(path: str, cached: str) -> dict[str, str]:
+    """Return the entries of a sample that say where it comes from, as webdataset names them.
+
+    cached: path in the cache; "" if the shard is not kept there.
+    """
+    local = cached if is_remote(path) else path
+    return {"__url__": shown_path(path)} | ({"__local_path__": local} if local else {})
 
 
 class ShardList(IterableDataset[dict[str, str]]):
@@ -273,14 +289,16 @@ class WholeShards:
     ) -> Iterator[dict[str, Any]]:
         """Yield the samples of a shard. passed: gets its index if it is a plain tar of a server."""
         skipped, heads = SkippedMembers(), list[Member]()
-        with open_tar(path, cache) as stream:
+        with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
+            file = remote_file_of(raw)
+            origin = _origin_of(path, file.cached_path if file else "")
             files = self._selected(members(stream, shown(path), skipped), heads)
-            for sample in samples(files, shown(path), skipped, _origin_of(path), self._handler):
+            for sample in samples(files, shown(path), skipped, origin, self._handler):
                 if sample.get("__bad__"):
                     skipped['samples with the field "__bad__"'] += 1
                 else:
                     yield sample
-            if file := remote_file_of(stream):
+            if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
                     rows = placed(heads, shown(path), SkippedMembers())
                     passed[path] = index_of(path, list(rows), file.size, file.tag, skipped)
