@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 398,
     "tuning": 363,
     "order": 400,
-    "report": 360,
+    "report": 332,
     "augment": 270,
     "webdataset": 335,
     "native": 56,

@@ -238,8 +238,8 @@ def test_a_pass_that_ended_with_an_error_cannot_continue(shards: Path) -> None:
 # --- progress ---
 
 TELLING = """
-from wdstrain.report.terminal import ProgressReporter
-with ProgressReporter() as teller:
+from wdstrain.report.terminal import Reporter
+with Reporter() as teller:
     begun, count = time.monotonic(), 0
     while time.monotonic() - begun < 1.3:
         count += 1

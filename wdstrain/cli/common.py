@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import ProgressReporter, print_result, print_table
+from wdstrain.report.terminal import Reporter, print_result, print_table
 from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list, types_of
 
 if TYPE_CHECKING:
@@ -144,9 +144,7 @@ def is_utf8() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def step_bytes(
-    reporter: ProgressReporter, title: str, done: int, total: int | None, text: str
-) -> None:
+def step_bytes(reporter: Reporter, title: str, done: int, total: int | None, text: str) -> None:
     """Report progress in megabytes. done, total: bytes."""
     megabytes = None if total is None else total // 10**6
     reporter.step(title, done // 10**6, megabytes, text, "MB")

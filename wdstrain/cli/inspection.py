@@ -20,7 +20,7 @@ from wdstrain.inspection.options import (
     check_ending,
 )
 from wdstrain.report.terminal import (
-    ProgressReporter,
+    Reporter,
     print_error,
     print_grid,
     print_message,
@@ -59,7 +59,7 @@ def add_info(verbs: Any, text: str) -> None:
 def _info(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.info import FIELD_HEAD, info
 
-    with ProgressReporter() as reporter:
+    with Reporter() as reporter:
         known = info(
             **given(arguments, InfoOptions),
             note=reporter.line,
@@ -168,7 +168,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
     start = time.monotonic()
-    with ProgressReporter() as reporter:
+    with Reporter() as reporter:
 
         def progress(so_far: Verification, total: int | None) -> None:
             text = f"{so_far.shards} shards, {len(so_far.findings)} findings"
@@ -253,7 +253,7 @@ def _repair(arguments: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
     start = time.monotonic()
-    with ProgressReporter() as reporter:
+    with Reporter() as reporter:
         done = repair(
             **given(arguments, RepairOptions),
             progress=lambda read, total: step_bytes(reporter, "repairing", read, total, ""),
@@ -347,7 +347,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from wdstrain.tuning.bench import bench  # only now: it loads torch, which takes a second
 
-    with ProgressReporter() as progress:
+    with Reporter() as progress:
 
         def note(measurement: str, done: int, total: int) -> None:
             progress.step("measuring", done, total, measurement, "")

@@ -26,7 +26,7 @@ from wdstrain.conversion.source_options import (
     TarsOptions,
     TorchvisionOptions,
 )
-from wdstrain.report.terminal import ProgressReporter, print_message, print_result
+from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.options import CheckedOptions, IndexOptions
 
@@ -96,7 +96,7 @@ def add_convert(verbs: Any, text: str) -> None:
 
 
 def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
-    with ProgressReporter() as reporter:
+    with Reporter() as reporter:
 
         def show(step: Step) -> None:
             skipped = f", {step.bad} skipped" if step.bad else ""
@@ -238,7 +238,7 @@ def _remove(arguments: argparse.Namespace) -> int:
     from wdstrain.conversion.remove import remove
 
     options = RemoveOptions(**given(arguments, RemoveOptions))
-    with ProgressReporter() as reporter:
+    with Reporter() as reporter:
         done = remove(
             **given(arguments, RemoveOptions),
             progress=lambda copied, total: reporter.step("copying", copied, total, "", "samples"),

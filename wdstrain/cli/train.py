@@ -8,7 +8,7 @@ from typing import Any
 
 from wdstrain.cli.common import add_options, given, result, selected, urls, verb, where
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import ProgressReporter, print_message, print_result
+from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.runtime.options import as_list
 from wdstrain.training.config import (
     Config,
@@ -303,7 +303,7 @@ def add_demo(verbs: Any, text: str) -> None:
 def _demo(arguments: argparse.Namespace) -> int:
     from wdstrain.demo import demo, next_steps
 
-    with ProgressReporter() as progress:
+    with Reporter() as progress:
         rows = demo(arguments.dir, progress)
     result(arguments, dict(rows), rows)
     if not arguments.json:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO, TextIOWrapper
-from typing import Any, Protocol
+from shutil import get_terminal_size
+from typing import Any
 
 from wdstrain.errors import StorageError
 from wdstrain.report.printing import printable
@@ -34,26 +35,20 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class ProgressReporter:
-    """Progress of work on stderr, or in the output of a notebook cell."""
+class Reporter:
+    """Progress of work on stderr, or in the output of a notebook cell.
 
-    def __init__(self) -> None:
-        from rich.console import Console  # only now: help texts are printed without it
+    is_silent: show nothing. Functions that take a reporter call `step` and `line` only.
+    """
 
-        self._console = Console(stderr=True, highlight=False)
-        # with FORCE_COLOR, which notebooks set, rich takes a pipe for a terminal
-        self._redraws = self._console.is_terminal and sys.stderr.isatty()
-        self._interval = (
-            _REDRAW_SECONDS
-            if self._redraws
-            else _NOTEBOOK_SECONDS
-            if self._console.is_jupyter
-            else _PLAIN_SECONDS
-        )
-        self._live: Any = None  # the line in a terminal
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self._is_silent, self._in_notebook = is_silent, "ipykernel" in sys.modules
+        self._redraws = sys.stderr.isatty() and not self._in_notebook
+        self._interval = _REDRAW_SECONDS if self._redraws else _PLAIN_SECONDS
+        if self._in_notebook:
+            self._interval = _NOTEBOOK_SECONDS
         self._cell: Any = None  # the output in a notebook
-        self._cell_text = ""
-        self._title = ""
+        self._shown = self._title = ""
         self._start_time = self._report_time = 0.0
         self._start_count = 0
 
@@ -69,38 +64,27 @@ class ProgressReporter:
         now = time.monotonic()
         if title != self._title:
             self.close()
-            self._title, self._start_time, self._report_time, self._start_count = (
-                title,
-                now,
-                now,
-                done,
-            )
-        if _quiet or now - self._report_time < self._interval:
+            self._title, self._start_count = title, done
+            self._start_time = self._report_time = now
+        if _quiet or self._is_silent or now - self._report_time < self._interval:
             return
         self._report_time = now
-        figures = self._figures(done, total, text, unit, now - self._start_time)
-        if self._console.is_jupyter:
-            self._show_in_notebook(f"{title}: {figures}")
-        elif self._redraws:
-            self._redraw(title, done, total, figures)
+        line = f"{title}: {self._figures(done, total, text, unit, now - self._start_time)}"
+        if self._redraws or self._in_notebook:
+            self._show(line)
         else:
-            print_message(f"{title}: {figures}")
+            print_message(line)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self.close()
-        if self._console.is_jupyter:
-            print_result(text)
-        else:
-            print_message(text)
+        if not self._is_silent:
+            (print_result if self._in_notebook else print_message)(text)
 
     def close(self) -> None:
         """Remove the progress line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        if self._cell_text:
-            self._show_in_notebook("")
+        if self._shown:
+            self._show("")
         self._title = ""
 
     def _figures(self, done: int, total: int | None, text: str, unit: str, seconds: float) -> str:
@@ -114,79 +98,33 @@ class ProgressReporter:
             figures = f"{done}/{total} {unit}, {rate:.0f}/s, {left}" if unit else f"{share}, {left}"
         return figures + (f", {text}" if text else "")
 
-    def _redraw(self, title: str, done: int, total: int | None, figures: str) -> None:
-        """Draw the line in the terminal."""
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        if self._live is None:
-            self._bar = BarColumn(16)
-            columns = (
-                TextColumn("{task.description}"),
-                self._bar,
-                TextColumn("{task.fields[figures]}"),
-            )
-            self._live = Progress(
-                *columns, console=self._console, auto_refresh=False, transient=True
-            )
-            self._task = self._live.add_task(title, total=total, figures=figures)
-            self._live.start()
-        # the bar gives way to the figures, which a narrow terminal would cut
-        room = self._console.width - len(title) - len(figures) - 3
-        self._bar.bar_width = max(3, min(16, room))
-        if room < 3:
-            self._live.columns = self._live.columns[::2]
-            figures = figures[: self._console.width - len(title) - 2]
-        self._live.update(self._task, completed=done, figures=figures)
-        self._live.refresh()
-
-    def _show_in_notebook(self, text: str) -> None:
-        """Replace the progress text in the output of the notebook cell."""
+    def _show(self, line: str) -> None:
+        """Replace the line in the terminal, or the output of the notebook cell."""
+        self._shown = line
+        if not self._in_notebook:
+            room = get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[2K{printable(line)[:room]}")
+            sys.stderr.flush()
+            return
         from IPython.display import display
 
         if self._cell is None:
-            self._cell = display({"text/plain": text}, raw=True, display_id=True)
+            self._cell = display({"text/plain": line}, raw=True, display_id=True)
         else:
-            self._cell.update({"text/plain": text}, raw=True)
-        self._cell_text = text
+            self._cell.update({"text/plain": line}, raw=True)
 
-    def __enter__(self) -> ProgressReporter:
+    def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
 
 
-class Reporter(Protocol):
-    """Shows progress. A `step` replaces the step before it; a `line` stays.
-
-    unit: of the counts; empty where the text has a rate of its own.
-    """
-
-    def step(
-        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
-    ) -> None: ...
-    def line(self, text: str) -> None: ...
-
-
-class SilentReporter:
-    """Shows nothing."""
-
-    def step(
-        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
-    ) -> None: ...
-    def line(self, text: str) -> None: ...
-
-
 @contextmanager
 def reporting(reporter: Reporter | None, is_leader: bool) -> Iterator[Reporter]:
     """Yield the given reporter, or that of the terminal or notebook; a silent one on other ranks."""
-    if not is_leader:
-        yield SilentReporter()
-    elif reporter is not None:
-        yield reporter
-    else:
-        with ProgressReporter() as terminal:
-            yield terminal
+    with Reporter(is_silent=not is_leader) as own:
+        yield reporter if reporter is not None and is_leader else own
 
 
 @contextmanager
@@ -288,6 +226,7 @@ def _print(table: Any) -> None:
 
     # An encoding without line-drawing characters gets others.
     text = TextIOWrapper(BytesIO(), sys.stdout.encoding or "utf-8", "backslashreplace")
-    Console(file=text, color_system=None, highlight=False, markup=False).print(table)
+    plain: dict[str, Any] = {"color_system": None, "force_jupyter": False}
+    Console(file=text, highlight=False, markup=False, **plain).print(table)
     text.seek(0)
     print_result(text.read().removesuffix("\n"))
