@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4538,
     "training": 4290,
-    "inspection": 2400,
+    "inspection": 2276,
     "loader": 1220,
     "shards": 2364,
     "decode": 1386,

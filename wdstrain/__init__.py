@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from wdstrain.inspection.info import Info, info
     from wdstrain.inspection.plan import plan_epoch
     from wdstrain.inspection.repair import Repair, repair
-    from wdstrain.inspection.show.api import Peek, peek
+    from wdstrain.inspection.show import Peek, peek
     from wdstrain.inspection.verify import Verification, verify
     from wdstrain.loader.device import to_device
     from wdstrain.loader.loader import Loader
@@ -137,7 +137,7 @@ _NAMES = {
     "inspection.plan": "plan_epoch",
     "inspection.info": "Info info",
     "inspection.repair": "Repair repair",
-    "inspection.show.api": "Peek peek",
+    "inspection.show": "Peek peek",
     "inspection.verify": "Verification verify",
     "loader.device": "to_device",
     "augment.gpu": "Augmentation",

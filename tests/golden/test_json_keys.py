@@ -139,7 +139,7 @@ def info_without_index(run: Json, work: Path, out: Path) -> Any:
 
 
 def show(run: Json, work: Path, out: Path) -> Any:
-    return run("show", work / "set" / "train-000000.tar", "--limit", "3", "-o", out / "sheet.html")
+    return run("show", work / "set" / "train-000000.tar", "--limit", "3", "-o", out / "sheet.png")
 
 
 def verify(run: Json, work: Path, out: Path) -> Any:

@@ -347,7 +347,7 @@ def test_the_help_of_plan_has_an_example(capsys: Any) -> None:
     [
         (["--batch-size", "700"], "600 samples cannot give 1 rank(s) one batch of 700"),
         (["--world-size", "4", "--lanes", "6"], "6 lanes cannot be shared by 4 ranks"),
-        (["--label", "colour"], "there is no label 'colour'.\nhint: Use one of: cls."),
+        (["--label", "colour"], "there is no label 'colour'.\nhint: Use one of: cls, txt."),
         (["--epoch", "-1"], "--epoch -1: must be an integer >= 0."),
         (["--shuffle-buffer", "0"], "--shuffle-buffer 0: must be an integer >= 1"),
         (["--rate", "0"], "--rate 0.0: must be > 0"),

@@ -91,17 +91,20 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     def of(part: str) -> Shown:
         return next(output for text, output in shown.items() if part in text)
 
-    for part, drawn in {
-        "wt.peek(train))": "<img",
-        'order="classes"': "<img",
-        "wt.peek(loader)": "<img",
-        "wt.peek(batch": "<img",
-        "loader.report()": '<table class="bars"',
-        "keys=wrong": "<img",
-    }.items():
+    pictures = (
+        "wt.peek(train))",
+        'order="classes"',
+        "wt.peek(loader)",
+        "wt.peek(batch",
+        "keys=wrong",
+    )
+    for part in pictures:
         (bundle,) = of(part).displays
-        assert drawn in bundle["text/html"], part
+        assert bundle["image/png"], part
         assert bundle["text/plain"].strip(), part
+    (bundle,) = of("loader.report()").displays
+    assert '<table class="bars"' in bundle["text/html"]
+    assert bundle["text/plain"].strip()
     for part in (
         "display(index)",
         "display(loader)",

@@ -41,7 +41,7 @@ IMPORTED = (
     "wdstrain.conversion.api",
     "wdstrain.inspection.plan",
     "wdstrain.inspection.info",
-    "wdstrain.inspection.show.api",
+    "wdstrain.inspection.show",
     "wdstrain.inspection.verify",
     "wdstrain.training.train",
     "wdstrain.training.predict",

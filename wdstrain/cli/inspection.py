@@ -111,7 +111,7 @@ def add_show(verbs: Any, text: str) -> None:
         text,
         "show shards/photos -o sheet.png --random",
         PeekOptions,
-        ("FILE", "contact sheet to write, .png or .html (default: print a table)"),
+        ("FILE.png", "contact sheet to write (default: print a table)"),
     )
 
 
@@ -122,7 +122,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.out:
         check_ending(arguments.out)
 
-    from wdstrain.inspection.show.api import peek  # only now: it loads torch, which takes a second
+    from wdstrain.inspection.show import peek  # only now: it loads torch, which takes a second
 
     peeked = peek(**vars(options))
     file = peeked.save(arguments.out) if arguments.out else None

@@ -11,7 +11,7 @@ from wdstrain.shards.kinds import ColumnInfo
 
 
 def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
-    """Return the labels of an index, or the one with this name; else its field `cls`.
+    """Return the labels of an index, else its field `cls`; or the one label or field of this name.
 
     Raises UsageError for a label that does not exist.
     """
@@ -21,11 +21,12 @@ def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
         labels = [ColumnInfo(n, "class", n) for n in ("cls", "cls2") if n in index.fields]
     if name is None:
         return labels
-    chosen = [label for label in labels if label.name == name]
-    if not chosen:
-        known = [label.name for label in labels]
-        raise UsageError(f"there is no label {name!r}.{choices(name, known)}")
-    return chosen
+    fields = [ColumnInfo(field, "class", field) for field in index.fields]
+    for label in (*labels, *fields):
+        if label.name == name:
+            return [label]
+    known = list(dict.fromkeys(label.name for label in (*labels, *fields)))
+    raise UsageError(f"there is no label {name!r}.{choices(name, known)}")
 
 
 def choices(name: str, names: Sequence[str]) -> str:

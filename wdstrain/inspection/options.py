@@ -264,6 +264,6 @@ class PlanOptions(CheckedOptions):
 
 
 def check_ending(path: str) -> None:
-    """Raise UsageError for a path that does not end in .png or .html."""
-    if not path.lower().endswith((".png", ".html")):
-        raise UsageError(f"{path}: the file must end in .png or .html.")
+    """Raise UsageError for a path that does not end in .png."""
+    if not path.lower().endswith(".png"):
+        raise UsageError(f"{path}: the file must end in .png.")
