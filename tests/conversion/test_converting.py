@@ -430,6 +430,22 @@ def test_resume_refuses_other_options(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("other", [{"seed": 3}, {"shuffle": False}, {"limit": 300}])
+def test_a_resume_with_other_options_equals_a_fresh_conversion_with_them(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Where nothing says with which options the conversion began."""
+    array, out = tmp_path / "x.npy", tmp_path / "out"
+    np.save(array, np.arange(4000).reshape(400, 10))
+    options: dict[str, Any] = {"max_shard_samples": 40, **other}
+    with pytest.raises(EnoughError):
+        wt.convert_arrays({"x": array}, out, max_shard_samples=40, progress=broken_off)
+    (out / ".unfinished" / "call.json").unlink()
+    wt.convert_arrays({"x": array}, out, resume=True, **options)
+    wt.convert_arrays({"x": array}, tmp_path / "fresh", **options)
+    assert files(out) == files(tmp_path / "fresh")
+
+
 def test_resume_keeps_the_counts_of_skipped_input(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", [400])
     options: dict[str, Any] = {"where": "cls != 3", "max_shard_samples": 40}
@@ -459,7 +475,7 @@ def test_resuming_a_finished_set_changes_no_file(photos: Path, tmp_path: Path) -
     done = convert(
         list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_error="skip")
     )
-    assert (done.listed, len(done.bad), len(done.index), done.limited) == (41, 1, 40, 0)
+    assert (done.info["listed"], len(done.bad), len(done.index), done.limited) == (41, 1, 40, 0)
     assert files(tmp_path / "out") == before
 
 

@@ -602,11 +602,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("case-of-keys", "folded = hash(wanted.casefold())", "folded = hash(wanted)"),
     ],
     "conversion/collect.py": [
-        (
-            "identity-of-seed",
-            "        options.seed,\n        options.shuffle,",
-            "        0,\n        options.shuffle,",
-        ),
+        ("identity-of-input", "source.mark, source.source))", "source.source))"),
         ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
     ],
     "conversion/labels.py": [
@@ -633,8 +629,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/append.py": [
         (
             "class-order",
-            "old.classes[: len(new.classes)] == new.classes",
-            "old.classes[: len(new.classes)] <= new.classes",
+            "all(before == now for before, now in both)",
+            "all(before <= now for before, now in both)",
         ),
         ("keys-unique", "if key.casefold() in known]", "if key in known]"),
         ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),

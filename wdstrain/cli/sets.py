@@ -120,15 +120,15 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
     report = {
         "out": out,
         **facts(done.index),
-        "listed": done.listed,
+        "listed": done.info["listed"],
         "skipped": len(done.bad),
         "skipped_reasons": done.skipped_reasons,
         "limited": done.limited,
-        "renamed": done.renamed,
-        "classes": done.samples,
-        "ignored": done.ignored,
+        "renamed": done.info["renamed"],
+        "classes": done.info["samples"],
+        "ignored": done.info["ignored"],
         "decided": done.index.info["source"].get("decided", []),
-        "divided": done.divided,
+        "divided": done.info["divided"],
         "kept_shards": done.kept,
         "seconds": round(seconds, 3),
     }
@@ -147,7 +147,8 @@ def _rows(
     parts = [f"{done.packed} {'to pack' if is_dry else 'packed'}"]
     parts += [f"{len(done.bad)} skipped"] if done.bad else []
     parts += [f"{done.limited} beyond --limit"] if done.limited else []
-    rows = [("source", f"{done.listed} = {' + '.join(parts)}")]
+    counts, samples = done.info, done.info["samples"]
+    rows = [("source", f"{counts['listed']} = {' + '.join(parts)}")]
     if done.bad:
         listed = f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; "
         rows.append(("skipped", f"{'' if is_dry else listed}the first: {done.bad[0].sentence}"))
@@ -156,7 +157,8 @@ def _rows(
         if len(reasons) > _MOST_REASONS:
             rows.append(("", f"{len(reasons) - _MOST_REASONS} more reasons"))
     rows += [
-        ("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())
+        ("passed over", f"{count} x {reason}")
+        for reason, count in sorted(counts["ignored"].items())
     ]
     info = done.index.info
     if (split := info.get("split")) and not info.get("appended"):  # shares of the set before
@@ -166,24 +168,22 @@ def _rows(
         )
         by = f"; whole groups of {split['group_by']}" if split["group_by"] else ""
         rows.append(("split", ", ".join(shares) + by))
-    if done.divided:
+    if counts["divided"]:
         rows.append(
             (
                 "divided",
-                f"{done.divided} images are in two splits or more, as several rows have the same "
+                f"{counts['divided']} images are in two splits or more, as several rows have the same "
                 "image",
             )
         )
-    if done.renamed:
+    if counts["renamed"]:
         names_file = os.path.join(out, "renamed.jsonl")
         place = "" if is_dry else f"; what the source calls them is in {names_file}"
-        rows.append(("renamed", f"{done.renamed} keys{place}"))
-    names = list(dict.fromkeys(name for counts in done.samples.values() for name in counts if name))
+        rows.append(("renamed", f"{counts['renamed']} keys{place}"))
+    names = list(dict.fromkeys(name for by_class in samples.values() for name in by_class if name))
     for name in names[:_MOST_CLASSES]:
-        counts = ", ".join(
-            f"{split} {counts.get(name, 0)}" for split, counts in done.samples.items()
-        )
-        rows.append((f"  {name}", counts))
+        line = ", ".join(f"{split} {of.get(name, 0)}" for split, of in samples.items())
+        rows.append((f"  {name}", line))
     if len(names) > _MOST_CLASSES:
         rows.append(("  ...", f"{len(names) - _MOST_CLASSES} more classes"))
     if done.kept:

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.conversion.catalog import Catalog
-from wdstrain.conversion.result import ConversionResult, merged_counts
+from wdstrain.conversion.result import merged_counts
 from wdstrain.errors import UsageError
+from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
-from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
 
@@ -28,23 +27,25 @@ def next_numbered_key(former: Index) -> int:
     return max(map(int, keys), default=-1) + 1
 
 
-def was_appended(former: Index, catalog: Catalog, numbers: Ints, entry: dict[str, Any]) -> bool:
-    """Return whether the last append to the set was of these samples.
+def is_repeated(former: Index, new: Index) -> bool:
+    """Return whether the last append to the set was of samples with the bytes of the new ones.
 
-    entry: what its record says about source, options and number of samples.
+    Keys that were made from a number may differ: those of the new samples follow on the set's.
     """
-    records = former.info.get("appended", [])
-    if not records or any(records[-1].get(name) != value for name, value in entry.items()):
+    first = len(former) - len(new)
+    if first < 0 or not former.info.get("appended"):
         return False
-    known = set(former.keys(np.arange(len(former))))
-    keys = [catalog.key(number) for number in numbers.tolist()]
-    return all(key in known or _NUMBERED.fullmatch(key) for key in keys)
+    pairs = ((former, np.arange(first, len(former))), (new, np.arange(len(new))))
+    members = [index.offsets.members_of(ids) for index, ids in pairs]
+    before, now = (np.sort(m.size.astype(np.int64) << 32 | m.crc.astype(np.int64)) for m in members)
+    known, keys = (index.keys(ids) for index, ids in pairs)
+    return np.array_equal(before, now) and all(map(_NUMBERED.fullmatch, {*keys} - {*known}))
 
 
-def check_keys(former: Index, catalog: Catalog, numbers: Ints, out: str) -> None:
+def check_keys(former: Index, new: Iterable[str], out: str) -> None:
     """Raise UsageError if a new sample has a key of the set, upper or lower case."""
     known = {key.casefold(): key for key in former.keys(np.arange(len(former)))}
-    keys = [catalog.key(number) for number in numbers.tolist()]
+    keys = list(new)
     twice = [key for key in keys if key.casefold() in known]
     if twice:
         raise UsageError(
@@ -55,25 +56,31 @@ def check_keys(former: Index, catalog: Catalog, numbers: Ints, out: str) -> None
 
 
 def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
-    """Raise UsageError unless the class numbers of the new samples mean the classes of the set."""
+    """Raise UsageError unless the class numbers of the new samples mean the classes of the set.
+
+    The new samples may have more classes, after those of the set.
+    """
     for name in dict.fromkeys(label.name for label in [*former.labels, *labels]):
         old, new = _named(former.labels, name), _named(labels, name)
         if old is not None and new is not None:
-            same_numbers = old.classes[: len(new.classes)] == new.classes
+            both = zip(old.classes, new.classes, strict=False)
+            same_numbers = all(before == now for before, now in both)
             if replace(old, classes=()) == replace(new, classes=()) and same_numbers:
                 continue
         raise UsageError(
             f"the label '{name}' is {_shown(new)} in the new samples and {_shown(old)} in {out}. "
             f"A set keeps its labels and the numbers of its classes. Number the new samples alike "
-            f"with classes=..., or convert them into another folder."
+            f"with classes=..., new classes last, or convert them into another folder."
         )
 
 
-def joined(former: Index, new: Index, out: str) -> Index:
-    """Return the index of the set with the new shards.
+def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Index:
+    """Return the index of the set with the new shards. entry: the record of this append.
 
-    Raises UsageError if the new samples have other fields, or other kinds of values in a column.
+    Raises UsageError if the new samples have keys of the set, other fields, or other kinds of
+    values in a column.
     """
+    check_keys(former, new.keys(np.arange(len(new))), out)
     _check_fields(former, new, out)
     columns = {column.place: column for column in former.columns}
     for column in new.columns:
@@ -87,35 +94,20 @@ def joined(former: Index, new: Index, out: str) -> Index:
             )
     # Without a column the set may still have values in its bytes, and nulls would hide them.
     known = tuple(column for column in new.columns if column.place in columns)
-    new = replace(new.with_columns(known), labels=former.labels)
-    return replace(join([former, new]), info=former.info)
-
-
-def appended_info(former: Index, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a set after an append. entry: the record of this append."""
+    labels = [max(pair, key=lambda label: len(label.classes)) for pair in _pairs(former, new)]
+    parts = [with_labels(part, labels) for part in (former, new.with_columns(known))]
     info = dict(former.info)
     info["appended"] = [*info.get("appended", []), entry]
     if "samples" in info:
-        info["samples"] = merged_counts([info["samples"], entry["samples"]], former.labels)
+        info["samples"] = merged_counts([info["samples"], entry["samples"]], labels)
     for name in ("listed", "skipped", "renamed"):
         if isinstance(info.get(name), int):
             info[name] += entry[name]
-    return info
+    return replace(join(parts), info=info)
 
 
-def appended_result(index: Index) -> ConversionResult:
-    """Return the result of the last append to a set, from what its index records."""
-    entry = index.info["appended"][-1]
-    return ConversionResult(
-        index,
-        entry["listed"],
-        [],
-        entry["renamed"],
-        entry["samples"],
-        entry["ignored"],
-        limited=entry["limited"],
-        divided=entry["divided"],
-    )
+def _pairs(former: Index, new: Index) -> Iterable[tuple[ColumnInfo, ColumnInfo]]:
+    return [(label, _named(new.labels, label.name) or label) for label in former.labels]
 
 
 def _check_fields(former: Index, new: Index, out: str) -> None:

@@ -283,7 +283,7 @@ def _save(
     assert isinstance(catalog, IndexCatalog)
     index, meta = catalog.index, catalog.meta
     about = {
-        "identity": _identity(source, options),
+        "identity": _identity(source),
         "files": [(shard.name, shard.samples, shard.bytes) for shard in index.shards],
         "fields": index.fields,
         "meta": meta.names,
@@ -310,7 +310,7 @@ def _restored(source: Source, folder: str, options: Options, bad: BadSamples) ->
         about = json.loads(text)
     except (OSError, ValueError):
         return None
-    if source.mark is None or about["identity"] != _identity(source, options):
+    if source.mark is None or about["identity"] != _identity(source):
         return None
     columns, arrays = rows.columns[:-_META], [as_numpy(values) for values in rows.columns[-_META:]]
     meta = SampleMeta.of(arrays, *about["meta"])
@@ -323,20 +323,10 @@ def _restored(source: Source, folder: str, options: Options, bad: BadSamples) ->
     return Collected(catalog, tuple(map(ColumnInfo.of_row, about["labels"])), about["listed"])
 
 
-def _identity(source: Source, options: Options) -> str:
-    """Return a hash of everything that the spool depends on."""
-    words = (
-        source.name,
-        source.mark,
-        source.source,
-        options.seed,
-        options.shuffle,
-        options.limit,
-        options.split is None,
-    )
-    return blake2b(
-        repr((*words, options.on_error)).encode("utf-8", "surrogateescape"), digest_size=16
-    ).hexdigest()
+def _identity(source: Source) -> str:
+    """Return a hash of the input that the spool depends on. Only equal options are resumed."""
+    words = repr((source.name, source.mark, source.source))
+    return blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 @contextmanager

@@ -15,21 +15,20 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.listing import Part, check_there
-from wdstrain.conversion.result import free_number
-from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.result import Written
+from wdstrain.conversion.shard_writer import Packed, write_samples
 from wdstrain.conversion.source_options import RemoveOptions
 from wdstrain.conversion.sources.shards import read_keys
-from wdstrain.conversion.staging import Staging
-from wdstrain.conversion.upload import BucketUpdate, ShardUploads, bucket_update
-from wdstrain.errors import SourceError, StorageError, UsageError
+from wdstrain.conversion.staging import Staging, opened
+from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.where import matching
-from wdstrain.storage.addresses import INDEX_NAME, Urls
+from wdstrain.storage.addresses import Urls
+from wdstrain.storage.files import disk_errors
 from wdstrain.storage.objects import is_object
 from wdstrain.storage.remote import is_remote, redacted
 
@@ -61,52 +60,21 @@ def remove(options: RemoveOptions) -> RemoveResult:
     shard has; ShardError for a sample whose bytes have changed.
     """
     wanted = _wanted(options.keys)
-    folder = _folder_of(options.urls)
     call = {"remove": [options.where, _digest(wanted), str(options.urls)]}
-
-    def choose(index: Index) -> Ints:
-        return _chosen(index, options.urls, options.where, wanted)
-
-    if not is_object(folder):
-        staging = Staging(folder, change=True)
-        return _remove(staging, None, choose, call, options)
-    with bucket_update(folder) as bucket:
-        staging = Staging(bucket.folder, change=True, shown=folder, publish=bucket.publish)
-        return _remove(staging, bucket, choose, call, options)
-
-
-def _remove(
-    staging: Staging,
-    bucket: BucketUpdate | None,
-    choose: Callable[[Index], Ints],
-    call: dict[str, Any],
-    options: RemoveOptions,
-) -> RemoveResult:
-    folder = staging.shown
-    try:
-        if staging.completed.get("remove") == call["remove"]:
-            staging.discard()
-            return RemoveResult(**staging.completed["result"])
-        if bucket is None:
-            index = check_sizes(load(os.path.join(folder, INDEX_NAME)))
-        else:
-            bucket.uploads.clear()  # of a killed call, which is started again
-            index = bucket.load()
-        ids = choose(index)
-        result = _planned(folder, index, ids)
-        if options.dry_run or not len(ids):
-            staging.discard()
+    folder = _folder_of(options.urls)
+    with opened(folder, change=True) as staging:
+        try:
+            if staging.completed.get("remove") == call["remove"]:
+                return RemoveResult(**staging.completed["result"])
+            index = staging.load()
+            ids = _chosen(index, options.urls, options.where, wanted)
+            result = _planned(folder, index, ids)
+            if len(ids) and not options.dry_run:
+                with disk_errors(folder, "Free some space. The set is unchanged."):
+                    result = _rewrite(staging, index, ids, call, result, options.progress)
             return result
-        uploads = bucket.uploads if bucket is not None else None
-        return _rewrite(staging, uploads, index, ids, call, result, options.progress)
-    except OSError as error:
-        staging.discard()
-        raise StorageError(
-            f"{folder} cannot be written: {error.strerror}. Free some space. The set is unchanged."
-        ) from error
-    except BaseException:
-        staging.discard()
-        raise
+        finally:
+            staging.discard()
 
 
 def _wanted(keys: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | None:
@@ -192,7 +160,6 @@ def _planned(folder: str, index: Index, ids: Ints) -> RemoveResult:
 
 def _rewrite(
     staging: Staging,
-    uploads: ShardUploads | None,
     index: Index,
     ids: Ints,
     call: dict[str, Any],
@@ -200,36 +167,30 @@ def _rewrite(
     progress: Progress | None,
 ) -> RemoveResult:
     """Write the changed shards without the samples `ids`, and put the new index in place."""
-    folder, taken = staging.folder("shards"), os.listdir(staging.out)
+    folder, written = staging.folder("shards"), Written(os.listdir(staging.out), None)
     keep = np.ones(len(index), bool)
     keep[ids] = False
     changed = set(index.shard_of(ids).tolist())
     total = sum(int(keep[index.first[n] : index.first[n + 1]].sum()) for n in changed)
-    parts, files, copied = [], {}, 0
-    for number in range(len(index.shards)):
+    parts, copied = list[Index](), 0
+
+    def tick(samples: int, size: int) -> None:
+        if progress is not None:
+            progress(copied + samples, total)
+
+    for number, shard in enumerate(index.shards):
         old, first = index.pick([number]), int(index.first[number])
+        local = np.flatnonzero(keep[first : int(index.first[number + 1])])
         if number not in changed:
             parts.append(old)
-            continue
-        local = np.flatnonzero(keep[first : int(index.first[number + 1])])
-        if not len(local):
-            continue
-        split = index.shards[number].split
-        prefix = split or "part"
-        name = f"{prefix}-{free_number(prefix, taken):06d}.tar"
-        taken.append(name)
-        before = copied
-
-        def tick(samples: int, size: int, before: int = before) -> None:
-            if progress is not None:
-                progress(before + samples, total)
-
-        new = write_samples(os.path.join(folder, name), split, _samples(old, local), tick)
-        if uploads is not None:
-            uploads.add(new.shards[0], new.shards[0].path)
-        copied += len(local)
-        parts.append(replace(new.with_columns(old.take(local).columns), labels=index.labels))
-        files[name] = name
+        elif len(local):
+            path = os.path.join(folder, f"{number:06d}")
+            new = write_samples(path, shard.split or "part", _samples(old, local), tick)
+            written.add(Packed(new, local, []))
+            named = replace(written.parts[-1][0].shards[0], split=shard.split)
+            new = replace(new.with_columns(old.take(local).columns), shards=(named,))
+            parts.append(replace(new, labels=index.labels))
+            copied += len(local)
     entry = {"count": len(ids), "where": call["remove"][0]}
     changed_index = replace(join(parts), labels=index.labels, shard_labels=())
     info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
@@ -237,7 +198,7 @@ def _rewrite(
         info["samples"] = _subtracted(info["samples"], class_counts(index.take(ids)))
     result = replace(result, bytes=sum(shard.bytes for shard in changed_index.shards))
     call = {**call, "result": result.report()}
-    staging.commit(replace(changed_index, info=info), folder, files, call)
+    staging.commit(replace(changed_index, info=info), folder, written.files, call)
     return result
 
 

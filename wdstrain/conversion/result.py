@@ -6,19 +6,19 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Renamed, SampleMeta
+from wdstrain.conversion.catalog import SampleMeta
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.staging import RENAMED_NAME, SKIPPED_NAME
+from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME, Bucket
 from wdstrain.decode.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
@@ -48,26 +48,32 @@ Progress = Callable[[Step], None]
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """Result of a conversion. listed = packed + skipped (`bad`) + left out by `limit`.
+    """Result of a conversion.
 
-    samples: number of samples by split and class. kept: shards that an earlier run had written.
-    divided: images of several samples that are in different splits.
+    info: counts of its samples: `listed` = packed + skipped (`bad`) + left out by `limit`; `renamed`;
+    `samples` by split and class; `divided`, images of several samples that are in different splits;
+    `ignored` by reason. kept: shards that an earlier run had written.
     """
 
     index: Index
-    listed: int
+    info: dict[str, Any]
     bad: list[BadSample]
-    renamed: int
-    samples: ClassCounts
-    ignored: dict[str, int] = field(default_factory=dict)
     kept: int = 0
-    limited: int = 0
-    divided: int = 0
 
     @property
     def packed(self) -> int:
         """Number of samples that were packed."""
-        return self.listed - len(self.bad) - self.limited
+        return sum(sum(counts.values()) for counts in self.info["samples"].values())
+
+    @property
+    def limited(self) -> int:
+        """Number of good samples that the option `limit` left out."""
+        return int(self.info["listed"]) - len(self.bad) - self.packed
+
+    @property
+    def skipped_reasons(self) -> dict[str, int]:
+        """Number of skipped samples by reason, the most frequent first."""
+        return count_reasons(self.bad)
 
     def moved_to(self, folder: str) -> ConversionResult:
         """Return the result with the shards in another folder, or in a bucket."""
@@ -75,11 +81,6 @@ class ConversionResult:
             replace(shard, path=f"{folder.rstrip('/')}/{shard.name}") for shard in self.index.shards
         )
         return replace(self, index=replace(self.index, shards=shards))
-
-    @property
-    def skipped_reasons(self) -> dict[str, int]:
-        """Number of skipped samples by reason, the most frequent first."""
-        return count_reasons(self.bad)
 
 
 def count_reasons(bad: Iterable[BadSample]) -> dict[str, int]:
@@ -96,53 +97,83 @@ def count_reasons(bad: Iterable[BadSample]) -> dict[str, int]:
 
 def read_result(out: str, index: Index) -> ConversionResult:
     """Return the result of a finished conversion from what its index records."""
-    info, bad = index.info, []
-    with suppress(FileNotFoundError), open(os.path.join(out, SKIPPED_NAME), "rb") as file:
-        bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in map(json.loads, file)]
-    return ConversionResult(
-        index,
-        info["listed"],
-        bad,
-        info["renamed"],
-        info["samples"],
-        info["ignored"],
-        kept=len(index.shards),
-        limited=info["listed"] - len(index) - len(bad),
-        divided=info.get("divided", 0),
-    )
+    rows = (read_whole(os.path.join(out, SKIPPED_NAME)) or b"").splitlines()
+    bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in map(json.loads, rows)]
+    return ConversionResult(index, index.info, bad, kept=len(index.shards))
 
 
-class Tally:
-    """Counts of the samples that were packed: by split and class, renamed, in several splits."""
+class Written:
+    """The shards of a run under their final names, as they are finished.
 
-    def __init__(self, meta: SampleMeta, renamed: Renamed) -> None:
-        """meta, renamed: of the samples as the source has them, before images were encoded."""
-        self._meta, self._renamed = meta, renamed
-        self._images: dict[str, list[Hashes]] = {}  # hashes of images, by split
-        self.samples: ClassCounts = {}
-        self.renamed: list[dict[str, str]] = []
+    parts: the index of each, and the numbers of its samples in the source. files: {final name: name
+    in the folder where they were written}. kept: number of shards that an earlier run had written.
+    """
 
-    def add(self, split: str, numbers: Ints) -> None:
-        """Count the samples of a shard."""
-        counts = self.samples.setdefault(split, {})
-        codes, sums = np.unique(self._meta.stratum[numbers], return_counts=True)
-        for code, count in zip(codes, sums, strict=True):
-            name = self._meta.strata[code]
-            counts[name] = counts.get(name, 0) + int(count)
-        hashes = self._meta.image[numbers]
-        self._images.setdefault(split, []).append(hashes[hashes != 0])
-        rows = map(self._renamed.get, numbers.tolist()) if self._renamed else ()
-        self.renamed += [row for row in rows if row is not None]
+    def __init__(self, taken: Iterable[str], bucket: Bucket | None) -> None:
+        """taken: names of the shards that are there; numbers begin after theirs."""
+        self._taken, self._bucket = list(taken), bucket
+        self._numbers: dict[str, Iterator[int]] = {}
+        self.parts: list[tuple[Index, Ints]] = []
+        self.files: dict[str, str] = {}
+        self.kept = 0
 
-    @property
-    def divided(self) -> int:
-        """Number of images that samples of different splits have."""
-        return _in_several(self._images)
+    def add(self, part: Packed) -> None:
+        """Take a shard, and upload it. One without samples gets no name."""
+        self.kept += part.is_kept
+        if not len(part.numbers):
+            return
+        shard = part.index.shards[0]
+        following = count(free_number(shard.split, self._taken))
+        number = next(self._numbers.setdefault(shard.split, following))
+        path = os.path.join(os.path.dirname(shard.path), f"{shard.split}-{number:06d}.tar")
+        named = replace(shard, path=path)
+        self.parts.append((replace(part.index, shards=(named,)), part.numbers))
+        self.files[named.name] = shard.name
+        if self._bucket is not None:
+            self._bucket.upload(named, shard.path)
 
-    def sorted_samples(self, labels: Iterable[ColumnInfo]) -> ClassCounts:
-        """Return `samples` with the classes of each split in the order of the labels."""
-        order = {name: place for label in labels for place, name in enumerate(label.classes)}
-        return {split: sorted_counts(counts, order) for split, counts in self.samples.items()}
+
+def free_number(split: str, names: Iterable[str]) -> int:
+    """Return the first shard number of a split above all numbers in `names`."""
+    shard = re.compile(rf"{re.escape(split)}-(\d+)\.tar")
+    return max((int(name[1]) for name in map(shard.fullmatch, names) if name), default=-1) + 1
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+def counted(
+    meta: SampleMeta, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
+) -> ClassCounts:
+    """Return the number of samples by split and class. places: a split and numbers of samples."""
+    parts = []
+    for split, numbers in places:
+        codes, sums = np.unique(meta.stratum[numbers], return_counts=True)
+        names = [meta.strata[code] for code in codes]
+        parts.append({split: dict(zip(names, sums.tolist(), strict=True))})
+    return merged_counts(parts, labels)
+
+
+def merged_counts(parts: Iterable[ClassCounts], labels: Iterable[ColumnInfo]) -> ClassCounts:
+    """Return the sum of several counts. Classes are in the order of the labels, then by name."""
+    order = {name: place for label in labels for place, name in enumerate(label.classes)}
+    merged: dict[str, Counter[str]] = {}
+    for part in parts:
+        for split, counts in part.items():
+            merged.setdefault(split, Counter()).update(counts)
+    return {
+        split: dict(sorted(counts.items(), key=lambda n: (order.get(n[0], len(order)), n[0])))
+        for split, counts in merged.items()
+    }
+
+
+def divided_names(meta: SampleMeta, places: Iterable[tuple[str, Ints]]) -> int:
+    """Return the number of images in several splits, compared by their names in the source."""
+    by_split: dict[str, list[Hashes]] = {}
+    for split, numbers in places:
+        hashes = meta.image[numbers]
+        by_split.setdefault(split, []).append(hashes[hashes != 0])
+    return _in_several(by_split)
 
 
 def divided_images(parts: Iterable[Index]) -> int:
@@ -170,57 +201,7 @@ def _in_several(by_split: dict[str, list[Hashes]]) -> int:
     return int((counts > 1).sum())
 
 
-def sorted_counts(counts: dict[str, int], order: dict[str, int]) -> dict[str, int]:
-    """Return counts by class in the order of the class numbers, then by name."""
-    rows = sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
-    return dict(rows)
-
-
-def merged_counts(parts: Iterable[Any], labels: Iterable[ColumnInfo]) -> ClassCounts:
-    """Return the sum of several counts by split and class."""
-    order = {name: place for label in labels for place, name in enumerate(label.classes)}
-    merged: dict[str, Counter[str]] = {}
-    for part in parts:
-        for split, counts in part.items():
-            merged.setdefault(split, Counter()).update(counts)
-    return {split: sorted_counts(counts, order) for split, counts in merged.items()}
-
-
 # --- files beside the shards ---------------------------------------------------------------------
-
-
-def renumbered(
-    packed: list[Packed], folder: str, taken: list[str]
-) -> tuple[list[Index], dict[str, str]]:
-    """Return the indexes of the shards with samples, under their final names.
-
-    Also returns {final name: name in `folder`}. Shards without samples get no number. taken: names
-    of the shards that are there; numbers begin after theirs.
-    """
-    parts, files, numbers = [], {}, dict[str, int]()
-    for part in packed:
-        shard = part.index.shards[0] if part.index.shards else None
-        if shard is None or not shard.samples:
-            continue
-        if shard.split not in numbers:
-            numbers[shard.split] = free_number(shard.split, taken) - 1
-        number = numbers[shard.split] = numbers[shard.split] + 1
-        name = f"{shard.split}-{number:06d}.tar"
-        files[name] = shard.name
-        parts.append(replace(part.index, shards=(replace(shard, path=os.path.join(folder, name)),)))
-    return parts, files
-
-
-def free_number(split: str, names: Iterable[str]) -> int:
-    """Return the first shard number of a split above all numbers in `names`."""
-    numbers = [
-        int(name[len(split) + 1 : -4])
-        for name in names
-        if name.startswith(f"{split}-")
-        and name.endswith(".tar")
-        and name[len(split) + 1 : -4].isdecimal()
-    ]
-    return max(numbers, default=-1) + 1
 
 
 def write_lists(

@@ -7,7 +7,6 @@ same call would make now: nothing is written then, and every difference is an er
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from wdstrain.conversion.listing import Source
@@ -50,14 +49,6 @@ def check_call(staging: Staging, call: dict[str, Any]) -> None:
                 f"start anew with overwrite=True."
             )
     staging.write_call(call)
-
-
-def other_conversion(out: str, differing: Sequence[str], hint: str) -> UsageError:
-    """Return the error for a folder that holds another finished conversion."""
-    return UsageError(
-        f"{out} holds a finished conversion of another source or with other options: "
-        f"{'; '.join(differing)}. {hint}"
-    )
 
 
 def differences(former: dict[str, Any], call: dict[str, Any]) -> list[str]:

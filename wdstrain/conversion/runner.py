@@ -7,47 +7,47 @@
 
 A stream that keeps its order is written without a catalog (`stream_writer`). The plan depends on
 the catalog and the options alone, so any number of workers gives the same bytes. Everything is
-written into a staging directory (`staging`). Each shard carries the identity of its samples, so
+written into a staging folder (`staging`). Each shard carries the identity of its samples, so
 `resume` writes only what is missing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from wdstrain.conversion.append import (
-    appended_info,
-    appended_result,
+    appended,
     check_keys,
     check_labels,
-    joined,
+    is_repeated,
     next_numbered_key,
-    was_appended,
 )
-from wdstrain.conversion.catalog import Catalog, IndexCatalog
-from wdstrain.conversion.collect import Collected, collect
+from wdstrain.conversion.catalog import Catalog, IndexCatalog, Renamed, SampleMeta
+from wdstrain.conversion.collect import collect
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.listing import BadSample, BadSamples, Source
+from wdstrain.conversion.listing import BadSamples, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.result import (
     ConversionResult,
     Progress,
     Step,
-    Tally,
+    Written,
     count_reasons,
+    counted,
     divided_images,
+    divided_names,
     read_result,
     record,
-    renumbered,
     write_lists,
 )
-from wdstrain.conversion.resume import call_of, check_call, differences, other_conversion
+from wdstrain.conversion.resume import call_of, check_call, differences
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
@@ -57,16 +57,9 @@ from wdstrain.conversion.shard_plan import (
 )
 from wdstrain.conversion.shard_pool import write_shards
 from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.staging import SKIPPED_NAME, Staging
+from wdstrain.conversion.staging import Staging, opened
 from wdstrain.conversion.stream_writer import can_write_directly, write_stream
-from wdstrain.conversion.upload import (
-    BucketUpdate,
-    ShardUploads,
-    bucket_update,
-    check_free,
-    deliver_result,
-    outgoing,
-)
+from wdstrain.conversion.upload import SKIPPED_NAME
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels
@@ -77,7 +70,7 @@ from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
 from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import write_whole
-from wdstrain.storage.objects import is_object
+from wdstrain.storage.objects import is_object, list_folder_of
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
@@ -94,19 +87,22 @@ def convert(
     that were in `out` before are unchanged.
     """
     _check(source, out, options)
+    run = _Run(source, options, progress)
     if options.dry_run:
-        return _dry_run(source, out, options, progress)
-    if not is_object(out):
-        return _convert(source, out, options, progress)
-    if options.append:
-        with bucket_update(out) as update:
-            done = _convert(source, update.folder, options, progress, update.uploads, update)
-        return done.moved_to(out)
-    folder = outgoing(out)
-    if not (options.resume and os.path.exists(folder)):
-        check_free(out, overwrite=options.overwrite)
-    done = _convert(source, folder, options, progress, ShardUploads(out, folder))
-    return deliver_result(done, folder, out, progress)
+        return run.planned_only(out)
+    with opened(
+        out,
+        partial(run.report, "uploading"),
+        overwrite=options.overwrite,
+        resume=options.resume,
+        change=options.append,
+    ) as staging:
+        if staging.is_complete:
+            return _finished(staging, source, options)
+        run.former = staging.load() if options.append else None
+        check_call(staging, call_of(source, options, run.former))
+        with collector_paused() if source.has_files else nullcontext():
+            return run.pack(staging).moved_to(out)
 
 
 def _check(source: Source, out: str, options: Options) -> None:
@@ -126,76 +122,17 @@ def _check(source: Source, out: str, options: Options) -> None:
         )
 
 
-def _convert(
-    source: Source,
-    out: str,
-    options: Options,
-    progress: Progress | None,
-    uploads: ShardUploads | None = None,
-    update: BucketUpdate | None = None,
-) -> ConversionResult:
-    """Convert a source into a folder. uploads: receives the shards as they are finished.
-
-    update: the set in a bucket that the folder stands for.
-    """
-    staging = Staging(
-        out,
-        overwrite=options.overwrite,
-        resume=options.resume,
-        change=options.append,
-        shown=update.address if update is not None else None,
-        publish=update.publish if update is not None else None,
-    )
-    if uploads is not None and not options.resume:
-        uploads.clear()  # not before the staging removed the shards of an earlier run
-    if staging.is_complete:
-        return _finished(out, source, options)
-    try:
-        former = _set_in(out) if options.append else None
-        if former is not None and _was_completed(staging, source, options):
-            staging.leave()
-            return appended_result(former)
-        was_begun = bool(staging.read_call())
-        check_call(staging, call_of(source, options, former))
-        run = _Run(source, options, progress, former)
-        with collector_paused() if source.has_files else nullcontext():
-            return run.pack(staging, uploads, options.resume and not was_begun)
-    except BaseException:
-        staging.leave()
-        raise
-
-
-def _dry_run(
-    source: Source, out: str, options: Options, progress: Progress | None
-) -> ConversionResult:
-    """Return the result that a conversion would have, without writing anything.
-
-    Files are not read: samples that would be skipped when they are read are counted as packed, and
-    the sizes are those before images are re-encoded. The index has no fields and no columns.
-    """
-    former = _set_in(out) if options.append else None
-    if former is None and not (options.overwrite or options.resume):
-        if is_object(out):
-            check_free(out, overwrite=False)
-        elif os.path.isdir(out) and set(os.listdir(out)) - {SKIPPED_NAME}:
-            raise UsageError(
-                f"{out} is not empty. Choose an empty folder, or replace its "
-                f"shards with overwrite=True, or add to them with append=True."
-            )
-    run = _Run(source, options, progress, former)
-    catalog, labels, listed = run.collect(None)
-    numbers = chosen(catalog, options)
-    if former is not None:
-        check_labels(former, labels, out)
-        check_keys(former, catalog, numbers, out)
-    tally, parts = Tally(catalog.meta, catalog.renamed), []
-    for shard in run.plan(catalog, options):
-        tally.add(shard.split, shard.numbers)
-        parts.append(_planned_index(shard, catalog, out))
-    info = {"source": source.source, "made": "planned by a dry run"}
-    limited = len(catalog.sizes) - len(numbers)
-    index = replace(with_labels(join(parts), labels), info=info)
-    return run.result(index, tally, labels, listed, limited, tally.divided)
+def _check_free(out: str) -> None:
+    """Raise UsageError if a new set may not be put into a folder."""
+    if is_object(out):
+        names = list_folder_of(f"{out.rstrip('/')}/")
+    else:
+        names = os.listdir(out) if os.path.isdir(out) else []
+    if set(names) - {SKIPPED_NAME}:
+        raise UsageError(
+            f"{out} is not empty. Choose an empty folder, or replace its "
+            f"shards with overwrite=True, or add to them with append=True."
+        )
 
 
 def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
@@ -210,131 +147,136 @@ def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
     return Index((entry,), rows.offsets())
 
 
-def _set_in(out: str) -> Index:
-    """Return the index of the finished set in a folder. Raises UsageError if there is none."""
-    path = os.path.join(out, INDEX_NAME)
-    if not is_object(out) and not os.path.exists(path):
-        raise UsageError(
-            f"{out} holds no finished set of shards with an index. Name the folder of one."
-        )
-    return check_sizes(load(path))
-
-
-def _was_completed(staging: Staging, source: Source, options: Options) -> bool:
-    """Return whether the update that was completed just now is this append."""
-    former = staging.completed
-    return "append" in former and not differences(
-        former, {**call_of(source, options), "append": former["append"]}
-    )
-
-
-def _finished(out: str, source: Source, options: Options) -> ConversionResult:
-    """Return the result of the finished conversion in `out`, which this call resumes.
+def _finished(staging: Staging, source: Source, options: Options) -> ConversionResult:
+    """Return the result of the finished conversion that this call resumes.
 
     The samples of the source are not compared. Raises UsageError if it was another call, ShardError
     if a shard is missing or was cut.
     """
-    index = check_sizes(load(os.path.join(out, INDEX_NAME)))
+    index = staging.load()
     if differing := differences(index.info, call_of(source, options)):
-        hint = "Choose another folder, or replace it with overwrite=True."
-        raise other_conversion(out, differing, hint)
-    return read_result(out, index)
+        raise UsageError(
+            f"{staging.shown} holds a finished conversion of another source or with other options: "
+            f"{'; '.join(differing)}. Choose another folder, or replace it with overwrite=True."
+        )
+    return read_result(staging.out, index)
 
 
 @dataclass
 class _Run:
-    """One run of a conversion. former: the set that it appends to."""
+    """One run of a conversion.
+
+    former: the set that it appends to. listed: samples of the source. limited: good ones that the
+    option `limit` leaves out. labels: of the samples.
+    """
 
     source: Source
     options: Options
     progress: Progress | None
-    former: Index | None
+    former: Index | None = None
+    listed: int = 0
+    limited: int = 0
+    labels: tuple[ColumnInfo, ...] = ()
+    bad: BadSamples = field(default_factory=BadSamples)
 
     def __post_init__(self) -> None:
-        self.bad = BadSamples(collect=self.options.on_error == "skip")
+        self.bad.collect = self.options.on_error == "skip"
 
-    def collect(self, spool: str | None) -> Collected:
-        """Return the samples. Raises SourceError if there are no good ones."""
-        first_key = next_numbered_key(self.former) if self.former is not None else 0
-        report = partial(self._report, "reading", total=self.source.total)
-        collected = collect(self.source, spool, self.options, self.bad, report, first_key)
-        self._check_any(collected.listed, len(collected.catalog.sizes))
-        return collected
+    def report(self, title: str, done: int, size: int, total: int | None) -> None:
+        if self.progress is not None:
+            self.progress(Step(title, done, total, size, len(self.bad.bad)))
 
-    def plan(self, catalog: Catalog, options: Options) -> list[PlannedShard]:
-        plan = plan_shards(catalog, options, resplit=self.source.resplit)
-        if self.former is not None:
-            check_prefixes([*self.former.splits, *(shard.split for shard in plan)])
-        return plan
+    def planned_only(self, out: str) -> ConversionResult:
+        """Return the result that the run would have, without writing anything.
 
-    def pack(
-        self, staging: Staging, uploads: ShardUploads | None, may_be_done: bool
-    ) -> ConversionResult:
-        """Write the shards and put them in place.
-
-        may_be_done: an append that is not to be repeated, if it was the last one.
+        Files are not read: samples that would be skipped when they are read are counted as packed,
+        and the sizes are those before images are re-encoded. The index has no fields and columns.
         """
+        if self.options.append:
+            self.former = check_sizes(load(os.path.join(out, INDEX_NAME)))
+        elif not (self.options.overwrite or self.options.resume):
+            _check_free(out)
+        catalog = self._collected(None, out)
+        plan = self._plan(catalog, self.options)
+        places = [(shard.split, shard.numbers) for shard in plan]
+        index = join([_planned_index(shard, catalog, out) for shard in plan])
+        made = {"source": self.source.source, "made": "planned by a dry run"}
+        renamed = sum(int(np.isin(shard.numbers, list(catalog.renamed)).sum()) for shard in plan)
+        info = self._info(catalog.meta, places, renamed, divided_names(catalog.meta, places))
+        index = replace(with_labels(index, self.labels), info=made)
+        return ConversionResult(index, info, self.bad.bad)
+
+    def pack(self, staging: Staging) -> ConversionResult:
+        """Write the shards and put them in place."""
         try:
             if can_write_directly(self.source, self.options):
-                return self._pack_directly(staging, uploads)
-            return self._pack(staging, uploads, may_be_done)
+                return self._pack_directly(staging)
+            return self._pack(staging)
         except _NothingError as error:
             place = ""
-            if self.bad.bad and self.former is None:
+            if self.bad.bad and self.former is None and staging.bucket is None:
                 path = os.path.join(staging.out, SKIPPED_NAME)
                 rows = [json_bytes(sample.portable()) for sample in self.bad.bad]
                 write_whole(path, b"".join(rows))
                 place = f" All are listed in {path}"
             staging.discard()  # there is nothing to resume
             raise SourceError(f"{error}{place}") from None
+        except UsageError:
+            staging.discard()
+            raise
 
-    def _pack_directly(self, staging: Staging, uploads: ShardUploads | None) -> ConversionResult:
-        folder, packed = staging.folder("shards"), list[Packed]()
-
-        def done(part: Packed) -> None:
-            _upload(part, folder, uploads)
-            packed.append(part)
-
-        report = partial(self._report, "packing", total=self.source.total)
-        meta, renamed = write_stream(self.source, folder, self.options, self.bad, report, done)
-        self._check_any(len(meta.rank) + len(self.bad.bad), len(meta.rank))
+    def _pack_directly(self, staging: Staging) -> ConversionResult:
+        folder = staging.folder("shards")
+        written = Written((), staging.bucket)
+        report = partial(self.report, "packing", total=self.source.total)
+        meta, renamed = write_stream(
+            self.source, folder, self.options, self.bad, report, written.add
+        )
+        self.listed, self.labels = len(meta.rank) + len(self.bad.bad), self.source.labels()
         splits = [name or "train" for name in meta.splits]
-        packed.sort(key=lambda part: splits.index(part.index.shards[0].split))
+        written.parts.sort(key=lambda part: splits.index(part[0].shards[0].split))
         staging.check_names(splits)
-        tally, labels = Tally(meta, renamed), self.source.labels()
-        return self._finish(staging, packed, tally, labels, len(meta.rank) + len(self.bad.bad))
+        return self._finish(staging, written, meta, renamed)
 
-    def _pack(
-        self, staging: Staging, uploads: ShardUploads | None, may_be_done: bool
-    ) -> ConversionResult:
+    def _pack(self, staging: Staging) -> ConversionResult:
         spool = None if self.source.has_files else staging.folder("spill")
-        source, labels, listed = self.collect(spool)
-        numbers = chosen(source, self.options)
-        if self.former is not None:
-            call = call_of(self.source, self.options)
-            entry = {"source": call["source"], "options": call["options"], "listed": listed}
-            if may_be_done and was_appended(self.former, source, numbers, entry):
-                staging.discard()
-                return appended_result(self.former)
-            with _refusal(staging):
-                check_labels(self.former, labels, staging.shown)
-                check_keys(self.former, source, numbers, staging.shown)
+        source = self._collected(spool, staging.shown)
         catalog, recipe, options = source, Recipe.of(self.options), self.options
         at = np.arange(len(source.sizes))  # number in the source of each sample of the catalog
         if recipe.changes:
             catalog, at = self._encoded(source, recipe, staging.folder("encoded"))
             recipe = recipe.looked_at()
             options = replace(options, limit=None)  # applied when the images were chosen
-            self._check_any(listed, len(at))
-        plan, folder = self.plan(catalog, options), staging.folder("shards")
+            self._check_any(len(at))
+        plan, folder = self._plan(catalog, options), staging.folder("shards")
         staging.check_names(list(dict.fromkeys(shard.split for shard in plan)))
-        packed = []
+        taken = os.listdir(staging.out) if self.former is not None else []
+        written = Written(taken, staging.bucket)
         with closing(self._shards(catalog, recipe, folder, plan, "packing")) as shards:
             for part in shards:
-                _upload(part, folder, uploads)
-                packed.append(replace(part, numbers=at[part.numbers]))
-        limited, tally = len(source.sizes) - len(numbers), Tally(source.meta, source.renamed)
-        return self._finish(staging, packed, tally, labels, listed, limited)
+                written.add(replace(part, numbers=at[part.numbers]))
+        return self._finish(staging, written, source.meta, source.renamed)
+
+    def _collected(self, spool: str | None, out: str) -> Catalog:
+        """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
+        first_key = next_numbered_key(self.former) if self.former is not None else 0
+        report = partial(self.report, "reading", total=self.source.total)
+        collected = collect(self.source, spool, self.options, self.bad, report, first_key)
+        catalog, self.labels, self.listed = collected
+        self._check_any(len(catalog.sizes))
+        numbers = chosen(catalog, self.options)
+        self.limited = len(catalog.sizes) - len(numbers)
+        if self.former is not None:
+            check_labels(self.former, self.labels, out)
+            if not self.options.resume:  # else they may be in the set already
+                check_keys(self.former, map(catalog.key, numbers.tolist()), out)
+        return catalog
+
+    def _plan(self, catalog: Catalog, options: Options) -> list[PlannedShard]:
+        plan = plan_shards(catalog, options, resplit=self.source.resplit)
+        if self.former is not None:
+            check_prefixes([*self.former.splits, *(shard.split for shard in plan)])
+        return plan
 
     def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[IndexCatalog, Ints]:
         """Return the samples with re-encoded images, in the order they will be packed.
@@ -352,119 +294,69 @@ class _Run:
     def _shards(
         self, catalog: Catalog, recipe: Recipe, folder: str, plan: list[PlannedShard], title: str
     ) -> Generator[Packed, None, None]:
-        report = partial(self._report, title)
+        report = partial(self.report, title)
         return write_shards(catalog, recipe, folder, plan, self.options, self.bad, report)
 
     def _finish(
-        self,
-        staging: Staging,
-        packed: list[Packed],
-        tally: Tally,
-        labels: tuple[ColumnInfo, ...],
-        listed: int,
-        limited: int = 0,
+        self, staging: Staging, written: Written, meta: SampleMeta, renamed: Renamed
     ) -> ConversionResult:
         """Write the index and the lists of samples, and put the set in place."""
-        bad, former, folder = self.bad.bad, self.former, staging.folder("shards")
-        for part in packed:
-            if len(part.numbers):
-                tally.add(part.index.shards[0].split, part.numbers)
-        written = sum(len(part.numbers) for part in packed)
-        self._check_any(listed, written)
-        if listed != written + len(bad) + limited:
+        bad, former, parts = self.bad.bad, self.former, written.parts
+        packed = sum(len(numbers) for _, numbers in parts)
+        self._check_any(packed)
+        if self.listed != packed + len(bad) + self.limited:
             raise SourceError(
-                f"{listed} samples were listed, but {written} were packed, {len(bad)} skipped and "
-                f"{limited} left out by limit. Please report this."
+                f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
+                f"and {self.limited} left out by limit. Please report this."
             )
-        taken = os.listdir(staging.out) if former is not None else []
-        parts, files = renumbered(packed, folder, taken)
-        divided = divided_images([*parts, *filter(None, [former])])
-        info = {
-            "listed": listed,
-            "skipped": len(bad),
-            "renamed": len(tally.renamed),
-            "divided": divided,
-            **record(self.source, self.options, tally.sorted_samples(labels)),
-        }
-        index = replace(with_labels(join(parts), labels), info=info)
-        out = staging.out if former is not None else None
-        files |= write_lists(folder, bad, tally.renamed, out)
+        rows = [renamed[n] for _, numbers in parts for n in numbers.tolist() if n in renamed]
+        indexes = [index for index, _ in parts]
+        divided = divided_images([*indexes, *filter(None, [former])])
+        places = [(index.shards[0].split, numbers) for index, numbers in parts]
+        info = self._info(meta, places, len(rows), divided)
+        index = replace(with_labels(join(indexes), self.labels), info=info)
+        result = ConversionResult(index, info, bad, written.kept)
+        if former is not None and self.options.resume and is_repeated(former, index):
+            staging.discard()
+            return replace(result, index=former)
+        folder, lists = staging.folder("shards"), staging.out if former is not None else None
+        files = written.files | write_lists(folder, bad, rows, lists)
         if former is not None:
-            with _refusal(staging):
-                index = joined(former, index, staging.shown)
-            call = call_of(self.source, self.options, former)
-            entry = {**info, "source": call["source"], "limited": limited}
-            index = replace(index, info=appended_info(former, entry))
-            staging.commit(index, folder, files, call)
-        else:
-            staging.commit(index, folder, files)
-        kept = sum(part.is_kept for part in packed)
-        result = self.result(index, tally, labels, listed, limited, divided, kept)
-        return result.moved_to(staging.out)
+            stated = call_of(self.source, self.options)["source"]
+            entry = {**info, "source": stated, "limited": self.limited}
+            index = appended(former, index, entry, staging.shown)
+        staging.commit(index, folder, files)
+        return replace(result, index=index)
 
-    def result(
-        self,
-        index: Index,
-        tally: Tally,
-        labels: tuple[ColumnInfo, ...],
-        listed: int,
-        limited: int,
-        divided: int,
-        kept: int = 0,
-    ) -> ConversionResult:
-        return ConversionResult(
-            index,
-            listed,
-            self.bad.bad,
-            len(tally.renamed),
-            tally.sorted_samples(labels),
-            self.source.ignored,
-            kept,
-            limited,
-            divided,
-        )
+    def _info(
+        self, meta: SampleMeta, places: list[tuple[str, Ints]], renamed: int, divided: int
+    ) -> dict[str, Any]:
+        """Return the counts and the provenance of a set. places: split and numbers of its samples."""
+        counts = {
+            "listed": self.listed,
+            "skipped": len(self.bad.bad),
+            "renamed": renamed,
+            "divided": divided,
+        }
+        return {**counts, **record(self.source, self.options, counted(meta, places, self.labels))}
 
-    def _check_any(self, listed: int, good: int) -> None:
+    def _check_any(self, good: int) -> None:
         """Raise _NothingError if there are no samples, or no good ones."""
         bad, source = self.bad.bad, self.source
-        if not listed:
+        if not self.listed:
             ignored = ", ".join(f"{count} x {reason}" for reason, count in source.ignored.items())
             raise _NothingError(
                 f"{source.name} holds no samples"
                 f"{f' to be packed ({ignored})' if ignored else ''}. Check the source."
             )
         if not good:
+            reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
+            left = len(reasons) - _MOST_REASONS
             raise _NothingError(
-                f"all of {listed} samples were skipped: {_reasons(bad)}. "
-                f"The first: {bad[0].sentence}"
+                f"all of {self.listed} samples were skipped: {'; '.join(reasons[:_MOST_REASONS])}"
+                f"{f'; {left} more reasons' if left > 0 else ''}. The first: {bad[0].sentence}"
             )
-
-    def _report(self, title: str, done: int, size: int, total: int | None) -> None:
-        if self.progress is not None:
-            self.progress(Step(title, done, total, size, len(self.bad.bad)))
 
 
 class _NothingError(SourceError):
     """A source holds no good sample."""
-
-
-def _upload(part: Packed, folder: str, uploads: ShardUploads | None) -> None:
-    if uploads is not None and len(part.numbers):
-        shard = part.index.shards[0]
-        uploads.add(shard, os.path.join(folder, shard.name))
-
-
-@contextmanager
-def _refusal(staging: Staging) -> Iterator[None]:
-    """Remove the staging directory if the samples do not fit the set."""
-    try:
-        yield
-    except UsageError:
-        staging.discard()
-        raise
-
-
-def _reasons(bad: list[BadSample]) -> str:
-    reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
-    left = len(reasons) - _MOST_REASONS
-    return "; ".join(reasons[:_MOST_REASONS]) + (f"; {left} more reasons" if left > 0 else "")

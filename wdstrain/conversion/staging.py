@@ -16,19 +16,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME, Bucket, Uploaded
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import find_document
-from wdstrain.shards.index_io import json_bytes, move_index, save_index
+from wdstrain.shards.index_io import check_sizes, json_bytes, load, move_index, save_index
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import disk_errors, read_whole, sync_folder, write_whole
-
-SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
-RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
+from wdstrain.storage.objects import is_object
 
 # Names in the staging folder:
 LOCK_NAME = "owner"  # the locked file
@@ -39,7 +38,35 @@ _LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a m
 _LOCK_POLL = 0.02  # seconds
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
-Publish = Callable[[list[str], list[str]], None]  # names of new files, of shards to delete
+
+@contextmanager
+def opened(
+    out: str,
+    uploaded: Uploaded | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    change: bool = False,
+) -> Iterator[Staging]:
+    """Yield the staging folder of a set, on a disk or in a bucket; options: see `Staging`.
+
+    After an error it is left for `resume`. uploaded: is called after each object.
+    """
+    bucket = Bucket(out, uploaded) if is_object(out) else None
+    if bucket is not None:
+        bucket.fetch()
+    try:
+        folder = out if bucket is None else bucket.folder
+        staging = Staging(
+            folder, overwrite=overwrite, resume=resume, change=change, shown=out, bucket=bucket
+        )
+        try:
+            yield staging
+        finally:
+            staging.leave()
+    finally:
+        if bucket is not None and not os.path.exists(os.path.join(bucket.folder, UNFINISHED)):
+            shutil.rmtree(bucket.folder, ignore_errors=True)
 
 
 class Staging:
@@ -58,16 +85,16 @@ class Staging:
         resume: bool = False,
         change: bool = False,
         shown: str | None = None,
-        publish: Publish | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         """change: `out` holds a finished set that is to be changed.
 
-        publish: called before a change ends, and again after a kill. Raises UsageError if the
-        folder is in use and no option allows it.
+        bucket: that of which `out` is the local folder. Raises UsageError if the folder is in use
+        and no option allows it.
         """
         self.out, self.path, self.shown = out, os.path.join(out, UNFINISHED), shown or out
         self.is_complete, self.completed = False, dict[str, Any]()
-        self._is_change, self._publish = change, publish
+        self._is_change, self.bucket = change, bucket
         self._is_new, self._lock = not os.path.exists(out), -1  # descriptor of the locked file
         try:
             with disk_errors(out, "Choose another folder."):
@@ -107,18 +134,18 @@ class Staging:
 
     def _check_use(self, overwrite: bool, resume: bool, is_begun: bool) -> None:
         """Raise UsageError if the folder may not be used."""
-        listed, names = os.path.join(self.out, INDEX_NAME), set(os.listdir(self.out))
-        document = read_whole(listed)
+        document = read_whole(os.path.join(self.out, INDEX_NAME))
+        names = set(os.listdir(self.out)) - {UNFINISHED}
         is_others = document is not None and is_foreign(document)
+        if is_others and not self._is_change:
+            raise UsageError(
+                f"{self.shown}/{INDEX_NAME} is no index of this package and would be replaced. "
+                f"Choose another folder, or move it away."
+            )
         if self._is_change and (document is None or is_others):
             raise UsageError(
                 f"{self.shown} holds no finished set of shards with an index. Name the folder of "
                 f"one."
-            )
-        if overwrite and is_others:
-            raise UsageError(
-                f"{listed} is no index of this package and would be replaced. Choose another "
-                f"folder, or move it away."
             )
         if is_begun and not (overwrite or resume):
             rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
@@ -127,9 +154,9 @@ class Staging:
                 f"{rather}."
             )
         is_free = overwrite or is_begun or self._is_change
-        if names - {UNFINISHED, SKIPPED_NAME} and not is_free:
+        if names - {SKIPPED_NAME} and not is_free:
             raise UsageError(
-                f"{self.shown} holds {len(names - {UNFINISHED})} files"
+                f"{self.shown} holds {len(names)} files"
                 f"{' and no conversion' if resume else ''}. Choose an empty folder, or replace "
                 f"its shards with overwrite=True."
             )
@@ -144,6 +171,11 @@ class Staging:
                     f"a shard of the new split '{split}'. Move such files away, or choose another "
                     f"folder."
                 )
+
+    def load(self) -> Index:
+        """Return the index of the set, with the addresses of its shards."""
+        place = f"{self.shown.rstrip('/')}/"
+        return check_sizes(load(os.path.join(self.out, INDEX_NAME), base=place))
 
     def read_call(self) -> dict[str, Any]:
         """Return the arguments of the conversion that left this folder; {} if unknown."""
@@ -189,21 +221,23 @@ class Staging:
     def _complete(self, record: dict[str, Any]) -> None:
         """Complete a change that is decided, from any point at which it was killed."""
         source, again = os.path.join(self.path, record["folder"]), ""
+        files, gone, replaces = record["files"], record["gone"], record["replaces"]
+        is_whole = os.path.exists(os.path.join(source, INDEX_NAME))
+        if self.bucket is not None and is_whole:
+            self.bucket.publish(source, files, gone, replaces=replaces)
         if os.path.exists(os.path.join(self.path, _CALL)):
             again = " with resume=True"
         with disk_errors(self.out, f"Free some space, then run this again{again}."):
-            if record["replaces"] and os.path.exists(os.path.join(source, INDEX_NAME)):
+            if replaces and is_whole:
                 # The old index goes first, so no old shard is ever read under the new index.
                 _unlink(self.out, [INDEX_NAME])
-                _unlink(self.out, record["gone"])
-            for final, name in record["files"].items():
+                _unlink(self.out, gone)
+            for final, name in files.items():
                 with suppress(FileNotFoundError):  # moved already
                     os.replace(os.path.join(source, name), os.path.join(self.out, final))
             sync_folder(self.out)  # after a power loss, the index implies all other files
             move_index(source, self.out)
-            if self._publish is not None:
-                self._publish(list(record["files"]), record["gone"])
-            _unlink(self.out, record["gone"])
+            _unlink(self.out, gone)
             self._clear()
         self.completed = record["call"] or {}
 
@@ -229,6 +263,8 @@ class Staging:
 
     def _clear(self) -> None:
         """Remove all files but the lock. The record is last: without it, work would begin anew."""
+        if self.bucket is not None:
+            self.bucket.forget(os.path.join(self.path, "shards"))
         names = set(os.listdir(self.path)) - {LOCK_NAME}
         for name in sorted(names, key=lambda name: name == _COMMIT):
             path = os.path.join(self.path, name)

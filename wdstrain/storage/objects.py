@@ -105,31 +105,6 @@ def put(path: str, file: str, sha256: str) -> None:
         _ask(path, "it cannot be written", upload, writes=True)
 
 
-def copy(source: str, path: str, sha256: str, size: int) -> None:
-    """Copy an object inside its bucket, on the server, unless there is one with this checksum.
-
-    Raises StorageError, also if the server makes another object than the source, as one does that
-    does not know the request.
-    """
-
-    def copied(store: Any, key: str) -> int:
-        _obstore().copy(store, _locate(source)[1], key)
-        return int(_obstore().head(store, key)["size"])
-
-    if _is_stored(path, sha256, size):
-        return
-    try:
-        is_equal = _ask(path, "it cannot be written", copied, writes=True) == size
-    except MissingError:
-        raise StorageError(
-            f"{source} is gone. It is part of an unfinished upload. Run it again with "
-            f"overwrite=True instead of resume=True."
-        ) from None
-    if not is_equal:
-        remove(path)
-        raise StorageError(f"{path}: the server cannot copy {source}.")
-
-
 def remove(path: str) -> None:
     """Remove an object if it exists. Raises StorageError."""
     with suppress(MissingError):
