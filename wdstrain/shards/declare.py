@@ -24,7 +24,7 @@ from wdstrain.shards.columns import (
     typed,
 )
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place
+from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place, json_place
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.where import column_named, names_in
 
@@ -131,12 +131,8 @@ def _place(index: Index, name: str) -> Place:
 
 
 def _place_in(index: Index, name: str) -> Place | None:
-    for field in sorted(index.fields, key=len, reverse=True):
-        if name == field and not is_json(field):
-            return field, None
-        if is_json(field) and name.startswith(f"{field}.") and len(name) > len(field) + 1:
-            return field, name[len(field) + 1 :]
-    return None
+    field, entry = place = json_place(name)
+    return place if field in index.fields and is_json(field) == (entry is not None) else None
 
 
 def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:

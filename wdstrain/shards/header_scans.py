@@ -31,8 +31,8 @@ from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import user_cache
-from wdstrain.storage.local import LocalFile, Source, is_state
-from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, name_of, shown_path
+from wdstrain.storage.local import is_state, open_source
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _THREADS = 16  # remote shards that are examined at the same time
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress, which is stored then
@@ -95,12 +95,7 @@ def scan_shard(
     stopping: set to end reading. most: number of samples; None: all.
     """
     skipped = SkippedMembers()
-    file: Source = (
-        RemoteFile(path, stopping=stopping, first_bytes=ALL_BYTES)
-        if is_remote(path)
-        else LocalFile(path)
-    )
-    with file as source:
+    with open_source(path, stopping=stopping) as source:
         rows = list(islice(samples(source.read, source.size, shown_path(path), skipped), most))
         return index_of(path, rows, source.size, source.version, skipped)
 

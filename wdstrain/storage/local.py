@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from io import FileIO
 
@@ -92,14 +93,19 @@ class LocalFile:
 Source = LocalFile | RemoteFile
 
 
-def open_source(path: str, size: int | None = None, state: str | None = None) -> Source:
+def open_source(
+    path: str,
+    size: int | None = None,
+    state: str | None = None,
+    stopping: threading.Event | None = None,
+) -> Source:
     """Return a shard to read from, local or remote.
 
     size: as the index says; it saves a request for the size. state: state or version that the
-    shard must have; "" for any; None for that of the first read.
+    shard must have; "" for any; None for that of the first read. stopping: set to end reading.
     """
     if is_remote(path):
-        return RemoteFile(path, size, state, first_bytes=ALL_BYTES)
+        return RemoteFile(path, size, state, stopping, first_bytes=ALL_BYTES)
     return LocalFile(path, state or "")
 
 
