@@ -443,8 +443,6 @@ def test_folds_divide_the_selected_samples(tens: Path, tmp_path: Path) -> None:
 
 # --- bad samples and a resume ---------------------------------------------------------------------
 
-RESUMED = known_fault("training/resume_forgets_bad_samples")
-
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -477,8 +475,8 @@ def outcome(shards: Path, out: Path, stops: Sequence[int], **options: Any) -> st
     [
         ((3,), {"max_errors": 0.2}),
         ((3, 6), {"max_errors": 0.2}),
-        pytest.param((3, 6), {"max_errors": 0.06}, marks=RESUMED),
-        pytest.param((5,), {"max_errors": 0.06}, marks=RESUMED),
+        ((3, 6), {"max_errors": 0.06}),
+        ((5,), {"max_errors": 0.06}),
         ((3, 6), {"max_errors": 0.2, "limit_train_batches": 8}),
         ((2, 4), {"max_errors": 0.2, "accumulate": 2}),
     ],
@@ -491,7 +489,6 @@ def test_a_resumed_run_counts_bad_samples_as_an_undisturbed_one(
     assert outcome(spoiled, tmp_path / "run", stops, **options) == whole
 
 
-@known_fault("suspected/bad_counts_of_undone_batches")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_batches_that_an_error_undid_are_counted_once(
     spoiled: Path, tmp_path: Path, accumulate: int
@@ -510,7 +507,6 @@ def test_batches_that_an_error_undid_are_counted_once(
     assert counts == [whole.epochs[0]["bad"]] * 4
 
 
-@known_fault("oracle/bad_samples_counted_twice")
 def test_bad_samples_that_ended_a_run_are_counted_once_after_a_resume(
     spoiled: Path, tmp_path: Path
 ) -> None:
@@ -602,7 +598,6 @@ def test_a_report_is_written_again_when_it_can_be(shards: Path, tmp_path: Path) 
     assert report.is_file()
 
 
-@known_fault("training/full_disk_ends_report")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_events_and_the_report_go_on_after_a_full_disk(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

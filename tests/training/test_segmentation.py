@@ -292,16 +292,13 @@ def picture_and_mask_folders(
     return images, masks
 
 
-BLACK_AND_WHITE = known_fault("training/masks_of_black_and_white")
-
-
 @pytest.mark.parametrize(
     ("values", "mode", "classes", "named"),
     [
-        pytest.param((0, 255), "L", "background,lesion", "255|lesion", marks=BLACK_AND_WHITE),
-        pytest.param((0, 255), "1", "background,lesion", "255|lesion", marks=BLACK_AND_WHITE),
-        pytest.param((0, 1), "L", "background,lesion,vessel", "vessel", marks=BLACK_AND_WHITE),
-        pytest.param((1, 2), "L", "background,lesion,vessel", "background", marks=BLACK_AND_WHITE),
+        ((0, 255), "L", "background,lesion", "255|lesion"),
+        ((0, 255), "1", "background,lesion", "255|lesion"),
+        ((0, 1), "L", "background,lesion,vessel", "vessel"),
+        ((1, 2), "L", "background,lesion,vessel", "background"),
         ((1, 2), "L", "background,lesion", "class number 2"),
         ((0, 128), "L", "background,lesion", "128"),
         ((0, 1), "RGB", "background,lesion", "RGB|channels"),
@@ -331,7 +328,6 @@ def test_values_of_masks_that_are_no_class_numbers_are_named(
     assert re.search(rf"\b({named})\b", said), said
 
 
-@known_fault("training/void_hint")
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
     run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
@@ -351,11 +347,7 @@ def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
     ("name", "label"),
     [
         ("mask", "mask.png"),
-        pytest.param(
-            "mask.png",
-            "mask.png",
-            marks=known_fault("training/mask_field_name"),
-        ),
+        ("mask.png", "mask.png"),
     ],
 )
 def test_a_field_of_masks_may_be_named_as_its_label(

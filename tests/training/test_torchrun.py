@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, flags, write_class_folder
-from tests.support.known_faults import known_fault
 from tests.support.small_runs import numbers
 from wdstrain.cli import main
 from wdstrain.training.checkpoint import read_checkpoint
@@ -303,7 +302,6 @@ def test_ranks_end_at_the_same_epoch_after_a_best_checkpoint_that_failed(tmp_pat
     assert first[0] != "failed"
 
 
-@known_fault("suspected/validation_shards_differ_by_rank")
 @pytest.mark.slow
 def test_ranks_with_other_validation_shards_are_refused(tmp_path: Path) -> None:
     for name, count in (("set", 16), ("other", 40)):

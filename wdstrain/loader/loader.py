@@ -185,7 +185,9 @@ class Loader:
         requested twice in a row.
         """
         number, start, until = _checked_steps(number, start, until, len(self))
-        return self._pass(Position(number, start), until)
+        saved = self._state.next_start  # a state that was loaded counts the bad samples before it
+        is_same = saved[:2] == (number, start)
+        return self._pass(saved if is_same else Position(number, start), until)
 
     def _pass(self, start: Position, until: int | None = None) -> EpochBatches:
         return EpochBatches(self._state, self.plan, self._options, start, until)

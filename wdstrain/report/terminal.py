@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO, TextIOWrapper
 from shutil import get_terminal_size
-from typing import Any
+from typing import Any, cast
 
-from wdstrain.errors import StorageError
+from wdstrain.errors import StorageError, UsageError
 from wdstrain.report.printing import printable
 
 _PLAIN_SECONDS = 5.0  # between plain lines
@@ -121,10 +121,16 @@ class Reporter:
 
 
 @contextmanager
-def reporting(reporter: Reporter | None, is_leader: bool) -> Iterator[Reporter]:
-    """Yield the given reporter, or that of the terminal or notebook; a silent one on other ranks."""
-    with Reporter(is_silent=not is_leader) as own:
-        yield reporter if reporter is not None and is_leader else own
+def reporting(reporter: Reporter | bool | None, is_leader: bool) -> Iterator[Reporter]:
+    """Yield the given reporter, or that of the terminal or notebook; a silent one on other ranks.
+
+    False: a silent one. Raises UsageError for a value that shows no progress.
+    """
+    is_own = reporter is None or isinstance(reporter, bool)
+    if not is_own and not (hasattr(reporter, "step") and hasattr(reporter, "line")):
+        raise UsageError(f"progress={reporter!r}: must be an object with step() and line().")
+    with Reporter(is_silent=reporter is False or not is_leader) as own:
+        yield own if is_own or not is_leader else cast(Reporter, reporter)
 
 
 @contextmanager

@@ -39,11 +39,11 @@ from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head, MaskHead, NumberHead
-from wdstrain.training.inputs import InputSource
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
 _COUNTED_LABELS, _AVERAGED_LABELS, _COUNTED_MASKS = 10_000, 2_000, 200
+_MASK_NUMBERS = 1 << 16  # class numbers in masks that are told apart
 _FEW_SAMPLES = 4  # that are tried before a run
 
 
@@ -214,16 +214,15 @@ def _classes_of(field: Field | None) -> Sequence[str] | None:
 
 def train_loader(
     index: Index,
-    task: Task,
-    source: InputSource,
+    options: Mapping[str, Any],
     config: Config,
     distributed: DistributedContext,
     lanes: int | None,
 ) -> Loader:
-    """Return the shuffled loader of the training set."""
+    """Return the shuffled loader of the training set. options: of the source of its inputs."""
     return Loader(
         index,
-        **source.loader_options(task, index),
+        **options,
         seed=config.seed,
         shuffle_buffer=config.shuffle_buffer,
         balance=config.balance,
@@ -233,11 +232,11 @@ def train_loader(
 
 
 def val_loader(
-    index: Index, task: Task, source: InputSource, config: Config, distributed: DistributedContext
+    index: Index, options: Mapping[str, Any], config: Config, distributed: DistributedContext
 ) -> Loader:
-    """Return a loader that delivers every sample once, in order."""
-    options = source.loader_options(task, index) | _shared_options(config, distributed)
-    return Loader(index, shuffle=False, tail="keep", **options)
+    """Return a loader that delivers every sample once, in order. options: see `train_loader`."""
+    shared = _shared_options(config, distributed)
+    return Loader(index, shuffle=False, tail="keep", **options, **shared)
 
 
 def _shared_options(config: Config, distributed: DistributedContext) -> dict[str, Any]:
@@ -299,8 +298,13 @@ def addresses(urls: Urls | Index) -> str | list[str]:
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def class_counts(index: Index, head: Head) -> dict[str, int]:
-    """Return samples by class: of the index's columns, else of an even part of the samples."""
+def class_counts(index: Index, head: Head, *, is_strict: bool = False) -> dict[str, int]:
+    """Return samples by class: of the index's columns, else of an even part of the samples.
+
+    is_strict: raise UsageError for masks with class numbers that are not learned.
+    """
+    if is_strict and isinstance(head, MaskHead):
+        return _count_pixels(index, head, is_strict=True)[0]
     return recorded_counts(index, head.target) or _count_labels(index, head)[0]
 
 
@@ -360,12 +364,21 @@ def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
     return {name: counts.get(name, 0) for name in head.classes}, samples
 
 
-def _count_pixels(index: Index, head: MaskHead) -> tuple[dict[str, int], int]:
+def _count_pixels(
+    index: Index, head: MaskHead, *, is_strict: bool = False
+) -> tuple[dict[str, int], int]:
     """Return (pixels by class, number of pixels) of an even part of the masks."""
-    counts = np.zeros(len(head.classes), np.int64)
+    counts, learned = np.zeros(_MASK_NUMBERS, np.int64), len(head.classes)
     for _, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_MASKS)):
         with suppress(WdstrainError):
-            numbers = decode_mask(data)
-            numbers = numbers[numbers < len(counts)]
-            counts += np.bincount(numbers, minlength=len(counts))
-    return dict(zip(head.classes, counts.tolist(), strict=True)), int(counts.sum())
+            numbers = decode_mask(data).clip(0, _MASK_NUMBERS - 1)
+            counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
+    others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != head.ignored]
+    if is_strict and others:
+        raise UsageError(
+            f"masks in {head.target.field} have the class number {others[0]}, and {learned} classes "
+            f"are learned, 0 to {learned - 1}. Name all of them with classes=, or store "
+            f"{head.ignored} where a pixel has no class."
+        )
+    by_class = dict(zip(head.classes, counts[:learned].tolist(), strict=True))
+    return by_class, sum(by_class.values())

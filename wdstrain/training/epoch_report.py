@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.errors import WdstrainError
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
@@ -17,6 +17,7 @@ from wdstrain.training.epoch_sums import STAGES, StageTimer
 from wdstrain.training.heads import NumberHead
 from wdstrain.training.metrics import Monitor, class_shares, metric_text
 from wdstrain.training.run import Run
+from wdstrain.training.run_log import RunLog
 from wdstrain.training.tasks import Task
 
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
@@ -172,8 +173,8 @@ class StepLog:
     seconds: by stage since the epoch was started here, as the loader's report has them.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, log: RunLog | None) -> None:
+        self._run, self._log = run, log
         self.timer = StageTimer(run.setup.device)
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._shown_at = self._recorded_at = time.monotonic()
@@ -235,7 +236,5 @@ class StepLog:
             "samples_per_second": rate,
             **{f"{name}_seconds": round(value, 6) for name, value in self._window.items()},
         }
-        try:
-            run.logger.record(line)
-        except StorageError as error:
-            run.setup.reporter.line(f"{error} Training goes on.")
+        if self._log is not None:
+            self._log.step(line)

@@ -51,7 +51,7 @@ class EpochSums:
 
     They stay on the device, so that a step does not wait for it. Names: loss, samples, overflowed
     (losses that 16 bits could not hold), skipped (steps whose gradient 16 bits could not hold), bad
-    (samples, counted by the loader), "head NAME".
+    (samples that cannot be read), "head NAME".
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -81,6 +81,11 @@ class EpochSums:
                 sums.append(head.train_values(own, target).double().sum())
         self.values += torch.stack(sums)
 
+    def add_bad(self, count: int) -> None:
+        """Count bad samples of a batch."""
+        if count:
+            self.values[self.names.index("bad")] += count
+
     def add_skipped(self, is_skipped: Tensor) -> None:
         """Count a step that was skipped. is_skipped: bool scalar on the device."""
         self.values[self.names.index("skipped")] += is_skipped
@@ -89,11 +94,9 @@ class EpochSums:
         """Return the sums of this process by name. Waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
-    def reduced(self, distributed: DistributedContext, bad: int) -> dict[str, float]:
-        """Return the sums of all processes by name. bad: bad samples of this process's loader."""
-        values = self.values.clone()
-        values[self.names.index("bad")] += bad
-        return dict(zip(self.names, distributed.reduce(values).tolist(), strict=True))
+    def reduced(self, distributed: DistributedContext) -> dict[str, float]:
+        """Return the sums of all processes by name."""
+        return dict(zip(self.names, distributed.reduce(self.values).tolist(), strict=True))
 
     def load(self, sums: Mapping[str, float]) -> None:
         """Set the sums, of all processes together, on one of them."""
@@ -103,19 +106,6 @@ class EpochSums:
     def clear(self) -> None:
         """Start an epoch."""
         self.values.zero_()
-
-
-class StepSnapshot:
-    """Tensors before a step of several batches, which may be cut short: sums and buffers."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._copies = tensors, [tensor.clone() for tensor in tensors]
-
-    def restore(self) -> None:
-        """Set the tensors to their earlier values."""
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.copy_(copy)
 
 
 class StageTimer:

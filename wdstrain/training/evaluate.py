@@ -19,7 +19,7 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.resolve import open_shards
 from wdstrain.training.arguments import EvaluateArguments, check_cache, given_options
 from wdstrain.training.config import Config
-from wdstrain.training.data import val_loader, with_task_labels
+from wdstrain.training.data import class_counts, val_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.fsdp import is_sharded
 from wdstrain.training.inputs import ModelInputs
@@ -45,9 +45,11 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
     index = with_task_labels(open_shards(arguments.urls), task, undeclared=config.label is not None)
     check_cache(options, index)
     task.check(index)
+    if task.is_dense and config.on_error == "raise":
+        class_counts(index, task.heads[0], is_strict=True)
     source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=True)
     device = device_of(config.device, distributed)
-    loader = val_loader(index, task, source, config, distributed)
+    loader = val_loader(index, source.loader_options(task, index), config, distributed)
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from wdstrain.decode.fields import Example, Field, Image, NumpyArray
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
 from wdstrain.training.heads import Head
 from wdstrain.training.tasks import Task
@@ -195,33 +194,6 @@ class ModelInputs:
     def __str__(self) -> str:
         specs = ", ".join(f"{name}: {spec}" for name, spec in self.specs.items())
         return f"{specs}, mean={self.normalization.mean}, std={self.normalization.std}"
-
-
-class InputSource(Protocol):
-    """Where the inputs of a model come from."""
-
-    @property
-    def specs(self) -> Mapping[str, InputSpec]: ...
-    @property
-    def title(self) -> str:
-        """Name of the argument that gives this source, for errors."""
-        ...
-
-    def loader_options(self, task: Task, index: Index) -> dict[str, Any]:
-        """Return the options of a Loader whose batches hold inputs and targets."""
-        ...
-
-    def bytes_options(self, fields: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Return the options of a Loader whose batches hold inputs and the bytes of some fields.
-
-        fields: tar fields by name in the batch, of which the first is taken that a sample has. A
-        sample without any has an empty value.
-        """
-        ...
-
-    def read_file(self, key: str, extension: str, data: bytes) -> Mapping[str, Any]:
-        """Return the inputs of a file, by name: values as a batch has them."""
-        ...
 
 
 def shape_of(example: Example) -> tuple[int, ...]:

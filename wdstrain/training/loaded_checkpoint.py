@@ -20,12 +20,15 @@ from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.config import Config, is_made
-from wdstrain.training.field_source import FieldSource
-from wdstrain.training.inputs import InputSource, ModelInputs
+from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.models import ModelFactory, build, call_factory
-from wdstrain.training.sources import check_same_inputs, given_source
+from wdstrain.training.sources import (
+    FieldSource,
+    InputSource,
+    check_same_inputs,
+    given_source,
+)
 from wdstrain.training.tasks import Task
-from wdstrain.training.transform_source import TransformSource
 
 # Options of the machine that trained, which need not fit this one.
 _OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", "max_errors")
@@ -94,8 +97,6 @@ class LoadedCheckpoint:
         index: the shards; None for image files. reads_labels: the shards have the labels. Raises UsageError for a source with other inputs,
         and for a missing one of the user's.
         """
-        if transform is not None and fields is None and index is None:
-            return TransformSource(transform, self.inputs.specs, self.task.label_names, "transform")
         given = given_source(
             fields,
             transform,
@@ -117,4 +118,4 @@ class LoadedCheckpoint:
                     kind, argument = "a transform of your own", "transform"
                 raise UsageError(f"{self.path} was trained on {kind}. Give it again: {argument}=.")
             found[name] = field
-        return FieldSource(found, "fields")
+        return FieldSource(found)

@@ -11,10 +11,11 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,13 +50,12 @@ from wdstrain.training.arguments import (
 )
 from wdstrain.training.data import with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
-from wdstrain.training.field_source import check_fields
-from wdstrain.training.heads import ClassHead, Head, MaskHead, NumberHead
-from wdstrain.training.inputs import InputSource
+from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
 from wdstrain.training.previews import Pixels, mask_png
+from wdstrain.training.sources import ERROR, InputSource, check_fields
 
 _TABLES = (".csv", ".parquet")
 _GROUP_ROWS = 4096  # rows of a row group of Parquet
@@ -103,34 +103,36 @@ def predict(arguments: PredictArguments) -> PredictResult:
         images = _image_paths(urls, _extensions(arguments, loaded), reporter)
         index = None if images else open_shards(urls)
         source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=False)
-        known: Sequence[Head] = []
+        compares = False
         if index is None:
             without = ("num_workers", "cache_dir", "cache_limit")
             refuse_without_effect(options, without, "image files are read in threads")
             batches = _batches_of_images(images, source, loaded.config.batch_size, reporter)
         else:
             check_cache(options, index)
-            known = _comparable_heads(index, loaded, reporter)
+            compares = _has_targets(index, loaded, reporter)
+            known = heads if compares else ()
             batches = _batches_of_shards(index, source, loaded, known, device, reporter)
         predictor = _Predictor(loaded, device, arguments.embeddings)
-        table = _Table(loaded, known, arguments, path)
-        with closing(batches), torch.inference_mode(), table.opened() as write:
-            return table.write(predictor.rows(batches), write)
+        table = _Table(loaded, compares, arguments, path)
+        with closing(batches), torch.inference_mode():
+            table.write(predictor.rows(batches))
+        return PredictResult(table.rows, table.bad)
 
 
-def _comparable_heads(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> Sequence[Head]:
-    """Return the heads whose targets the shards have."""
+def _has_targets(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> bool:
+    """Return whether the shards have the targets of the model."""
     undeclared = loaded.config.label is not None
     if loaded.task.is_dense or not (undeclared or index.labels or index.shard_labels):
-        return []
+        return False
     if not any(head.target.field in index.fields for head in loaded.task.heads):
-        return []
+        return False
     try:
         loaded.task.check(with_task_labels(index, loaded.task, undeclared=undeclared))
     except UsageError as difference:
         reporter.line(f"The targets are left out: {difference}")
-        return []
-    return loaded.task.heads
+        return False
+    return True
 
 
 class _Sample(NamedTuple):
@@ -159,40 +161,34 @@ class _Row(NamedTuple):
 
 
 class _Table:
-    """A table of predictions: its columns, and the cells of its rows."""
+    """A table of predictions: its columns, its rows, and its file.
+
+    compares: the targets are in it. rows, bad: how many were written, and those with an error.
+    """
 
     def __init__(
-        self,
-        loaded: LoadedCheckpoint,
-        known: Sequence[Head],
-        arguments: PredictArguments,
-        path: str,
+        self, loaded: LoadedCheckpoint, compares: bool, arguments: PredictArguments, path: str
     ) -> None:
-        self._heads, self._known, self._path = loaded.task.heads, known, path
+        self._heads, self._compares, self._path = loaded.task.heads, compares, path
         self._probabilities, self._embeds = arguments.probabilities, arguments.embeddings
         self._masks = _MaskFolder(loaded, path) if loaded.task.is_dense else None
+        self.rows = self.bad = 0
         columns: list[tuple[str, Any]] = [("key", pa.string())]
         for head in self._heads:
-            columns += self._columns(head)
-            if head in known:
-                kind = pa.float64() if isinstance(head, NumberHead) else pa.string()
-                columns.append((f"{head.name}_true", kind))
+            own = self._columns(head)
+            columns += own
+            columns += [(f"{head.name}_true", own[0][1])] if compares else []
         columns += [("embedding", pa.list_(pa.float32()))] if self._embeds else []
-        self.schema = pa.schema(_plain_names([*columns, ("error", pa.string())]))
+        self._schema = pa.schema(_plain_names([*columns, ("error", pa.string())]))
 
     def _columns(self, head: Head) -> list[tuple[str, Any]]:
         """Return (name, type) of the columns of a prediction."""
         if isinstance(head, NumberHead):
             return [(head.name, pa.float64())]
-        names = ["probability"] if self._has_best(head) else []
+        names = ["probability"] if head.kind in ("class", "binary") else []
         names += head.classes if self._probabilities else []
-        return [
-            (head.name, pa.string()),
-            *((f"{head.name}_{name}", pa.float64()) for name in names),
-        ]
-
-    def _has_best(self, head: Head) -> bool:
-        return isinstance(head, ClassHead) and not isinstance(head, MaskHead)
+        shares = [(f"{head.name}_{name}", pa.float64()) for name in names]
+        return [(head.name, pa.string()), *shares]
 
     def _cells(self, head: Head, outputs: Tensor, sample: _Sample) -> list[Any]:
         """Return the cells of one prediction. outputs: [1, ...]"""
@@ -202,59 +198,45 @@ class _Table:
         if self._masks is not None:
             return [self._masks.write(value.numpy(), sample)]
         shares = head.probabilities(outputs.double())[0].tolist()
-        best = [max(shares)] if self._has_best(head) else []
-        best += shares if self._probabilities else []
-        return [head.text(value), *(float(f"{share:.9g}") for share in best)]
+        cells = [max(shares)] if head.kind in ("class", "binary") else []
+        cells += shares if self._probabilities else []
+        return [head.text(value), *(float(f"{share:.9g}") for share in cells)]
 
-    def write(
-        self, rows: Iterable[_Row], write: Callable[[Sequence[Any]], object]
-    ) -> PredictResult:
-        """Write all rows."""
-        count = bad = 0
-        for sample, outputs, embedding in rows:
-            cells: list[Any] = [sample.key]
-            for i, head in enumerate(self._heads):
-                if outputs:
-                    cells += self._cells(head, outputs[i], sample)
-                else:
-                    cells += [
-                        None if kind == pa.float64() else "" for _, kind in self._columns(head)
-                    ]
-                if head in self._known:
-                    cells.append(sample.true[i] if sample.true else None)
-            cells += [embedding] if self._embeds else []
-            write([*cells, sample.error or None])
-            count, bad = count + 1, bad + bool(sample.error)
-        return PredictResult(count, bad)
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[Sequence[Any]], object]]:
-        """Yield a function that writes a row. The file appears when it is complete."""
+    def write(self, rows: Iterable[_Row]) -> None:
+        """Write all rows. The file appears when it is complete."""
+        lines = self._lines(rows)
         with put_whole(self._path) as file:
             if self._path.lower().endswith(".csv"):
                 text = io.TextIOWrapper(
                     file, "utf-8", errors="surrogateescape", newline="", write_through=True
                 )
                 writer = csv.writer(text, lineterminator="\n")
-                writer.writerow(self.schema.names)
-                yield lambda row: writer.writerow(map(_csv_cell, row))
+                writer.writerow(self._schema.names)
+                writer.writerows(map(_csv_cell, line) for line in lines)
                 text.detach()
                 return
-            rows = list[Sequence[Any]]()
-            with pq.ParquetWriter(file, self.schema) as parquet:
+            with pq.ParquetWriter(file, self._schema) as parquet:
+                while group := list(islice(lines, _GROUP_ROWS)):
+                    columns = (
+                        list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)
+                    )
+                    parquet.write_table(pa.table(list(columns), self._schema))
 
-                def write(row: Sequence[Any]) -> None:
-                    rows.append(list(map(_parquet_cell, row)))
-                    if len(rows) == _GROUP_ROWS:
-                        flush()
-
-                def flush() -> None:
-                    columns = zip(*rows, strict=True) if rows else [()] * len(self.schema)
-                    parquet.write_table(pa.table(list(map(list, columns)), self.schema))
-                    rows.clear()
-
-                yield write
-                flush()
+    def _lines(self, rows: Iterable[_Row]) -> Iterator[list[Any]]:
+        """Yield the cells of each row."""
+        for sample, outputs, embedding in rows:
+            cells: list[Any] = [sample.key]
+            for i, head in enumerate(self._heads):
+                if outputs:
+                    cells += self._cells(head, outputs[i], sample)
+                else:
+                    kinds = (kind for _, kind in self._columns(head))
+                    cells += [None if kind == pa.float64() else "" for kind in kinds]
+                if self._compares:
+                    cells.append(sample.true[i] if sample.true else None)
+            cells += [embedding] if self._embeds else []
+            yield [*cells, sample.error or None]
+            self.rows, self.bad = self.rows + 1, self.bad + bool(sample.error)
 
 
 def _plain_names(columns: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -403,7 +385,7 @@ def _batches_of_shards(
     encoded |= {} if image is None else {"true picture": image.names}
     loader = Loader(
         index,
-        **source.bytes_options(encoded),
+        **source.predict_options(encoded),
         batch_size=config.batch_size,
         num_workers=config.num_workers,
         shuffle=False,
@@ -419,9 +401,12 @@ def _batches_of_shards(
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, device)):
             samples, bad = [], iter(batches.bad)
-            for row, is_readable in enumerate(batches.own.tolist()):
-                key = index.key(number)
-                if is_readable:
+            errors = batch.get(ERROR) or [""] * len(batches.own)
+            for row, is_own in enumerate(batches.own.tolist()):
+                key, reason = index.key(number), errors[row] if is_own else next(bad).reason
+                if reason:
+                    samples.append(_Sample(key, reason, is_readable=False))
+                else:
                     cells = [
                         _true_cell(head, index, number, batch[f"true {i}"][row])
                         for i, head in enumerate(known)
@@ -429,13 +414,11 @@ def _batches_of_shards(
                     error = "; ".join(problem for _, problem in cells if problem)
                     picture = batch["true picture"][row] if image is not None else b""
                     samples.append(_Sample(key, error, True, [one for one, _ in cells], picture))
-                else:
-                    samples.append(_Sample(key, next(bad).reason, is_readable=False))
                 number += 1
             inputs = {name: batch[name] for name in loaded.inputs.specs}
-            if not batches.own.all():
-                own = torch.from_numpy(batches.own).to(device)
-                inputs = {name: value[own] for name, value in inputs.items()}
+            if not all(sample.is_readable for sample in samples):
+                rows = torch.tensor([sample.is_readable for sample in samples], device=device)
+                inputs = {name: value[rows] for name, value in inputs.items()}
             yield inputs, samples
             reporter.step("predicting", step + 1, len(loader))
 

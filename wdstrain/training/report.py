@@ -13,6 +13,7 @@ from typing import Any
 
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
+from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
 from wdstrain.storage.files import write_whole
@@ -23,10 +24,12 @@ from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.heads import Head, MaskHead, NumberHead
 from wdstrain.training.metrics import ByClass, head_texts, metric_text
 from wdstrain.training.previews import PreviewSample, color_of
+from wdstrain.training.run import Run
 from wdstrain.training.tasks import Task
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
+_NAMED = 8  # classes in a sentence
 _CLASSES = 200  # rows of a table of classes
 _PAIRS = 20  # mistaken pairs of classes in a list
 _STAGE_NAMES = {
@@ -48,38 +51,51 @@ class Data:
     counts: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, index: Index, task: Task) -> Data:
-        """Count the classes. Labels of remote shards without columns are not read for it."""
+    def of(cls, index: Index, task: Task, is_strict: bool) -> Data:
+        """Count the classes. Labels of remote shards without columns are not read for it.
+
+        is_strict: raise UsageError for masks with other classes.
+        """
         is_far = any(is_remote(shard.path) for shard in index.shards)
         counts = {
-            head.name: recorded_counts(index, head.target) if is_far else class_counts(index, head)
+            head.name: recorded_counts(index, head.target)
+            if is_far
+            else class_counts(index, head, is_strict=is_strict)
             for head in task.heads
             if not isinstance(head, NumberHead)
         }
         return cls(index, counts)
 
 
+def pixels_sentence(counts: Mapping[str, int]) -> str:
+    """Return the shares of the most frequent classes of masks, and the classes without pixels."""
+    whole = max(1, sum(counts.values()))
+    some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
+    shares = ", ".join(f"{printable(name)} {n / whole:.1%}" for name, n in some if n)
+    missing = ", ".join([printable(name) for name, n in counts.items() if not n][:_NAMED])
+    text = f"pixels: {shares or 'none has a class'}"
+    return f"{text}. No pixel was found of: {missing}" if missing and counts else text
+
+
 def write_report(
     path: str,
-    task: Task,
-    config: Config,
-    monitor: str,
+    run: Run,
     best: str,
-    history: History,
     steps: History,
     details: Mapping[str, Any],
     data: Mapping[str, Data],
 ) -> None:
     """Write the page.
 
-    monitor: name of the metric that chooses the best epoch. best: sentence on that epoch.
-    history: metrics of each epoch. steps: lines of steps.jsonl. details: of the last validation.
+    best: sentence on the best epoch. steps: lines of steps.jsonl. details: of the last validation.
     """
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
+    task, config, history = run.task, run.config, run.state.history
+    best = f"These figures are of the last epoch. {best}." if len(history) > 1 else ""
     options = {name: value for name, value in vars(config).items() if value not in (None, "")}
     sections = [
         _header(title, task, config, history, best),
-        _cards(_curves(task, monitor, history, steps)),
+        _cards(_curves(task, run.monitor.name, history, steps)),
     ]
     if details:
         heads = details["heads"]

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +21,9 @@ from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
 from wdstrain.training.arguments import TrainArguments, check_objects, check_validation
-from wdstrain.training.checkpoint import FORMAT, read_last
+from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
 from wdstrain.training.config import Config
-from wdstrain.training.data import TrainData, addresses, class_weights, train_loader, val_loader
+from wdstrain.training.data import TrainData, class_weights, train_loader, val_loader
 from wdstrain.training.distributed import (
     DistributedContext,
     device_of,
@@ -47,8 +46,7 @@ from wdstrain.training.inputs import (
 from wdstrain.training.metrics import Monitor
 from wdstrain.training.models import blocks_of, build, call_factory, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
-from wdstrain.training.run_dir import CHECKPOINTS, RunDir, check_out
-from wdstrain.training.run_logger import RunLogger
+from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_sources
 from wdstrain.training.stop_signals import CheckpointSchedule
 from wdstrain.training.tasks import Task
@@ -96,10 +94,12 @@ class Run:
         self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
         # lanes of the run that is resumed, so that it may have another number of processes
         lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
-        self.loader = train_loader(data.train, task, train_source, config, distributed, lanes)
+        options = train_source.loader_options(task, data.train)
+        self.loader = train_loader(data.train, options, config, distributed, lanes)
         self.val_loader = None
         if data.val is not None:
-            self.val_loader = val_loader(data.val, task, val_source, config, distributed)
+            options = val_source.loader_options(task, data.val)
+            self.val_loader = val_loader(data.val, options, config, distributed)
         if checkpoint is not None:
             normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
         else:
@@ -115,7 +115,7 @@ class Run:
             metrics=arguments.metrics or {},
         )
         self.monitor = Monitor(config, task, self.setup.metrics)
-        self.logger = RunLogger(task, self.monitor.name)
+        self.checkpoints: Checkpoints | None = None  # where this process writes
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
         self.checkpoints_due = CheckpointSchedule(config, distributed)
@@ -130,7 +130,8 @@ class Run:
         distributed, checkpoint = self.setup.distributed, self.checkpoint
         state = None if checkpoint is None else checkpoint["state"]
         position = None if state is None else (state["epoch"], state["step"])
-        facts = (position, self.data.train.fingerprint, vars(self.config))
+        val = self.data.val and self.data.val.fingerprint
+        facts = (position, self.data.train.fingerprint, val, vars(self.config))
         if any(other != facts for other in distributed.gather(facts)):
             raise UsageError(
                 f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
@@ -180,17 +181,6 @@ class Run:
         # Batches have one shape. Parts that FSDP splits run the same code with different shapes. Torch
         # would compile it for dynamic shapes, which fails for batch norms.
         self.net: Any = torch.compile(net, dynamic=False) if self.config.compile else net
-
-    def open_folder(self, stack: ExitStack) -> None:
-        """Open the folder of the run, and start its log. stack: closes both."""
-        arguments, data = self.arguments, self.data
-        val = addresses(arguments.val) if arguments.val is not None else None
-        text = self.config.toml({"train": addresses(arguments.urls), "val": val})
-        run_dir = RunDir(self.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
-        stack.callback(run_dir.close)
-        stack.callback(self.logger.close)
-        indexes = {"train": data.train} | ({"val": data.val} if data.val is not None else {})
-        self.logger.start(run_dir, self.config, self.state, indexes, self.steps)
 
     def close(self) -> None:
         """Close the loaders."""
@@ -260,9 +250,7 @@ class Run:
 
     def total_sums(self) -> dict[str, float]:
         """Return the sums of the epoch so far, of all processes."""
-        # before the first step the loader's report is that of the epoch before
-        bad = self.loader.report()["bad"] if self.state.step else 0
-        return self.sums.reduced(self.setup.distributed, bad)
+        return self.sums.reduced(self.setup.distributed)
 
     def check_loss(self, loss: float) -> None:
         """Raise WdstrainError if the loss or a weight is not finite.
@@ -287,24 +275,26 @@ class Run:
         sums, state = self.total_sums(), self.state
         self.check_loss(sums["loss"])
         checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
-        if not self.is_leader:
+        if self.checkpoints is None:
             return
         try:
-            path = self.logger.save(checkpoint, state.epoch * self.steps + state.step, best=best)
+            step = state.epoch * self.steps + state.step
+            path = self.checkpoints.save(checkpoint, step, best=best)
             self.write_error = None
         except StorageError as error:
             self.write_error = error
             self.setup.reporter.line(f"{error} Training goes on.")
             return
-        if path is not None:
-            self.call("on_checkpoint", path)
+        self.call("on_checkpoint", path)
 
 
 def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     """Return what a checkpoint holds. sums: of the epoch so far, of all processes. Collective."""
     state = run.state
     epoch, step = (state.epoch, state.step) if state.step < run.steps else (state.epoch + 1, 0)
-    bad = {} if step else {"bad": 0}  # at the start of an epoch, whatever the one before had
+    position = {"epoch": epoch, "step": step, "bad": int(sums["bad"]) if step else 0}
+    if step and run.setup.distributed.size > 1:
+        del position["bad"]  # each rank counts its own
     raw = {"raw": model_state(run.model)} if run.average is not None else {}
     objects: dict[str, Any] = {
         "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)]
@@ -321,7 +311,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "scaler": run.scaler.state_dict(),
         "state": dict(vars(state)),
         "sums": dict(sums),
-        "loader": {**run.loader.state_dict(), "epoch": epoch, "step": step, **bad},
+        "loader": {**run.loader.state_dict(), **position},
         "val": run.val_loader.index.fingerprint if run.val_loader is not None else None,
         "config": vars(run.config),
         "task": run.task.state(),

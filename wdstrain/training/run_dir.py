@@ -72,11 +72,8 @@ class RunDir:
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl or steps.jsonl."""
-        try:
-            with open(self.path(name), "a", encoding="utf-8") as file:
-                file.write(strict_json(line) + "\n")
-        except OSError as error:
-            raise StorageError(f"{self.path(name)} cannot be written: {error.strerror}.") from error
+        with open(self.path(name), "a", encoding="utf-8") as file:
+            file.write(strict_json(line) + "\n")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""

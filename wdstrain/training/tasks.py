@@ -96,7 +96,9 @@ class Task:
     @property
     def label_names(self) -> dict[str, Head]:
         """The heads by the names that a user may give labels; a single one is also "label"."""
-        heads = {head.name: head for head in self.heads}
+        masks = [head for head in self.heads if head.kind == "mask"]
+        heads = {head.target.stored_as: head for head in masks}
+        heads |= {head.name: head for head in self.heads}
         return heads if self.has_several else {**heads, "label": heads.get("label", self.heads[0])}
 
     def target_fields(self, image: Field | None) -> dict[str, Field]:

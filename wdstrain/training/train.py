@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.errors import WdstrainError
 from wdstrain.loader.device import to_device
+from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
@@ -39,11 +40,11 @@ from wdstrain.training.epoch_report import (
     samples_sentence,
     verdict,
 )
-from wdstrain.training.epoch_sums import StepSnapshot
 from wdstrain.training.evaluate import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.models import checkpointed
 from wdstrain.training.run import Run, resume
+from wdstrain.training.run_log import RunLog, open_log
 from wdstrain.training.stop_signals import SignalHandler, Stopped, raise_stopped
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import set_trainable, train_mode
@@ -99,9 +100,8 @@ def train(arguments: TrainArguments) -> TrainResult:
         for line in _start_lines(run):
             reporter.line(textwrap.fill(line, 79, subsequent_indent="  "))
         resume(run)
-        if distributed.leads:
-            run.open_folder(stack)
-        _fit(run, signals)
+        log = open_log(run, stack) if distributed.leads else None
+        _fit(run, signals, log)
         distributed.wait()  # until the last checkpoint is there
         reporter.line(f"training ended: {run.stop_reason}")
         if run.state.history:
@@ -160,7 +160,7 @@ def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
 # --- epochs ---------------------------------------------------------------------------------------
 
 
-def _fit(run: Run, signals: SignalHandler) -> None:
+def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """Train until all epochs are done, or validation stops improving, or a callback stops it.
 
     After a signal a checkpoint is written and Stopped raised. After an error of the data one of the
@@ -170,9 +170,9 @@ def _fit(run: Run, signals: SignalHandler) -> None:
     run.call("on_train_start")
     try:
         while (reason := run.end_reason) is None:
-            _train_epoch(run, signals)
+            _train_epoch(run, signals, log)
             if not run.is_stopped:
-                _finish_epoch(run, signals)
+                _finish_epoch(run, signals, log)
         run.stop_reason = reason
     except WdstrainError as error:
         if error is run.data_error and run.setup.distributed.size == 1:
@@ -195,7 +195,7 @@ def _fit(run: Run, signals: SignalHandler) -> None:
     run.call("on_train_end")
 
 
-def _train_epoch(run: Run, signals: SignalHandler) -> None:
+def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """Train the rest of an epoch."""
     state, config, device = run.state, run.config, run.setup.device
     if state.step >= run.steps:  # only the validation is missing
@@ -208,9 +208,9 @@ def _train_epoch(run: Run, signals: SignalHandler) -> None:
     run.setup.criterion_modules.train()
     epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
     augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
-    batches, progress = to_device(epoch, device, augmentation), StepLog(run)
+    batches, progress = to_device(epoch, device, augmentation), StepLog(run, log)
     while state.step < run.steps:
-        state.step += _take_step(run, batches, signals, progress)
+        state.step += _take_step(run, epoch, batches, signals, progress)
         progress.update()
         run.call("on_step_end")
         if run.is_stopped:
@@ -223,7 +223,7 @@ def _train_epoch(run: Run, signals: SignalHandler) -> None:
         next(batches, None)  # the loader compares what was planned and what was delivered
 
 
-def _finish_epoch(run: Run, signals: SignalHandler) -> None:
+def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """Validate, record the metrics of the epoch, write a checkpoint, and report."""
     state, title, report = run.state, run.title, run.setup.reporter.line
     begin = time.monotonic()
@@ -235,14 +235,9 @@ def _finish_epoch(run: Run, signals: SignalHandler) -> None:
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.since_best(state.history)
-    try:
-        run.logger.epoch(
-            state.history,
-            passes["val"][1] if passes else {},
-            best_sentence(state.history, state.best, run.monitor),
-        )
-    except StorageError as error:
-        report(f"{error} Training goes on.")
+    if log is not None:
+        best = best_sentence(state.history, state.best, run.monitor)
+        log.epoch(passes["val"][1] if passes else {}, best)
     for line in epoch_lines(title, state.history, run.monitor.name):
         report(line)
     run.call("on_epoch_end", metrics)
@@ -282,9 +277,16 @@ def _validate(run: Run, signals: SignalHandler) -> Passes:
 
 
 def _take_step(
-    run: Run, batches: Iterator[dict[str, Any]], signals: SignalHandler, progress: StepLog
+    run: Run,
+    epoch: EpochBatches,
+    batches: Iterator[dict[str, Any]],
+    signals: SignalHandler,
+    progress: StepLog,
 ) -> int:
-    """Take one step of the optimizer, and return the number of batches that it used."""
+    """Take one step of the optimizer, and return the number of batches that it used.
+
+    batches: of the epoch, on the device.
+    """
     state, config, distributed = run.state, run.config, run.setup.distributed
     group = min(config.accumulate, run.steps - state.step)
     update = state.epoch * run.updates + state.step // config.accumulate
@@ -294,17 +296,19 @@ def _take_step(
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
     run.optimizer.zero_grad(set_to_none=True)
     buffers = [*run.model.buffers(), *run.setup.criterion_modules.buffers()]
-    snapshot = StepSnapshot([run.sums.values, *buffers]) if group > 1 else None
+    changing = [run.sums.values, *buffers] if group > 1 else []  # by a step that is cut short
+    before = [tensor.clone() for tensor in changing]
     for turn in range(group):
         # All processes must stop at the same step, and none within a step of the optimizer.
         may_stop = distributed.size == 1 and turn == 0
         try:
             with signals.waiting() if may_stop else nullcontext():
                 batch = next(batches)
+            run.sums.add_bad(len(epoch.bad))
         except WdstrainError as error:
             run.data_error = error
-            if snapshot is not None:
-                snapshot.restore()
+            for tensor, value in zip(changing, before, strict=True):
+                tensor.data.copy_(value)
             raise
         progress.timer.lap("data")
         with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
@@ -338,10 +342,9 @@ def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
 def _update_weights(run: Run, update: int) -> None:
     """Change the weights, with clipped gradients. update: number of the step of the optimizer."""
     config, distributed = run.config, run.setup.distributed
-    parameters = [*run.model.parameters(), *run.setup.criterion_modules.parameters()]
-    for (
-        parameter
-    ) in run.setup.criterion_modules.parameters():  # DDP shares the gradients of the model only
+    own = list(run.setup.criterion_modules.parameters())
+    parameters = [*run.model.parameters(), *own]
+    for parameter in own:  # DDP shares the gradients of the model only
         if parameter.grad is not None:
             parameter.grad = distributed.reduce(parameter.grad) / distributed.size
     if config.clip_norm or config.clip_value:
