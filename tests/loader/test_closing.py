@@ -312,6 +312,34 @@ def test_close_ends_the_wait_of_a_loop_for_a_transform_that_hangs(tmp_path: Path
     assert "was closed" in ends[0] or "stopped" in ends[0]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_close_ends_the_wait_of_a_loop_for_worker_processes_that_hang(tmp_path: Path) -> None:
+    shards, notes, ends = write_shards(tmp_path / "s", [50]), tmp_path / "notes", list[str]()
+    notes.mkdir()
+    transform = HangsForever(notes)
+    loader = wt.Loader(shards, transform=transform, batch_size=4, num_workers=2, shuffle=False)
+
+    def loop() -> None:
+        try:
+            drained_rows = sum(len(batch["__key__"]) for batch in loader)
+            ends.append(f"{drained_rows} samples")
+        except WdstrainError as error:
+            ends.append(str(error))
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    end = time.monotonic() + 60
+    while not list(notes.iterdir()):
+        assert time.monotonic() < end
+    loader.close()
+    looping.join(15)
+    assert not looping.is_alive()
+    assert "was closed" in ends[0] or "stopped" in ends[0]
+    for path in notes.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
+
+
 @pytest.mark.slow
 def test_close_ends_though_a_transform_hangs(tmp_path: Path) -> None:
     """The transform may wait for a server of the user that never answers."""

@@ -59,7 +59,7 @@ _PICKLED_BY_NAME = (FunctionType, type, type(functools.cache(len)))  # as a name
 class WorkerProcesses(Pool):
     """Worker processes that decode. They start with the first task and live until `close`.
 
-    Five private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
+    Six private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
     is no public method to shut down, to leave workers alone in a forked child, or to ask the sampler
     again. A comment at each says which wait would never end without it.
     """
@@ -78,6 +78,11 @@ class WorkerProcesses(Pool):
         """Return the process ids of the workers, and how to get their stacks."""
         pids = " ".join(str(process.pid) for process in self._processes)
         return f"worker processes {pids}. To print their Python stacks: kill -USR2 {pids}"
+
+    def interrupt(self, error: Exception) -> None:
+        """Raise an error in the loop's thread if it waits for a result: a transform may hang."""
+        if (iterator := self._iterator) is not None:
+            iterator._data_queue.interrupt(error)
 
     def close(self) -> None:
         """End the workers; a worker that does not answer is killed."""
@@ -273,6 +278,7 @@ class MessageQueue:
 
     def __init__(self, context: BaseContext) -> None:
         self._reader, self._writer = context.Pipe(duplex=False)
+        self._error: Exception | None = None
 
     def put(self, item: object) -> None:
         """Send an item.
@@ -287,7 +293,15 @@ class MessageQueue:
         """Return the next item. Raises queue.Empty if there is none within `timeout` seconds."""
         if not self._reader.poll(timeout):
             raise Empty
-        return self._reader.recv()
+        item = self._reader.recv()
+        if self._error is not None:
+            raise self._error
+        return item
+
+    def interrupt(self, error: Exception) -> None:
+        """Raise an error in the thread that waits in `get`, or will."""
+        self._error = error
+        self.put(None)
 
     def close(self) -> None:
         """Do nothing. The DataLoader calls this; the pipe is closed when the queue is freed."""

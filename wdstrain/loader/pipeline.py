@@ -287,8 +287,7 @@ class Pipeline:
             self.closed = True
             # Before the lock, which a thread that waits for a batch holds.
             self._reader.close()
-            if isinstance(self.workers, DecoderThreads):
-                self.workers.interrupt(WdstrainError(OVER))
+            self.workers.interrupt(WdstrainError(OVER))
             with self._lock:
                 self._results, self._pending, self._run = iter(()), {}, None
                 self.workers.close()
