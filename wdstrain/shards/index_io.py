@@ -117,9 +117,11 @@ def changed(path: str) -> str:
         document = parsed(read_whole(path) or b"")
         table = _table_bytes(beside(path, TABLE_NAME))
         _, identity, written = _read_table(table)
-        if not written or document["wdstrain"]["id"].encode() != identity:
+        is_its_own = document["wdstrain"].pop("sha256", "") == sha256(table).hexdigest()
+        is_older = not is_its_own and document["wdstrain"]["id"].encode() != identity
+        if not written or is_older:
             return ""
-        if document["wdstrain"].pop("sha256", "") != sha256(table).hexdigest():
+        if not is_its_own:
             return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
         if document != parsed(written):
             return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
