@@ -47,9 +47,9 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4382,
     "training": 4244,
-    "inspection": 2276,
+    "inspection": 2260,
     "loader": 1221,
-    "shards": 2359,
+    "shards": 2361,
     "decode": 1396,
     "storage": 1199,
     "reader": 506,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from wdstrain.conversion.staging import Staging
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
-    FieldReaders,
     Member,
     Scan,
     ShardReader,
@@ -47,6 +46,7 @@ from wdstrain.shards.declare import with_labels
 from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
+from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import IndexFiles, tars_of
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
@@ -134,11 +134,9 @@ def _repaired(
     tick: Callable[[int], None],
 ) -> Index | None:
     """Write one shard; return its index, None if nothing of it is intact."""
-    shown, listed = shown_path(path), Shard(path, 0, 0)
-    readers = FieldReaders(()) if decode else None
-    if expected is not None:
-        listed = expected.shards[0]
-        readers = FieldReaders(expected.labels) if decode else None
+    shown = shown_path(path)
+    listed = Shard(path, 0, 0) if expected is None else expected.shards[0]
+    labels = () if expected is None else expected.labels
     try:
         with ShardReader(path, threading.Event(), tick) as reader:
             intact, findings = recover(reader, expected)
@@ -149,7 +147,7 @@ def _repaired(
         result.lost += listed.samples
         return None
     with open_source(path) as source:
-        entries = _entries(source, shown, intact, findings, readers)
+        entries = _entries(source, shown, intact, findings, labels if decode else None)
         target = os.path.join(folder, name_of(path))
         index = write_samples(target, listed.split, entries, lambda *_: None)
     named = sum(bool(finding.key) for finding in findings)
@@ -235,14 +233,17 @@ def _entries(
     shown: str,
     intact: list[IntactSample],
     findings: list[Finding],
-    readers: FieldReaders | None,
+    labels: Sequence[ColumnInfo] | None,
 ) -> Iterator[tuple[str, list[Part]]]:
-    """Yield the samples to write. A sample whose bytes prove to be damaged becomes a finding."""
+    """Yield the samples to write. A sample whose bytes prove to be damaged becomes a finding.
+
+    labels: of the index, with which values are decoded; None: they are not.
+    """
     for sample in intact:
         parts: list[Part] = []
         for name, offset, size, crc in sample.members:
             data = source.read(offset, size)
-            reason, read = "", readers[name] if readers is not None else None
+            reason = ""
             if crc32(data) != crc:
                 reason = "its bytes changed while they were read"
             elif sample.is_suspect and any(
@@ -251,8 +252,8 @@ def _entries(
                 reason = "the next sample begins within it: bytes before that are missing"
             elif "\0" in sample.key + name:
                 reason = "a NUL character is in its name"
-            elif read is not None:
-                reason = decode_error(read, data)
+            elif labels is not None:
+                reason = decode_error(name, data, labels)
             if reason:
                 findings.append(Finding(shown, sample.key, name, offset, reason))
                 break

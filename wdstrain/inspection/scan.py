@@ -9,10 +9,11 @@ of bytes of memory, so a shard that consists of headers only does no harm.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from array import array
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,10 +21,8 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.fields import Field, json
-from wdstrain.decode.fields import array as npy
 from wdstrain.decode.formats import EXTENSIONS, is_image
-from wdstrain.decode.labels import LabelField, field_of, text
+from wdstrain.decode.labels import field_of
 from wdstrain.errors import SampleError, ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.index import Index
@@ -33,7 +32,7 @@ from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
 from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
-from wdstrain.shards.values import scalar
+from wdstrain.shards.values import npy_array, parsed_json, scalar
 from wdstrain.storage.local import LocalFile, Source
 from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, shown_path
 
@@ -43,10 +42,8 @@ _READ = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
 _MOST = 1000  # findings of one shard that are listed
 _KINDS = b"0\x007" + EXTENSION_HEADERS  # of headers at which a walk goes on: files, and extensions
-_DRAWS = np.zeros(27)
 
 Fields = frozenset[str]
-Read = Callable[[bytes], object]
 Member = tuple[str, int, int, int]  # field, offset, size, crc32
 Part = tuple[str, int, bytes]  # field, offset, bytes
 
@@ -300,55 +297,41 @@ def _members(reader: ShardReader, scan: Scan) -> Iterator[TarMember]:
 # --- decoding -------------------------------------------------------------------------------------
 
 
-class FieldReaders(dict[str, Read | None]):
-    """By field, a function that raises for bytes that training could not use; None: any are right.
+def can_decode(field: str, labels: Sequence[ColumnInfo]) -> bool:
+    """Return whether bytes of a field may be wrong for training. labels: of the index."""
+    is_known = field.rpartition(".")[2] in ("cls", "json", "npy", "text", "txt")
+    return is_known or is_image(field) or any(label.field == field for label in labels)
+
+
+def decode_error(
+    field: str, data: bytes, labels: Sequence[ColumnInfo], *, is_finite: bool = False
+) -> str:
+    """Return the reason that training cannot use a field; "" if it can. Nothing is unpickled.
 
     labels: of the index. is_finite: NaN and infinite labels are refused, with a reason that ends
-    with NOT_FINITE. Nothing is unpickled.
+    with NOT_FINITE.
     """
-
-    def __init__(self, labels: tuple[ColumnInfo, ...], *, is_finite: bool = False) -> None:
-        self._labels, self._is_finite = labels, is_finite
-
-    def __missing__(self, field: str) -> Read | None:
-        fields: list[Field] = [field_of(label) for label in self._labels if label.field == field]
-        kind = field.rpartition(".")[2]
-        if not fields and kind in ("txt", "text"):
-            fields = [text(field)]
-        elif not fields and kind in ("json", "npy"):
-            fields = [json(field) if kind == "json" else npy(field)]
-        read: Read | None = None
-        if fields:
-            read = partial(_read_all, fields, field, self._is_finite)
-        elif is_image(field):
-            read = decode_image
-        elif kind == "cls":
-            read = _read_class
-        self[field] = read
-        return read
-
-
-def decode_error(read: Read, data: bytes) -> str:
-    """Return the reason that a field cannot be decoded; "" if it can."""
+    mine, extension = [label for label in labels if label.field == field], field.rpartition(".")[2]
     try:
-        read(data)
+        for label in mine:
+            value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
+            if is_finite and label.kind == "number" and not math.isfinite(value):
+                raise SampleError(f"its {label.entry or field} {NOT_FINITE}")
+        if mine:
+            return ""
+        if is_image(field):
+            decode_image(data)
+        elif extension == "json":
+            parsed_json(data.decode("utf-8-sig"))
+        elif extension == "npy":
+            npy_array(memoryview(data))
+        elif extension == "cls" and not str(scalar(memoryview(data), None)):
+            raise SampleError("it is empty")
+        elif extension in ("text", "txt"):
+            data.decode("utf-8-sig")
     except Exception as error:  # parsers raise whatever they meet
         return str(error).split("\n")[0].strip().rstrip(".") or type(error).__name__
     return ""
 
 
-def _read_all(fields: list[Field], name: str, is_finite: bool, data: bytes) -> None:
-    """Decode a field with each of `fields`. is_finite: raise SampleError for NaN and infinity."""
-    for field in fields:
-        example = field.example
-        out = None if example is None else np.empty(example.shape, example.dtype)
-        field.read(name, memoryview(data), out, _DRAWS)
-        is_number = isinstance(field, LabelField) and field.kind == "number"
-        if is_finite and is_number and out is not None and not np.isfinite(out):
-            raise SampleError(f"its {getattr(field, 'entry', None) or name} {NOT_FINITE}")
-
-
-def _read_class(data: bytes) -> None:
-    """Raise SampleError for an empty class, if no index lists the classes."""
-    if not str(scalar(memoryview(data), None)):
-        raise SampleError("it is empty")
+_field_of = lru_cache(maxsize=256)(field_of)

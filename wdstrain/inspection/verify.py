@@ -28,11 +28,11 @@ from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.scan import (
     LARGEST,
     NOT_FINITE,
-    FieldReaders,
     Fields,
     Part,
     Scan,
     ShardReader,
+    can_decode,
     compared,
     decode_error,
     field_kind,
@@ -205,19 +205,21 @@ class _Values:
     """Reads the values of one shard: those of columns, and with `decode` all that can be decoded."""
 
     def __init__(self, expected: Index | None, decode: bool) -> None:
-        labels, columns = ((), ()) if expected is None else (expected.labels, expected.columns)
+        self._labels, columns = (
+            ((), ()) if expected is None else (expected.labels, expected.columns)
+        )
         self.columns = ColumnBuilder([column.place for column in columns])
         self.counts = {name: Counter[str]() for name in ("columns", "decoded", "not_decoded")}
         self.failures: list[tuple[str, str, int, str]] = []  # key, field, offset, reason
-        self._readers, self._decode = FieldReaders(labels, is_finite=True), decode
-        self._labels = {label.field for label in labels} | {"cls"}
+        self._decode = decode
 
     def may_be_empty(self, field: str) -> bool:
-        return field not in self._labels and not is_image(field)
+        is_label = field == "cls" or any(label.field == field for label in self._labels)
+        return not is_label and not is_image(field)
 
     def wants(self, field: str, size: int) -> bool:
         """Return whether the bytes of a member are needed, and count it."""
-        is_decoded = self._decode and size <= LARGEST and self._readers[field] is not None
+        is_decoded = self._decode and size <= LARGEST and can_decode(field, self._labels)
         if self._decode:
             self.counts["decoded" if is_decoded else "not_decoded"][field] += 1
         return is_decoded or (size <= LARGEST and self.columns.reads(field))
@@ -226,11 +228,9 @@ class _Values:
         """Read the values of a sample."""
         self.columns.add((name, data) for name, _, data in parts)
         for name, offset, data in parts if self._decode else ():
-            read = self._readers[name]
-            if read is not None and (data or self.may_be_empty(name)):
-                reason = decode_error(read, data)
-                if reason:
-                    self.failures.append((key, name, offset, reason))
+            reason = decode_error(name, data, self._labels, is_finite=True)
+            if reason and (data or self.may_be_empty(name)):
+                self.failures.append((key, name, offset, reason))
 
 
 def _check(reader: ShardReader, path: str, expected: Index | None, decode: bool) -> ShardCheck:
