@@ -11,7 +11,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.tables import write_table
 from wdstrain.cli.main import main
 
@@ -109,7 +108,6 @@ def test_tables_named_after_splits_become_splits_or_the_user_is_told(
 # --- asked to be drawn again ---
 
 DRAWN = ["--split", "train=0.5,val=0.5", "--seed", "1"]
-_MIXES = known_fault("conversion/split_mixes_given_splits")
 
 
 def is_told(status: int, text: str) -> bool:
@@ -157,7 +155,6 @@ def test_splits_of_folders_are_not_drawn_again_silently(
 @pytest.mark.parametrize(
     "source", ["set", "shards of a set", "shards without an index", "archives"]
 )
-@_MIXES
 def test_splits_of_shards_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:

@@ -247,7 +247,6 @@ ATTRIBUTES: dict[str, tuple[dict[str, Any], list[float | None]]] = {
 
 @pytest.mark.parametrize("kind", ["label", "field"])
 @pytest.mark.parametrize("name", ATTRIBUTES)
-@known_fault("conversion/netcdf_scale_ignored")
 def test_packed_numbers_of_netcdf_are_unpacked_or_the_attributes_are_named(
     tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -283,7 +282,6 @@ PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
 
 
 @pytest.mark.parametrize("source", ["array", "PIL image", "arrays"])
-@known_fault("suspected/resized_pixels_are_encoded_twice")
 def test_resized_pixels_are_encoded_once_at_the_default_quality(
     tmp_path: Path, source: str
 ) -> None:
@@ -300,7 +298,6 @@ def test_resized_pixels_are_encoded_once_at_the_default_quality(
 
 
 @pytest.mark.parametrize(("field", "kind"), [("gif", "GIF"), ("webp", "WEBP"), ("tif", "TIFF")])
-@known_fault("suspected/resize_keeps_one_frame")
 def test_a_resized_animation_keeps_its_frames_or_the_user_is_told(
     tmp_path: Path, field: str, kind: str
 ) -> None:

@@ -28,10 +28,9 @@ from wdstrain.conversion.source_options import (
 from wdstrain.conversion.sources.arrays import stream_arrays
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.hdf5 import stream_hdf5
-from wdstrain.conversion.sources.iterable import stream_samples
+from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvision
 from wdstrain.conversion.sources.shards import stream_tars
 from wdstrain.conversion.sources.table import open_table
-from wdstrain.conversion.sources.torchvision import stream_torchvision
 from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.index import Index
 
@@ -184,5 +183,5 @@ _SOURCES: Mapping[type[Options], Callable[[Any, Note], Source]] = {
 
 
 def _first_quality(options: Options) -> int:
-    """Return the JPEG quality of stored pixels: 100 if `quality` re-encodes them later."""
-    return 95 if options.quality is None else 100
+    """Return the JPEG quality of stored pixels: 100 if they are encoded again later."""
+    return 95 if options.quality is None and options.resize is None else 100

@@ -120,6 +120,7 @@ class Recipe:
         try:
             with open_picture(data) as image:
                 size, upright = image.size, not _is_turned(image)
+                frames = 1 if format_of(data) is JPEG else getattr(image, "n_frames", 1)
         except Exception as error:  # Pillow's plugins raise errors of any type
             decode_image(data)  # raises an error with the same words for the same damage
             raise SampleError(f"its {field} is not an image of a known format") from error
@@ -127,6 +128,8 @@ class Recipe:
         if small and self.quality is None:
             decode_image(data)  # kept images are checked as re-encoded ones are
             return field, data
+        if frames > 1:
+            raise SampleError(f"its {field} has {frames} frames, and one would be left")
         if size[0] * size[1] > MAX_PIXELS:
             raise SampleError(
                 f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}"

@@ -11,10 +11,12 @@ import marshal
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from wdstrain.conversion.options import Options
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
@@ -224,10 +226,62 @@ def is_litter(name: str) -> bool:
     return name.lower() in _LITTER or name.startswith(".")
 
 
+def walk(
+    root: str, skip: Callable[[str], bool] = is_litter, *, links: bool = True
+) -> Iterator[tuple[str, str, list[str], list[str], int]]:
+    """Yield each folder: path below root with slashes, path, sorted folders and files, number skipped.
+
+    links: to folders are followed. Raises SourceError for a folder that cannot be listed.
+    """
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    with readable(root, "the permissions of the folder"):
+        for folder, folders, files in os.walk(root, onerror=failed, followlinks=links):
+            real = os.path.realpath(folder)
+            if real in seen:
+                raise SourceError(
+                    f"{folder} is found twice below {root} because of a link, so its images would "
+                    "come twice. Remove the link."
+                )
+            seen.add(real)
+            names = sorted(name for name in files if not skip(name))
+            kept = sorted(name for name in folders if not skip(name))
+            skipped = len(files) + len(folders) - len(names) - len(kept)
+            folders[:] = kept
+            for path in [folder, *names]:
+                if not path.isascii() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
+                    raise SourceError(
+                        f"{path!r}: this name is not UTF-8, which an index needs. Rename it."
+                    )
+            below = os.path.relpath(folder, root).replace(os.sep, "/")
+            yield "" if below == "." else below, folder, kept, names, skipped
+
+
+@contextmanager
+def readable(path: str, check: str = "its permissions") -> Iterator[None]:
+    """Raise SourceError for errors of the system. check: what the user looks at."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(
+            f"{error.filename or path} cannot be read: {error.strerror}. Check {check}."
+        ) from error
+
+
 def split_of(name: str) -> str:
     """Return the split in the name of a file, such as train-000000.tar; "" if there is none."""
     word = re.match(r"[A-Za-z]+", name)
     return SPLITS.get(word[0].lower(), "") if word else ""
+
+
+def drawn_again(splits: Iterable[str], options: Options) -> dict[str, list[str]]:
+    """Return the decision that the splits of a source are not kept; {} if it has none."""
+    names = ", ".join(dict.fromkeys(filter(None, splits)))
+    again = bool(options.split) and "," in names
+    return {"decided": [f"splits: those of the source ({names}) are drawn again"]} if again else {}
 
 
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import as_bytes, integer, option, parse_size
+from wdstrain.runtime.options import as_bytes, integer, option, parse_pair, parse_size
 from wdstrain.shards.options import CheckedOptions
 
 Path = str | os.PathLike[str]
@@ -41,18 +41,16 @@ def parse_shares(text: str) -> dict[str, float]:
     """Return the share of each split of a text such as train=0.9,val=0.1."""
     shares: dict[str, float] = {}
     for part in text.split(","):
-        name, equals, share = part.partition("=")
-        name = name.strip()
-        if name in shares:
-            raise ValueError(f"{name} is named twice; name each split once")
         try:
-            if not equals or not name:
-                raise ValueError
-            shares[name] = float(share)
+            name, share = parse_pair(part)
+            value = float(share)
         except ValueError:
             raise ValueError(
                 f"{part!r} is not a share of a split; write for example train=0.9,val=0.1"
             ) from None
+        if name in shares:
+            raise ValueError(f"{name} is named twice; name each split once")
+        shares[name] = value
     return shares
 
 

@@ -28,21 +28,23 @@ def _out() -> Any:
     )
 
 
-def _fixed_classes() -> Any:
-    return option(
+@dataclass(frozen=True, kw_only=True)
+class ClassOptions(Options):
+    """Options of a source whose classes may be given."""
+
+    classes: Sequence[str] = option(
         (),
-        "names of the classes, in the order of their numbers (default: sorted)",
+        "names of the classes, in the order of their numbers (default: sorted names, or numbers)",
         metavar="A,B,...",
         parse=parse_list,
     )
-
-
-def _like() -> Any:
-    return option(None, "shards whose labels and class numbers are kept", metavar="URL")
+    like: Urls | None = option(
+        None, "shards whose labels and class numbers are kept", metavar="URL"
+    )
 
 
 @dataclass(frozen=True)
-class PackOptions(Options):
+class PackOptions(ClassOptions):
     """Samples of an iterable."""
 
     samples: Any = option(REQUIRED, "iterable of samples, or a torch data set")
@@ -51,10 +53,6 @@ class PackOptions(Options):
     fields: Sequence[str] | None = option(
         None, "names of the fields of samples that are tuples (default: png and cls)"
     )
-    classes: Sequence[str] = option(
-        (), "names of the classes of `cls`, in the order of their numbers"
-    )
-    like: Urls | None = _like()
     labels: Sequence[ColumnInfo] = option((), "labels to declare beside `cls`")
     group: Callable[[Any], str] | None = option(
         None, "function of a sample; samples of equal groups go to the same split"
@@ -62,7 +60,7 @@ class PackOptions(Options):
 
 
 @dataclass(frozen=True)
-class FolderOptions(Options):
+class FolderOptions(ClassOptions):
     """Class folders, or flat files."""
 
     source: Path = option(
@@ -76,12 +74,10 @@ class FolderOptions(Options):
         "folder with the mask of each image, such as a/1.png for the image a/1.jpg",
         metavar="DIR",
     )
-    classes: Sequence[str] = _fixed_classes()
-    like: Urls | None = _like()
 
 
 @dataclass(frozen=True)
-class TableOptions(Options):
+class TableOptions(ClassOptions):
     """Rows of a table."""
 
     table: Any = option(
@@ -121,8 +117,6 @@ class TableOptions(Options):
         "pack rows whose columns meet a condition, such as \"kids and label != 'Other'\"",
         metavar="EXPR",
     )
-    classes: Sequence[str] = _fixed_classes()
-    like: Urls | None = _like()
     group_by: str | None = option(None, "keep rows with equal COL in the same split", metavar="COL")
     split_by: str | None = option(None, "column that names the split of each row", metavar="COL")
     text: str | None = option(None, "store the text of COL as the field txt", metavar="COL")
@@ -149,8 +143,11 @@ def _fields(place: str) -> Any:
     )
 
 
-def _array_label() -> Any:
-    return option(
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(ClassOptions):
+    """Options of a source of arrays."""
+
+    label: str | Sequence[str] = option(
         (),
         "fields to learn; NAME:class or NAME:number states the kind",
         metavar="NAME[,NAME...]",
@@ -158,41 +155,25 @@ def _array_label() -> Any:
     )
 
 
-def _array_classes() -> Any:
-    return option(
-        (),
-        "names of the classes of `cls`, in the order of their numbers",
-        metavar="A,B,...",
-        parse=parse_list,
-    )
-
-
 @dataclass(frozen=True)
-class Hdf5Options(Options):
+class Hdf5Options(RowOptions):
     """Data sets of an HDF5 or PyTables file."""
 
     file: Path = option(REQUIRED, "HDF5 or PyTables file")
     out: Path = _out()
     fields: Mapping[str, str] = _fields("/path/in/file")
     _: KW_ONLY
-    label: str | Sequence[str] = _array_label()
-    classes: Sequence[str] = _array_classes()
-    like: Urls | None = _like()
     key: str | None = option(
         None, "data set with the names of the samples (default: numbers)", metavar="/PATH"
     )
 
 
 @dataclass(frozen=True)
-class ArraysOptions(Options):
+class ArraysOptions(RowOptions):
     """Rows of arrays."""
 
     arrays: Mapping[str, Any] = _fields("FILE.npy")
     out: Path = _out()
-    _: KW_ONLY
-    label: str | Sequence[str] = _array_label()
-    classes: Sequence[str] = _array_classes()
-    like: Urls | None = _like()
 
 
 @dataclass(frozen=True)

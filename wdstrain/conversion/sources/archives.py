@@ -21,12 +21,14 @@ from wdstrain.conversion.listing import (
     Sample,
     Source,
     count_ignored,
+    drawn_again,
     field_name,
     file_mark,
+    readable,
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
-from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
+from wdstrain.errors import SampleError, ShardError, UsageError
 from wdstrain.shards.tar import (
     Member,
     SkippedMembers,
@@ -64,12 +66,8 @@ def archives_in(addresses: list[str]) -> list[str]:
 
 def _names_in(folder: str) -> list[str]:
     """Return the archives of a folder that has neither an index nor a tar."""
-    try:
+    with readable(folder, "the permissions of the folder"):
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise SourceError(
-            f"{folder} cannot be read: {error.strerror}. Check the permissions of the folder."
-        ) from error
     if any(name == INDEX_NAME or name.endswith(".tar") for name in names):
         return []
     return [name for name in names if _ARCHIVE.search(name)]
@@ -98,6 +96,7 @@ def stream_archives(
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     mark = None if any(map(is_remote, paths)) else file_mark(*paths)
+    source |= drawn_again(map(split_of, map(name_of, paths)), options)
     return Source(name, entries, lambda: (), source, None, mark, ignored, resplit=True)
 
 

@@ -8,7 +8,8 @@ are kept. Files without the extension of an image are ignored and counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from wdstrain.conversion.classes import look_alikes, stated_classes
@@ -18,9 +19,8 @@ from wdstrain.conversion.listing import (
     Sample,
     Source,
     check_there,
-    count_ignored,
     image_field,
-    is_litter,
+    walk,
 )
 from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
@@ -43,45 +43,36 @@ def list_folder(
     check_there(source, kind="folder")
     if not os.path.isdir(source):
         raise UsageError(f"{source}: there is no such folder. Check the path.")
-    ignored: dict[str, int] = {}
-    splits = _splits(source, ignored, alone=flat)
-    roots = {split: os.path.join(source, folder) for folder, split in splits.items()}
-    roots = roots or {"": source}
-    images, outside = _find_images(roots, ignored, flat=flat)
-    mask_files = _find_masks(source, masks, images, ignored) if masks and images else None
-    classes = [] if flat else sorted({image.stratum for image in images})
     if fixed and flat:
         raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
-    _check_found(source, classes, fixed, outside if not images else None, ignored)
-    count_ignored(ignored, "images outside a class folder", outside)
+    ignored = Counter[str]()
+    roots = _splits(source, ignored, alone=flat) or {"": source}
+    images = _find_images(source, roots, ignored, flat=flat)
+    mask_files = _find_masks(source, masks, images, ignored) if masks else {}
+    classes = [] if flat else sorted({image.stratum for image in images})
+    _check_classes(source, classes, fixed)
     if classes:
-        folders = {name for root in roots.values() for name in _folders(root)}
-        count_ignored(ignored, "folders without images", len(folders - set(classes)))
-    names = dict.fromkeys([*fixed, *classes])
-    decided = [f"classes: {alike} look alike" for alike in look_alikes(names)]
+        folders = {name for root in roots.values() for name in next(walk(root))[2]}
+        ignored["folders without images"] += len(folders - set(classes))
     numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
     keys, items = Keys(), list[Sample]()
     for image in images:
         path, parts = str(image.parts[0][1]), list(image.parts)
+        if masks and path not in mask_files:
+            ignored["images without a mask"] += 1
+            continue
         if classes:
             parts.append(("cls", numbers[image.stratum]))
-        if mask_files is not None:
-            if path not in mask_files:
-                count_ignored(ignored, "images without a mask")
-                continue
+        if masks:
             parts.append(mask_files[path])
         stem = image.name.rpartition(".")[0]
         key = keys.key(stem)
-        name = image.name if key != stem else ""
-        items.append(image._replace(key=key, parts=parts, name=name))
-    labels = (
-        (ColumnInfo("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
-    )
-    about: dict[str, Any] = {"kind": "folder", "classes": len(fixed or classes)}
-    about |= stated_classes(fixed)
+        items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
+    labels = (ColumnInfo("label", "class", "cls", classes=tuple(numbers)),) if classes else ()
+    about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     if masks is not None:
         about["masks"] = True
-    if decided:
+    if decided := _decided(list(dict.fromkeys([*fixed, *classes])), list(numbers)):
         about["decided"] = decided
     return Source(
         source,
@@ -89,48 +80,64 @@ def list_folder(
         lambda: labels,
         about,
         len(items),
-        ignored=ignored,
+        ignored=dict(+ignored),
         root=source,
         stratum="label" if classes else "",
         has_files=True,
     )
 
 
-def _find_images(
-    roots: dict[str, str], ignored: dict[str, int], *, flat: bool
-) -> tuple[list[Sample], int]:
-    """Return (images, number of images outside a class folder). roots: folders by split.
+def _decided(names: list[str], numbered: list[str]) -> list[str]:
+    """Return lines for people about the names of classes. numbered: in the order of their numbers."""
+    lines = [f"classes: {alike} look alike" for alike in look_alikes(names)]
+    other = next((n for n in numbered if n.isdecimal() and int(n) != numbered.index(n)), None)
+    if other is not None:
+        number = numbered.index(other)
+        lines.append(
+            f"classes: names are sorted, so folder {other!r} has the class number {number}"
+        )
+    return lines
 
-    name: the path below the folder of the split.
+
+def _find_images(
+    source: str, roots: dict[str, str], ignored: Counter[str], *, flat: bool
+) -> list[Sample]:
+    """Return the images, whose name is the path below the folder of the split.
+
+    roots: folders by split. Raises SourceError if there are none.
     """
     images, outside = list[Sample](), 0
     for split, root in roots.items():
-        for below, folder, names in _files(root, ignored):
+        for below, folder, _, names, hidden in walk(root):
+            ignored["hidden or system files"] += hidden
             kind = "" if flat else below.split("/", 1)[0]
             prefix = f"{below}/" if below else ""
             for name in names:
                 field = image_field(name)
                 if field is None:
-                    count_ignored(ignored, f"*{os.path.splitext(name)[1].lower()}")
+                    ignored[f"*{os.path.splitext(name)[1].lower()}"] += 1
                 elif not kind and not flat:
                     outside += 1
                 else:
                     parts = [(field, f"{folder}{os.sep}{name}")]
                     images.append(Sample(None, parts, split, stratum=kind, name=prefix + name))
-    return images, outside
+    ignored["images outside a class folder"] += outside
+    if images:
+        return images
+    if outside:
+        raise SourceError(
+            f"{source} holds {outside} images and no class folders. Make a folder for each class, "
+            "or use flat=True for images without labels."
+        )
+    seen = ", ".join(f"{count} x {name}" for name, count in sorted((+ignored).items()))
+    raise SourceError(
+        f"{source} holds no images (found: {seen or 'nothing'}). Check the path. Images end in "
+        f"{', '.join(EXTENSIONS)}."
+    )
 
 
-def _check_found(
-    source: str,
-    classes: Sequence[str],
-    fixed: Sequence[str],
-    outside: int | None,
-    ignored: dict[str, int],
-) -> None:
-    """Raise UsageError for a folder of an unknown class, SourceError if there are no images.
-
-    outside: images outside a class folder, if no others were found; else None.
-    """
+def _check_classes(source: str, classes: Sequence[str], fixed: Sequence[str]) -> None:
+    """Raise UsageError for a folder of a class that is not given."""
     other = [kind for kind in classes if fixed and kind not in fixed]
     if other:
         raise UsageError(
@@ -138,24 +145,13 @@ def _check_found(
             f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
             "the end of the classes."
         )
-    if outside:
-        raise SourceError(
-            f"{source} holds {outside} images and no class folders. Make a folder for each class, "
-            "or use flat=True for images without labels."
-        )
-    if outside is not None:
-        seen = ", ".join(f"{count} x {name}" for name, count in sorted(ignored.items()))
-        raise SourceError(
-            f"{source} holds no images (found: {seen or 'nothing'}). Check the path. Images end in "
-            f"{', '.join(EXTENSIONS)}."
-        )
 
 
 def _find_masks(
     source: str,
     masks: str,
     images: Sequence[Sample],
-    ignored: dict[str, int],
+    ignored: Counter[str],
 ) -> dict[str, tuple[str, str]]:
     """Return (field, path) of the mask of each image, by the path of the image.
 
@@ -170,16 +166,16 @@ def _find_masks(
             "the folder of the images alone."
         )
     by_stem: dict[str, tuple[str, str]] = {}
-    for below, folder, names in _files(masks, {}):
+    for below, folder, _, names, _ in walk(masks):
         for name in names:
             field, path = image_field(name), f"{folder}{os.sep}{name}"
+            if field is None:
+                continue
             if field in JPEG.extensions:
                 raise SourceError(
                     f"{path} is a JPEG, which changes class numbers. Store masks as PNG."
                 )
             stem = f"{below}/{name}".lstrip("/").rpartition(".")[0]
-            if field is None:
-                continue
             if stem in by_stem:
                 raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
             by_stem[stem] = (f"mask.{field}", path)
@@ -194,78 +190,27 @@ def _find_masks(
             f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
             f"for the extension: {next(iter(stems.values()))}.png."
         )
-    count_ignored(
-        ignored, "masks without an image", len(by_stem) - len(set(stems.values()) & set(by_stem))
-    )
+    ignored["masks without an image"] += len(by_stem.keys() - stems.values())
     return matched
 
 
-def _splits(source: str, ignored: dict[str, int], *, alone: bool) -> dict[str, str]:
-    """Return {folder: split} if `source` has folders named train and val or test; else {}.
+def _splits(source: str, ignored: Counter[str], *, alone: bool) -> dict[str, str]:
+    """Return {split: folder} if `source` has folders named train and val or test; else {}.
 
     alone: only if it has no other folders and files.
     """
-    folders = _folders(source)
+    _, _, folders, files, _ = next(walk(source))
     named = {folder: SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS}
-    if "train" not in named.values() or len(named) < 2:
-        return {}
-    with os.scandir(source) as entries:
-        beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
-    if alone and (beside or len(folders) > len(named)):
+    beside = len(folders) - len(named)
+    if "train" not in named.values() or len(named) < 2 or (alone and (files or beside)):
         return {}
     if len(set(named.values())) < len(named):
         raise SourceError(
             f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. "
             "Keep one folder for each split."
         )
-    count_ignored(ignored, "folders beside the splits", len(folders) - len(named))
-    count_ignored(ignored, "files beside the splits", len(beside))
+    ignored["folders beside the splits"] += beside
+    ignored["files beside the splits"] += len(files)
     order = list(dict.fromkeys(SPLITS.values()))
-    return dict(sorted(named.items(), key=lambda item: order.index(item[1])))
-
-
-def _folders(root: str) -> list[str]:
-    try:
-        with os.scandir(root) as entries:
-            return sorted(
-                entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name)
-            )
-    except OSError as error:
-        raise SourceError(
-            f"{root} cannot be listed: {error.strerror}. Check its permissions."
-        ) from error
-
-
-def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (path below root with forward slashes, path, file names) of each folder, sorted.
-
-    Links are followed.
-    """
-
-    def failed(error: OSError) -> None:
-        raise SourceError(
-            f"{error.filename} cannot be listed: {error.strerror}. Check its permissions."
-        ) from error
-
-    seen: set[str] = set()
-    for folder, folders, files in os.walk(root, onerror=failed, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            raise SourceError(
-                f"{folder} is found twice below {root} because of a link, so its images would come "
-                f"twice. Remove the link."
-            )
-        seen.add(real)
-        names = sorted(name for name in files if not is_litter(name))
-        kept = sorted(name for name in folders if not is_litter(name))
-        count_ignored(
-            ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept)
-        )
-        folders[:] = kept
-        for path in [folder, *names]:
-            if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
-                raise SourceError(
-                    f"{path!r}: this name is not UTF-8, which an index needs. Rename it."
-                )
-        below = os.path.relpath(folder, root).replace(os.sep, "/")
-        yield "" if below == "." else below, folder, names
+    places = sorted(named.items(), key=lambda item: order.index(item[1]))
+    return {split: os.path.join(source, folder) for folder, split in places}

@@ -17,6 +17,8 @@ from wdstrain.conversion.listing import Source, check_there, file_mark
 from wdstrain.conversion.sources.arrays import stream_rows
 from wdstrain.errors import SourceError, UsageError
 
+# Attributes of netCDF that change what the stored numbers mean.
+_MEANING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 _CACHE = 64 << 20  # bytes of chunks of one data set that h5py keeps
 
 
@@ -55,12 +57,18 @@ def stream_hdf5(
             f"Use one of its data sets: {_known(opened)}"
         )
     data_sets = {name: _find(opened, file, path) for name, path in wanted.items()}
+    decided = [
+        f"{name}: stored numbers are packed, without {', '.join(one.meaning)}"
+        for name, one in data_sets.items()
+        if one.meaning
+    ]
     source = {
         "kind": "hdf5",
         "fields": dict(fields),
         "labels": list(labels),
         "key": key,
         **stated_classes(classes),
+        **({"decided": decided} if decided else {}),
     }
     return stream_rows(
         file,
@@ -97,6 +105,7 @@ class _DataSet:
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)
         self.chunk = int(opened.chunks[0]) if opened.chunks else 1
+        self.meaning = [name for name in _MEANING if name in opened.attrs]
 
     def __getitem__(self, rows: slice) -> Any:
         try:

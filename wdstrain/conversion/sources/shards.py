@@ -21,8 +21,10 @@ from wdstrain.conversion.listing import (
     Source,
     check_there,
     count_ignored,
+    drawn_again,
     field_name,
     file_mark,
+    readable,
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
@@ -65,6 +67,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         ids = np.array([number for number, key in enumerate(keys) if key in wanted], np.int64)
         count_ignored(ignored, "keys that were not asked for", len(index) - len(ids))
         index = index.take(ids)
+    splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
     labels = _labels(index, names)
     if options.label is not None:
         labels = _with_declared(index, labels, options)
@@ -87,7 +90,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             yield Sample(
                 index.key(number),
                 kept,
-                shard.split or split_of(shard.name),
+                splits[shard.name],
                 stratum=next(iter(kinds), ""),
             )
 
@@ -95,6 +98,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     is_one = len(urls) == 1 and not is_remote(urls[0])
     source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
+    source |= drawn_again(splits.values(), options)
     mark = (
         f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} "
         f"{sorted(wanted or ())} {labels} {[shard.split for shard in index.shards]!r}"
@@ -264,12 +268,8 @@ def read_keys(path: str) -> set[str]:
     """Return the keys in a file with one key on each line."""
     check_there(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with readable(path), open(path, encoding="utf-8") as file:
             keys = {line.strip() for line in file if line.strip()}
-    except OSError as error:
-        raise SourceError(
-            f"{path}: the file of keys cannot be read: {error.strerror}. Check its permissions."
-        ) from error
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is not UTF-8. Write one key on each line, in UTF-8.") from error
     if not keys:

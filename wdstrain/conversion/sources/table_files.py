@@ -11,7 +11,7 @@ from stat import S_ISREG
 from typing import Any
 from urllib.parse import unquote
 
-from wdstrain.conversion.listing import check_there, is_litter, split_of
+from wdstrain.conversion.listing import check_there, is_litter, readable, split_of, walk
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
 from wdstrain.storage.remote import gopen, is_remote
@@ -105,12 +105,16 @@ def _find(address: str) -> tuple[list[str], str]:
     if is_remote(address):
         return [address], address.rpartition("/")[0]
     if os.path.isdir(address):
-        return _files_below(address), address
+        files = [
+            os.path.join(folder, name)
+            for _, folder, _, names, _ in walk(address, _is_leftover, links=False)
+            for name in names
+            if _extension(name) in FORMS
+        ]
+        return files, address
     if glob.has_magic(address) and not os.path.lexists(address):
-        try:
+        with readable(address, "the permissions of the folder"):
             paths = list(filter(os.path.isfile, matching_paths(address)))
-        except OSError as error:
-            raise _unreadable(address, error, "the permissions of the folder") from error
         if not paths:
             raise UsageError(f"{address}: no file matches this pattern. Check the path.")
         return paths, os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -124,21 +128,6 @@ def _find_on_hub(address: str) -> tuple[list[str], str]:
     return [path for path in tables if form_of(path) == "parquet"] or tables, base
 
 
-def _files_below(folder: str) -> list[str]:
-    def failed(error: OSError) -> None:
-        raise _unreadable(folder, error, "the permissions of the folder") from error
-
-    paths = []
-    for place, folders, names in os.walk(folder, onerror=failed, followlinks=False):
-        folders[:] = sorted(name for name in folders if not _is_leftover(name))
-        paths += [
-            os.path.join(place, name)
-            for name in sorted(names)
-            if _extension(name) in FORMS and not _is_leftover(name)
-        ]
-    return paths
-
-
 def _is_leftover(name: str) -> bool:
     """Return whether a name is of no table: Spark, pandas and Arrow ignore `_temporary`, too."""
     return is_litter(name) or name.startswith("_")
@@ -149,11 +138,11 @@ def _is_leftover(name: str) -> bool:
 
 def read_file(path: str) -> bytes:
     """Return the bytes of a local file, a pipe, or a file of a server."""
-    try:
-        with gopen(path) if is_remote(path) else open(path, "rb") as file:
-            return bytes(file.read())
-    except OSError as error:
-        raise _unreadable(path, error, "the path and its permissions") from error
+    with (
+        readable(path, "the path and its permissions"),
+        gopen(path) if is_remote(path) else open(path, "rb") as file,
+    ):
+        return bytes(file.read())
 
 
 @contextmanager
@@ -175,8 +164,3 @@ def _state(path: str) -> tuple[int, int, int] | None:
         return None  # a file of a server
     is_file = S_ISREG(status.st_mode)
     return (status.st_ino, status.st_size, status.st_mtime_ns) if is_file else None
-
-
-def _unreadable(path: str, error: OSError, check: str) -> SourceError:
-    place = error.filename or path
-    return SourceError(f"{place} cannot be read: {error.strerror}. Check {check}.")
