@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,8 @@ from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 
 
-class Rows(Protocol):
-    """An array that is read by runs of rows."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-    def __getitem__(self, rows: slice) -> Any: ...
+# An array that is read by runs of rows: it has a shape, a dtype, and rows by slices.
+Rows = Any
 
 
 def stream_arrays(
@@ -60,12 +54,8 @@ def stream_arrays(
     SourceError for files that are not arrays, UsageError for lengths that differ.
     """
     opened = {name: _open(name, array) for name, array in arrays.items()}
-    files = {
-        name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))
-    }
-    paths = [
-        f"{path.partition('.npz:')[0]}.npz" if ".npz:" in path else path for path in files.values()
-    ]
+    files = {n: os.fspath(one) for n, one in arrays.items() if isinstance(one, (str, os.PathLike))}
+    paths = [_file_of(one)[0] for one in files.values()]
     asked = [list(files.items()), list(labels), list(classes), quality]
     return stream_rows(
         ", ".join(files.values()) or "arrays",
@@ -168,10 +158,7 @@ def _check_keys(title: str, keys: Rows) -> None:
 def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
     """Return the name of the field of each array."""
     try:
-        fields = {
-            name: array_field(name, array)  # type: ignore[arg-type]
-            for name, array in arrays.items()
-        }
+        fields = {name: array_field(name, array) for name, array in arrays.items()}
     except SampleError as error:
         raise UsageError(f"{error}. Choose another name.") from None
     if len(set(fields.values())) < len(fields):
@@ -295,21 +282,16 @@ def _text(value: Any) -> str:
 def _open(name: str, array: Any) -> Rows:
     if not isinstance(array, (str, os.PathLike)):
         try:
-            is_masked = isinstance(array, np.ma.MaskedArray)
-            return np.asanyarray(array) if is_masked else np.asarray(array)
+            return np.asanyarray(array)
         except Exception as error:  # the methods of an array may raise anything
             kind = type(array).__name__
             raise UsageError(f"{name}: {kind} cannot be read as an array: {error}.") from None
-    path, _, member = os.fspath(array).partition(".npz:")
-    check_there(f"{path}.npz" if member else path, f"{name}={os.fspath(array)}")
+    path, member = _file_of(array)
+    check_there(path, f"{name}={os.fspath(array)}")
     try:
-        loaded = np.load(
-            f"{path}.npz" if member else path,
-            mmap_mode=None if member or path.endswith(".npz") else "r",
-            allow_pickle=False,
-        )
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
-            return loaded  # type: ignore[no-any-return]
+            return loaded
         with loaded as archive:
             members = list(archive.files)
             if member in members:
@@ -319,7 +301,13 @@ def _open(name: str, array: Any) -> Rows:
             f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
         ) from error
     if member:
-        raise UsageError(f"{path}.npz has no member '{member}'. Use one of: {', '.join(members)}")
+        raise UsageError(f"{path} has no member '{member}'. Use one of: {', '.join(members)}")
     raise UsageError(
         f"{path} holds several arrays: {', '.join(members)}. Name one: {name}={path}:{members[0]}"
     )
+
+
+def _file_of(array: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return (file, member) of an address of an array."""
+    path, _, member = os.fspath(array).partition(".npz:")
+    return path + ".npz" * bool(member), member

@@ -36,7 +36,7 @@ from wdstrain.shards.index_document import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, folder_of
+from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
 from wdstrain.storage.remote import is_remote
 
 
@@ -46,7 +46,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     Raises UsageError for fields that no shard has, for sets whose labels differ, and for shards
     that lie in the output folder; SourceError for keys that no shard has.
     """
-    urls = as_paths(options.urls)
+    given = options.urls
+    urls = list(map(os.fspath, [given] if isinstance(given, (str, os.PathLike)) else given))
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     if options.keep and options.drop:
@@ -64,9 +65,9 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     wanted = _wanted_keys(index, options)
     if wanted is not None:
         keys = index.keys(np.arange(len(index)))
-        ids = np.array([number for number, key in enumerate(keys) if key in wanted], np.int64)
-        count_ignored(ignored, "keys that were not asked for", len(index) - len(ids))
-        index = index.take(ids)
+        is_wanted = np.array([key in wanted for key in keys], np.bool_)
+        count_ignored(ignored, "keys that were not asked for", int((~is_wanted).sum()))
+        index = index.take(np.flatnonzero(is_wanted))
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
     labels = _labels(index, names)
     if options.label is not None:
@@ -127,11 +128,6 @@ def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
         except DamageError as error:
             yield first, str(error).rpartition(". ")[0]
             first += 1
-
-
-def as_paths(urls: Urls) -> list[str]:
-    """Return addresses as texts."""
-    return [os.fspath(url) for url in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)]
 
 
 def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:

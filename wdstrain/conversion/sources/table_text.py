@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,10 +22,9 @@ import pyarrow as pa
 from wdstrain.conversion.labels import NUMBER
 from wdstrain.conversion.listing import BadSample, BadSamples, image_field
 from wdstrain.conversion.source_options import TableOptions
-from wdstrain.conversion.sources.table_cells import Cells, cells_of
+from wdstrain.conversion.sources.table_cells import BATCH, Cells, cells_of
 from wdstrain.errors import SourceError
 
-_BATCH = 8192  # rows that are parsed before they become Arrow arrays
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
@@ -51,77 +50,32 @@ class Part:
 # --- CSV ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Csv:
-    """The text of a CSV file, and how it is read. skipped: lines before the header."""
-
-    path: str
-    data: bytes
-    encoding: str
-    escape: str | None
-    delimiter: str = ","
-    skips_blanks: bool = False
-    skipped: int = 0
-
-    def lines(self) -> Iterator[str]:
-        try:
-            yield from io.TextIOWrapper(io.BytesIO(self.data), self.encoding, newline="")
-        except UnicodeError:
-            raise _not_decoded(self.path, self.data, self.encoding) from None
-
-    def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield (number of its last line, cells) of each row that is not blank."""
-        before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size
-        try:
-            reader = csv.reader(
-                islice(self.lines(), self.skipped, None),
-                delimiter=self.delimiter,
-                escapechar=self.escape,
-                skipinitialspace=self.skips_blanks,
-                strict=True,
-            )
-            yield from ((reader.line_num + self.skipped, row) for row in reader if row)
-        except csv.Error as error:
-            raise SourceError(
-                f"{self.path} is not a CSV table ({error}). Look for a quote that is not closed. If "
-                "quotes are escaped by backslashes, give escape='\\\\'."
-            ) from error
-        finally:
-            csv.field_size_limit(before)
-
-    def blanks_and_quotes(self) -> int:
-        """Return the number of cells that begin with blanks and a quote."""
-        cells = (cell for _, row in self.rows() for cell in row)
-        return sum(cell[:1] == " " and cell.lstrip(" ")[:1] == '"' for cell in cells)
-
-
 def read_csv(path: str, data: bytes, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of a CSV or TSV file as texts."""
     encoding = "utf-8-sig" if options.encoding == "utf-8" else options.encoding
-    text = _dialect(_Csv(path, data, encoding, options.escape))
-    first = [row for _, row in islice(text.rows(), 2)]
+    dialect = _dialect(path, data, encoding, options.escape)
+    first = [row for _, row in islice(_rows(path, data, encoding, **dialect), 2)]
     if len(first) < 1 + options.header:
         raise SourceError(
             f"{path} has {len(first)} lines that are not blank: must have a header and at least one "
             "row. Check the file."
         )
-    names = (
-        [cell.strip() for cell in first[0]] if options.header else [*map(str, range(len(first[0])))]
-    )
+    names = [c.strip() for c in first[0]] if options.header else [*map(str, range(len(first[0])))]
     if options.header and any(NUMBER.fullmatch(name) or image_field(name) for name in names):
         raise SourceError(
             f"{path}: its first line looks like data ({names[0][:40]!r} ...). Add a line that names "
             "the columns, or use header=False, which names them 0, 1, ..."
         )
-    rows = islice(text.rows(), int(options.header), None)
-    for place, batch in enumerate(iter(lambda: list(islice(rows, _BATCH)), [])):
+    rows = islice(_rows(path, data, encoding, **dialect), int(options.header), None)
+    for place, batch in enumerate(iter(lambda: list(islice(rows, BATCH)), [])):
         good = [(line, row) for line, row in batch if len(row) == len(names)]
         if not place and not good:
+            mark = dialect["delimiter"]
             raise SourceError(
-                f"{text.path}: no row has as many cells as the header: it has {len(names)} "
-                f"({', '.join(names)[:80]}), line {batch[0][0]} has {len(batch[0][1])}. Remove lines before the header, and "
-                f"separate all cells by {_DELIMITERS.get(text.delimiter, repr(text.delimiter))}, also in the "
-                "header."
+                f"{path}: no row has as many cells as the header: it has {len(names)} "
+                f"({', '.join(names)[:80]}), line {batch[0][0]} has {len(batch[0][1])}. Remove lines "
+                f"before the header, and separate all cells by {_DELIMITERS.get(mark, repr(mark))}, "
+                "also in the header."
             )
         for line, row in batch:
             if len(row) != len(names):
@@ -133,21 +87,52 @@ def read_csv(path: str, data: bytes, options: TableOptions, bad: BadSamples) -> 
         yield Part(path, lines, list(names), dict(zip(names, arrays, strict=True)), set(names))
 
 
-def _dialect(text: _Csv) -> _Csv:
-    """Return the text with its delimiter, which the first line has or names."""
-    first = next(text.lines(), "")
+def _lines_of(path: str, data: bytes, encoding: str) -> Iterator[str]:
+    try:
+        yield from io.TextIOWrapper(io.BytesIO(data), encoding, newline="")
+    except UnicodeError:
+        raise _not_decoded(path, data, encoding) from None
+
+
+def _rows(
+    path: str, data: bytes, encoding: str, *, skipped: int, **dialect: Any
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of its last line, cells) of each row that is not blank.
+
+    skipped: lines before the header.
+    """
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size
+    try:
+        lines = islice(_lines_of(path, data, encoding), skipped, None)
+        reader = csv.reader(lines, strict=True, **dialect)
+        yield from ((reader.line_num + skipped, row) for row in reader if row)
+    except csv.Error as error:
+        raise SourceError(
+            f"{path} is not a CSV table ({error}). Look for a quote that is not closed. If quotes "
+            "are escaped by backslashes, give escape='\\\\'."
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _dialect(path: str, data: bytes, encoding: str, escape: str | None) -> dict[str, Any]:
+    """Return how a CSV is read. Its delimiter is the one that the first line has or names."""
+    first = next(_lines_of(path, data, encoding), "")
     if "\0" in first:
-        raise SourceError(f"{text.path} has NUL bytes in line 1, as UTF-16 has. {_NEXT_STEP}")
+        raise SourceError(f"{path} has NUL bytes in line 1, as UTF-16 has. {_NEXT_STEP}")
     delimiter = next((mark for mark in _DELIMITERS if mark in first), ",")
-    if first.lower().startswith("sep=") and len(first.strip()) == 5:
-        text = replace(text, delimiter=first[4], skipped=1)
-    else:
-        is_tsv = text.path.lower().endswith(".tsv")
-        text = replace(text, delimiter="\t" if is_tsv else delimiter)
-    skipping = replace(text, skips_blanks=True)  # as in 1, "a"
-    if b' "' in text.data and text.blanks_and_quotes() != skipping.blanks_and_quotes():
-        return skipping
-    return text
+    delimiter = "\t" if path.lower().endswith(".tsv") else delimiter
+    is_named = first.lower().startswith("sep=") and len(first.strip()) == 5
+    dialect = {"delimiter": first[4] if is_named else delimiter, "escapechar": escape}
+    plain = {**dialect, "skipped": int(is_named)}
+    skipping = {**plain, "skipinitialspace": True}  # as in 1, "a"
+    quoted = [
+        sum(cell[:1] == " " and cell.lstrip(" ")[:1] == '"' for _, row in rows for cell in row)
+        for rows in (
+            _rows(path, data, encoding, **one) for one in (plain, skipping) if b' "' in data
+        )
+    ]
+    return plain if len(set(quoted)) < 2 else skipping
 
 
 _NEXT_STEP = (
@@ -173,7 +158,7 @@ def _not_decoded(path: str, data: bytes, encoding: str) -> SourceError:
 def read_json(path: str, data: bytes, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of JSON lines, or of one JSON array of objects. A row may lack columns."""
     rows = _array(path, data) if data.lstrip()[:1] == b"[" else _lines(path, data, bad)
-    while batch := list(islice(rows, _BATCH)):
+    while batch := list(islice(rows, BATCH)):
         names = list(dict.fromkeys(name for _, row in batch for name in row))
         cells = {name: cells_of([row.get(name) for _, row in batch]) for name in names}
         lines = array("q", [line for line, _ in batch])
