@@ -150,22 +150,12 @@ def keyed(
             yield keys.key(name), name, sample
 
 
-def _first(entries: Iterable[Entry], limit: int | None) -> Iterator[Entry]:
-    """Yield the entries up to the good sample number `limit`; the next one is not asked for."""
-    count = 0
-    for entry in entries:
-        yield entry
-        count += isinstance(entry, Sample)
-        if count == limit:
-            return
-
-
 # --- pixels, encoded in worker processes ---------------------------------------------------------
 
 
 def _encoded(source: Source, options: Options) -> Iterator[Entry]:
     """Yield the samples of a stream, in order, with bytes in place of `Pixels`."""
-    batches = _batches(_first(source.samples(), options.limit))
+    batches = _batches(source.samples(), options.limit)
     head = list(islice(batches, _FEW))
     jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
     has_pixels = any(isinstance(part, Pixels) for batch in head for _, part in _parts_of(batch))
@@ -177,10 +167,14 @@ def _encoded(source: Source, options: Options) -> Iterator[Entry]:
             yield from batch
 
 
-def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    batch, size = list[Entry](), 0
+def _batches(entries: Iterable[Entry], limit: int | None) -> Iterator[list[Entry]]:
+    """Yield the entries up to the good sample number `limit`; the next one is not asked for."""
+    batch, size, count = list[Entry](), 0, 0
     for entry in entries:
         batch.append(entry)
+        count += isinstance(entry, Sample)
+        if count == limit:
+            break
         size += sum(p.size if isinstance(p, Pixels) else len(p) for _, p in _parts_of([entry]))
         if size >= _BATCH_BYTES or len(batch) == _BATCH:
             yield batch

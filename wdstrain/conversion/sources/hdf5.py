@@ -36,7 +36,12 @@ def stream_hdf5(
     fields: {name: path in the file}. key: path of a data set with the keys of the samples. Raises
     SourceError for a file that is not HDF5, UsageError for a path that is not a data set.
     """
-    h5py = _h5py()
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError("HDF5 needs h5py. Install it: pip install 'wdstrain[hdf5]'") from None
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401, registers its filters
     check_there(file)
     try:
         opened = h5py.File(file, "r", rdcc_nbytes=_CACHE)
@@ -120,14 +125,13 @@ class _DataSet:
 
 
 def _find(opened: Any, file: str, path: str) -> _DataSet:
-    h5py = _h5py()
     try:
         node = opened.get(path)
     except (OSError, RuntimeError) as error:
         raise SourceError(
             f"{file}: {path} cannot be opened ({error}). Check the links in the file."
         ) from error
-    if isinstance(node, h5py.Dataset):
+    if _is_data_set(node):
         if node.dtype.names:
             raise UsageError(
                 f"{file}{path} is a table. Name one of its columns: "
@@ -135,18 +139,18 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
             )
         return _DataSet(node, file)
     above, _, column = path.rstrip("/").rpartition("/")
-    table = opened.get(above) if above else None
-    if isinstance(table, h5py.Dataset) and column in (table.dtype.names or ()):
+    table: Any = opened.get(above) if above else None
+    if _is_data_set(table) and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
     reason = "is a group" if node is not None else "does not exist"
     raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
 
 
 def _known(opened: Any) -> str:
-    h5py, lines = _h5py(), []
+    lines = []
 
     def visit(name: str, node: Any) -> None:
-        if isinstance(node, h5py.Dataset):
+        if _is_data_set(node):
             columns = node.dtype.names
             kind = f"table of {', '.join(columns)}" if columns else node.dtype
             lines.append(f"/{name} {list(node.shape)} {kind}")
@@ -155,11 +159,5 @@ def _known(opened: Any) -> str:
     return "; ".join(lines[:20]) + ("; ..." if len(lines) > 20 else "") or "none"
 
 
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise UsageError("HDF5 needs h5py. Install it: pip install 'wdstrain[hdf5]'") from None
-    with suppress(ImportError):
-        import hdf5plugin  # noqa: F401, registers its filters
-    return h5py
+def _is_data_set(node: Any) -> bool:
+    return hasattr(node, "dtype")

@@ -59,7 +59,8 @@ def stream_samples(
 
     def read(split: str, number: int, sample: Any) -> Sample:
         key, packed = _packed(sample, fields, quality, places)
-        stratum = _stratum(packed)
+        cls = next((data for field, data in packed if field == "cls"), b"")
+        stratum = cls.decode("utf-8", "replace").strip()
         kind = "numbers" if stratum.isdecimal() else "names"
         if stratum and kinds - {kind}:
             raise SampleError(f"its cls is {stratum!r}, but others are {min(kinds)}")
@@ -175,12 +176,6 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
             f"Name each value: fields=(...)"
         )
     return dict(zip(names, values, strict=True))
-
-
-def _stratum(packed: list[tuple[str, Any]]) -> str:
-    return next(
-        (data.decode("utf-8", "replace").strip() for field, data in packed if field == "cls"), ""
-    )
 
 
 def classes_of(part: Any) -> tuple[str, ...]:

@@ -47,7 +47,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     that lie in the output folder; SourceError for keys that no shard has.
     """
     given = options.urls
-    urls = list(map(os.fspath, [given] if isinstance(given, (str, os.PathLike)) else given))
+    several = [given] if isinstance(given, (str, os.PathLike)) else given
+    urls = [os.fspath(url) for url in several]
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     if options.keep and options.drop:

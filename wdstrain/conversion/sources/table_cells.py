@@ -89,14 +89,11 @@ def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], list[Any]]:
             return coded.indices.to_numpy(), plain(coded.dictionary)
         except pa.ArrowNotImplementedError:
             pass  # lists and structs
-    values: dict[str, Any] = {}  # by text, which tells 1 from 1.0 and True
-    places: dict[str, int] = {}
-    codes = np.empty(len(cells), np.int32)
-    for row, value in enumerate(each(cells)):
-        text = repr(value)
-        codes[row] = places.setdefault(text, len(places))
-        values.setdefault(text, value)
-    return codes, list(values.values())
+    values = list(each(cells))
+    texts = list(map(repr, values))  # these tell 1 from 1.0 and True
+    by_text = dict(zip(texts, values, strict=True))
+    places = {text: place for place, text in enumerate(by_text)}
+    return np.array([places[text] for text in texts], np.int32), list(by_text.values())
 
 
 def each(cells: Cells) -> Iterator[Any]:

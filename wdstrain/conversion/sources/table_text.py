@@ -124,7 +124,7 @@ def _dialect(path: str, data: bytes, encoding: str, escape: str | None) -> dict[
     delimiter = "\t" if path.lower().endswith(".tsv") else delimiter
     is_named = first.lower().startswith("sep=") and len(first.strip()) == 5
     dialect = {"delimiter": first[4] if is_named else delimiter, "escapechar": escape}
-    plain = {**dialect, "skipped": int(is_named)}
+    plain: dict[str, Any] = {**dialect, "skipped": int(is_named)}
     skipping = {**plain, "skipinitialspace": True}  # as in 1, "a"
     quoted = [
         sum(cell[:1] == " " and cell.lstrip(" ")[:1] == '"' for _, row in rows for cell in row)
