@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1396,
     "storage": 1199,
     "reader": 506,
-    "cli": 722,
+    "cli": 750,
     "runtime": 398,
     "tuning": 363,
     "order": 400,

@@ -361,3 +361,27 @@ def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path, closed: boo
     assert done.returncode == (0 if closed else 1)
     message = "error: the work is done, but its result cannot be written to stdout: No space left on device."
     assert done.stderr == ("" if closed else f"{message}\nhint: Write it elsewhere.\n")
+
+
+def test_convert_guesses_the_kind_of_a_source_and_says_so(
+    photos: Path, tmp_path: Path, capsys: Any
+) -> None:
+    table = tmp_path / "table.csv"
+    files = sorted(path for path in photos.rglob("*") if path.is_file())[:2]
+    table.write_text("file,kind\n" + "".join(f"{path},k{i}\n" for i, path in enumerate(files)))
+    for source, kind, count in ((photos, "folder", None), (table, "table", 2)):
+        out = tmp_path / f"out-{kind}"
+        words = ["--image", "file", "--label", "kind"] if kind == "table" else []
+        assert main(["convert", str(source), str(out), *words]) == 0
+        assert f"is packed as by: wdstrain convert {kind}\n" in capsys.readouterr().err
+        assert count in (None, len(wt.open(out)))
+    again = tmp_path / "again"
+    assert main(["convert", str(tmp_path / "out-folder"), str(again), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert wt.open(again).keys(range(3))
+    (tmp_path / "both" / "images").mkdir(parents=True)
+    (tmp_path / "both" / "labels.csv").write_text("a\n")
+    assert main(["convert", str(tmp_path / "both"), str(tmp_path / "no")]) == 2
+    assert "holds the table labels.csv and folders such as images" in capsys.readouterr().err
+    assert main(["convert", "fodler", "a", "b"]) == 2
+    assert "Did you mean folder?" in capsys.readouterr().err

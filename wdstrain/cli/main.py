@@ -21,7 +21,7 @@ from typing import Any
 
 from wdstrain import __version__
 from wdstrain.cli.common import Parser, UsageProblem, print_json
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.report.terminal import flush_results, print_error, quiet
 
 _VERBS = {  # the module that adds a verb, and what it does
@@ -59,12 +59,17 @@ _VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]
 def main(words: Sequence[str]) -> int:
     """Run one command, and return its exit status."""
     try:
+        if words[:1] == ["convert"]:
+            words = import_module("wdstrain.cli.sets").with_kind(words)
         arguments, unknown = _parser(words).parse_known_args(words)
         if unknown:
             raise UsageProblem(arguments.parser, f"unrecognized option {unknown[0]!r}")
     except UsageProblem as problem:
         report_error(_usage_error(problem), {}, words, as_json="--json" in words)
         return 2
+    except UsageError as error:
+        report_error(str(error), {}, words, as_json="--json" in words)
+        return error.exit_code
     with quiet(arguments.quiet), _log_messages(arguments):
         return _run(arguments, words)
 

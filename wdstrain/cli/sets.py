@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from wdstrain.conversion.source_options import (
     TarsOptions,
     TorchvisionOptions,
 )
+from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.options import CheckedOptions, IndexOptions
@@ -80,13 +82,55 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
 )
 
 
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather")
+_KIND_OF = {
+    **dict.fromkeys((".tar", ".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz"), "tars"),
+    **dict.fromkeys(_TABLES, "table"),
+    **dict.fromkeys((".h5", ".hdf5", ".hdf"), "hdf5"),
+    **dict.fromkeys((".npy", ".npz"), "arrays"),
+}  # by the extension of a source
+
+
+def with_kind(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of `convert SRC OUT` with the kind of the source, and say what it is.
+
+    Words that state the kind, and those without a source that is there, stay as they are. Raises
+    UsageError for a source that may be of two kinds.
+    """
+    source = next((word for word in words[1:] if not word.startswith("-")), "")
+    kind = "" if source in {row[0] for row in _KINDS} else _kind_of_source(source)
+    if not kind:
+        return words
+    if not {"-q", "--quiet"} & {*words}:
+        print_message(f"note: {source} is packed as by: wdstrain convert {kind}")
+    return [words[0], kind, *words[1:]]
+
+
+def _kind_of_source(source: str) -> str:
+    """Return the kind of a source by its name, and of a folder by what it holds; "" if unknown."""
+    if not os.path.isdir(source):
+        return _KIND_OF.get(os.path.splitext(source)[1].lower(), "")
+    names = sorted(os.listdir(source))
+    if any(name == "index.json" or name.endswith(".tar") for name in names):
+        return "tars"
+    tables = [name for name in names if name.lower().endswith(_TABLES)]
+    is_saved = "dataset_info.json" in names  # by save_to_disk
+    folders = [n for n in names if os.path.isdir(os.path.join(source, n)) and "=" not in n]
+    if tables and folders and not is_saved:
+        raise UsageError(
+            f"{source} holds the table {tables[0]} and folders such as {folders[0]}. Name the table, "
+            f"or state the kind: wdstrain convert folder {source} OUT."
+        )
+    return "table" if tables or is_saved or any("=" in name for name in names) else "folder"
+
+
 def add_convert(verbs: Any, text: str) -> None:
     """Add the verb and its kinds."""
     parser = verbs.add_parser(
         "convert",
         help=text,
         description="Convert a data set into shards.",
-        epilog="example: wdstrain convert folder photos/ shards/photos",
+        epilog="example: wdstrain convert photos/ shards/photos  (the kind is guessed)",
     )
     kinds = parser.add_subparsers(title="kinds of source", metavar="KIND", required=True)
     for name, options, title, example in _KINDS:
