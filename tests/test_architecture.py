@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4332,
     "training": 4244,
-    "inspection": 2260,
+    "inspection": 2261,
     "loader": 1221,
     "shards": 2361,
     "decode": 1396,

@@ -440,7 +440,7 @@ def _columns(index: Index, counted: Index) -> tuple[ColumnSummary, ...]:
 
 def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSummary:
     """Return the statistics of a column. label: that it holds. exact: of all samples."""
-    if label is not None and label.kind == "class":  # also numbers without names are counted
+    if label is not None and label.kind == "class" and column.kind != "class":
         column = replace(column, kind="class", values=pc.cast(column.values, pa.string()))
     present, numbers, per_sample = column.values.drop_null(), None, None
     if pa.types.is_list(present.type):

@@ -450,7 +450,8 @@ def _class_mix(
     effect, size = 1 + (plan.global_batch - 1) * rho, plan.global_batch
     # two standard deviations in a random order
     chance = 2 * math.sqrt(2 / (int((known > 1).sum()) * (len(counts) - 1)))
-    text = f"batches of {size} are as uneven in their classes as random ones of {size / effect:.0f}"
+    even = size / max(1.0, effect)
+    text = f"batches of {size} are as uneven in their classes as random ones of {even:.0f}"
     limit = _GOOD_EFFECT + min(chance, _MAX_CHANCE)
     return Mixing(effect, 1.0, limit, f"{text} (design effect {effect:.2f})")
 

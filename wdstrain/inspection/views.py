@@ -80,7 +80,7 @@ class SampleView:
 
     @property
     def field_text(self) -> str:
-        """The fields that are no picture as one line, without names if there is only one."""
+        """The fields that are no picture as one line."""
         others = {name: text for name, text in self.fields.items() if name not in self.pictures}
         return printable(", ".join(f"{name}: {value}" for name, value in others.items()))
 
