@@ -21,7 +21,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.tables import attempt, write_images, write_table
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
@@ -328,7 +327,6 @@ def _with_other_files(folder: Path, kind: str) -> None:
 
 
 _DRAWN = {"split": {"a": 0.5, "b": 0.5}}
-_RUN_ONLY = known_fault("conversion/dry_run_accepts_what_the_run_refuses")
 
 
 @pytest.mark.parametrize(
@@ -336,11 +334,11 @@ _RUN_ONLY = known_fault("conversion/dry_run_accepts_what_the_run_refuses")
     [
         *((kind, None, {**_DRAWN, "stratify": "unknown"}) for kind in ("folder", "pack", "arrays")),
         ("folder", None, {"out": "in/out"}),
-        pytest.param("table", _with_file, {"out": "file"}, marks=_RUN_ONLY),
-        pytest.param("pack", _with_file, {"out": "file/out"}, marks=_RUN_ONLY),
-        pytest.param("folder", _with_file, {"out": "file", "overwrite": True}, marks=_RUN_ONLY),
-        pytest.param("arrays", _with_set, {"resume": True, "seed": 3}, marks=_RUN_ONLY),
-        pytest.param("table", _with_set, {"resume": True, "seed": 3}, marks=_RUN_ONLY),
+        ("table", _with_file, {"out": "file"}),
+        ("pack", _with_file, {"out": "file/out"}),
+        ("folder", _with_file, {"out": "file", "overwrite": True}),
+        ("arrays", _with_set, {"resume": True, "seed": 3}),
+        ("table", _with_set, {"resume": True, "seed": 3}),
         ("table", None, {**_DRAWN, "stratify": "unknown"}),
         ("folder", None, {**_DRAWN, "stratify": "label"}),
         ("pack", None, {"split": {"a": 0.999, "b": 0.001}}),

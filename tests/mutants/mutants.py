@@ -204,6 +204,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "conversion/collect.py": ("tests/conversion/test_converting.py",),
     "conversion/images.py": ("tests/conversion/test_resizing.py",),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
+    "conversion/staging.py": ("tests/conversion/test_changing_sets.py",),
+    "conversion/upload.py": ("tests/storage/test_object_store.py",),
     "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
 }
 
@@ -625,6 +627,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "small = self.resize is None or max(size) <= self.resize",
         ),
         ("turned-jpeg", "size if is_jpeg and upright", "size if is_jpeg or upright"),
+    ],
+    "conversion/staging.py": [
+        ("old-index-first", "if replaces and is_whole:", "if not replaces and is_whole:"),
+        ("record-last", "key=lambda name: name == _COMMIT", "key=lambda name: name != _COMMIT"),
+        ("new-holds-without-locks", "return is_new", "return True"),
+    ],
+    "conversion/upload.py": [
+        ("changed-by-another", "if listed not in known and not", "if listed in known and not"),
+        ("replaced-at-the-end", "if {INDEX_NAME, shard.name} & set", "if {shard.name} & set"),
     ],
     "conversion/append.py": [
         (

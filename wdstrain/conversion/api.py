@@ -97,23 +97,19 @@ def convert_torchvision(options: TorchvisionOptions) -> Index:
     return run_conversion(options).index
 
 
-def run_conversion(options: Any, note: Note | None = None) -> ConversionResult:
+def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
     out = os.fspath(options.out)
-    source = _SOURCES[type(options)](options, note or _ignore)
+    source = _SOURCES[type(options)](options, note)
     for decision in source.source.get("decided", ()):
-        (note or _ignore)(decision)
+        note(decision)
     done = convert(source, out, options, options.progress)
     if options.resume and done.kept == len(done.index.shards):
-        (note or _ignore)(
+        note(
             f"complete: all {len(done.index)} samples were packed before. What was added to the "
             f"source since then is packed by append or overwrite."
         )
     return done
-
-
-def _ignore(text: str) -> None:
-    """Take a note of nothing."""
 
 
 def _pack(options: PackOptions, note: Note) -> Source:

@@ -27,6 +27,7 @@ from wdstrain.shards.tar_headers import member_size
 
 U64 = npt.NDArray[np.uint64]
 Renamed = dict[int, dict[str, str]]
+Fetched = tuple[str, list[Part] | SampleError]
 
 
 # --- properties that are known before bytes are copied -------------------------------------------
@@ -153,20 +154,19 @@ class Catalog(ABC):
     def __init__(self, name: str, meta: SampleMeta, sizes: Ints, renamed: Renamed) -> None:
         self.name, self.meta, self.sizes, self.renamed = name, meta, sizes, renamed
 
-    def bad(self, number: int, reason: str) -> BadSample:
-        row = self.renamed.get(number)
-        return BadSample(self.name, 0, row["name"] if row else self.key(number), reason)
+    @abstractmethod
+    def bad(self, number: int, reason: str) -> BadSample: ...
 
     @abstractmethod
-    def key(self, number: int) -> str: ...
+    def keys(self, numbers: Ints) -> list[str]: ...
 
     @abstractmethod
     def identity(self, numbers: Ints) -> bytes:
         """Return a hash of what samples consist of, without reading it."""
 
     @abstractmethod
-    def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
-        """Return the parts of samples; the error of a sample that cannot be read."""
+    def fetch(self, numbers: Ints) -> list[Fetched]:
+        """Return key and parts of samples, or the error of a sample that cannot be read."""
 
 
 class FileCatalog(Catalog):
@@ -181,38 +181,36 @@ class FileCatalog(Catalog):
         super().__init__(name, meta, sizes, renamed)
         self._items = items
 
-    def key(self, number: int) -> str:
-        return str(self._items[number].key)
+    def keys(self, numbers: Ints) -> list[str]:
+        return [str(self._items[number].key) for number in numbers.tolist()]
 
     def identity(self, numbers: Ints) -> bytes:
         hashed = blake2b(digest_size=16)
         for item in map(self._items.__getitem__, numbers.tolist()):
-            parts = [(f, *part) if type(part) is Piece else (f, part) for f, part in item.parts]
-            hashed.update(repr((item.key, parts)).encode())
+            hashed.update(repr(item[:2]).encode())
         return hashed.digest()
 
     def bad(self, number: int, reason: str) -> BadSample:
         return bad_file(self.name, self._items[number], reason)
 
-    def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
-        fetched: list[list[Part] | SampleError] = [[]] * len(numbers)
+    def fetch(self, numbers: Ints) -> list[Fetched]:
+        fetched = dict[int, Fetched]()
         asked = numbers.tolist()
-        for place in np.argsort(numbers, kind="stable").tolist():
+        for number in sorted(asked):
+            key, parts, *_ = self._items[number]
             try:
-                fetched[place] = [
-                    (field, _contents(part) if type(part) is Piece else part)
-                    for field, part in self._items[asked[place]].parts
-                ]
+                contents = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in parts]
+                fetched[number] = str(key), contents
             except SampleError as error:
-                fetched[place] = error
-        return fetched
+                fetched[number] = str(key), error
+        return [fetched[number] for number in asked]
 
 
 def bad_file(source: str, item: Sample, reason: str) -> BadSample:
     """Return a sample of files that cannot be packed; it is named by its first file."""
     contents = [part for _, part in item.parts if not isinstance(part, bytes)]
     path = contents[0] if contents else str(item.key)
-    return BadSample(source, item.row, path.path if isinstance(path, Piece) else path, reason)
+    return BadSample(source, item.row, path if isinstance(path, str) else path[0], reason)
 
 
 def with_pieces(item: Sample) -> tuple[Sample, int]:
@@ -223,7 +221,7 @@ def with_pieces(item: Sample) -> tuple[Sample, int]:
     parts, total = [], 0
     for field, part in item.parts:
         content = _piece(part) if isinstance(part, str) else part
-        size = content.size if isinstance(content, Piece) else len(content)
+        size = content[1] if isinstance(content, tuple) else len(content)
         total += member_size(f"{item.key}.{field}", size)
         parts.append((field, content))
     return item._replace(parts=parts), total
@@ -236,13 +234,12 @@ def _piece(path: str) -> Piece:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
     if status.st_size == 0:
         raise SampleError("it has 0 bytes")
-    return Piece(path, status.st_size, status.st_mtime_ns)
+    return path, status.st_size, status.st_mtime_ns
 
 
-def _contents(piece: Piece) -> bytes:
-    size = piece.size
+def _contents(path: str, size: int, mtime_ns: int) -> bytes:
     try:
-        fd = os.open(piece.path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY)
         try:
             data = os.read(fd, size + 1)
             # One call returns at most 2 GB, and less from a network file system.
@@ -268,8 +265,12 @@ class IndexCatalog(Catalog):
         super().__init__(name, meta, index.offsets.size, renamed)
         self.index = index
 
-    def key(self, number: int) -> str:
-        return self.index.key(number)
+    def bad(self, number: int, reason: str) -> BadSample:
+        row = self.renamed.get(number)
+        return BadSample(self.name, 0, row["name"] if row else self.index.key(number), reason)
+
+    def keys(self, numbers: Ints) -> list[str]:
+        return self.index.keys(numbers)
 
     def identity(self, numbers: Ints) -> bytes:
         members, fields = self.index.offsets.members_of(numbers), self.index.fields
@@ -278,6 +279,7 @@ class IndexCatalog(Catalog):
             hashed.update(values.tobytes())
         return hashed.digest()
 
-    def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
+    def fetch(self, numbers: Ints) -> list[Fetched]:
         fetched = {n: list(parts.items()) for n, parts in self.index.read(np.sort(numbers))}
-        return [fetched[number] for number in numbers.tolist()]
+        pairs = zip(self.index.keys(numbers), numbers.tolist(), strict=True)
+        return [(key, fetched[number]) for key, number in pairs]

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from wdstrain.conversion.options import Options
@@ -37,6 +38,7 @@ SPLITS = {
 }
 
 Part = tuple[str, bytes]  # field and its bytes
+Piece = tuple[str, int, int]  # a file to copy: path, size, and when it was changed last, in ns
 
 
 class Sample(NamedTuple):
@@ -59,14 +61,6 @@ class Sample(NamedTuple):
     identity: str = ""
 
 
-class Piece(NamedTuple):
-    """A file to copy. mtime_ns: when it was changed last."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-
 class SampleStore(Sequence[Sample]):
     """Samples of bytes and files, in a quarter of the memory that their objects take."""
 
@@ -74,9 +68,7 @@ class SampleStore(Sequence[Sample]):
         self._data, self._stops = bytearray(), array("q", [0])
 
     def append(self, sample: Sample) -> None:
-        parts = [(f, tuple(part) if type(part) is Piece else part) for f, part in sample.parts]
-        values: Any = tuple(sample._replace(parts=parts))
-        self._data += marshal.dumps(values)
+        self._data += marshal.dumps(tuple(sample))  # type: ignore[arg-type]
         self._stops.append(len(self._data))
 
     def __len__(self) -> int:
@@ -86,9 +78,7 @@ class SampleStore(Sequence[Sample]):
         if number >= len(self):
             raise IndexError
         start, stop = self._stops[number : number + 2]
-        sample = Sample(*marshal.loads(memoryview(self._data)[start:stop]))
-        parts = [(f, Piece(*part) if type(part) is tuple else part) for f, part in sample.parts]
-        return sample._replace(parts=parts)
+        return Sample(*marshal.loads(memoryview(self._data)[start:stop]))
 
 
 class BadSample(NamedTuple):
@@ -204,6 +194,7 @@ def tidy(path: str) -> str:
     return key[1:] if _NOTE.match(key) else key
 
 
+@lru_cache(maxsize=1024)  # is called for each field of each sample
 def field_name(name: str) -> str:
     """Return the name of a field as readers give it back. Raises SampleError if they would not."""
     lower = name.lower()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from wdstrain.conversion.result import Written
 from wdstrain.conversion.shard_writer import Packed, write_samples
 from wdstrain.conversion.source_options import RemoveOptions
 from wdstrain.conversion.sources.shards import read_keys
-from wdstrain.conversion.staging import Staging, opened
+from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
@@ -60,9 +59,9 @@ def remove(options: RemoveOptions) -> RemoveResult:
     shard has; ShardError for a sample whose bytes have changed.
     """
     wanted = _wanted(options.keys)
-    call = {"remove": [options.where, _digest(wanted), str(options.urls)]}
+    call = {"remove": [options.where, wanted, str(options.urls)]}
     folder = _folder_of(options.urls)
-    with opened(folder, change=True) as staging:
+    with Staging(folder, change=True) as staging:
         try:
             if staging.completed.get("remove") == call["remove"]:
                 return RemoveResult(**staging.completed["result"])
@@ -85,12 +84,6 @@ def _wanted(keys: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | 
     if not keys:
         raise UsageError("keys is empty. Name at least one key.")
     return sorted(set(keys))
-
-
-def _digest(keys: list[str] | None) -> str | None:
-    if keys is None:
-        return None
-    return blake2b("\n".join(keys).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _folder_of(urls: Urls) -> str:

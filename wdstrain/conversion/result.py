@@ -167,15 +167,6 @@ def merged_counts(parts: Iterable[ClassCounts], labels: Iterable[ColumnInfo]) ->
     }
 
 
-def divided_names(meta: SampleMeta, places: Iterable[tuple[str, Ints]]) -> int:
-    """Return the number of images in several splits, compared by their names in the source."""
-    by_split: dict[str, list[Hashes]] = {}
-    for split, numbers in places:
-        hashes = meta.image[numbers]
-        by_split.setdefault(split, []).append(hashes[hashes != 0])
-    return _in_several(by_split)
-
-
 def divided_images(parts: Iterable[Index]) -> int:
     """Return the number of images in several splits, compared by size and checksum."""
     by_split: dict[str, list[Hashes]] = {}
@@ -191,11 +182,6 @@ def divided_images(parts: Iterable[Index]) -> int:
         shard_of = index.shard_of(members.row)
         for number, shard in enumerate(index.shards):
             by_split.setdefault(shard.split, []).append(identity[shard_of == number])
-    return _in_several(by_split)
-
-
-def _in_several(by_split: dict[str, list[Hashes]]) -> int:
-    """Return the number of hashes in several splits."""
     distinct = [np.unique(np.concatenate(hashes)) for hashes in by_split.values()]
     counts = np.unique(np.concatenate(distinct), return_counts=True)[1] if distinct else np.zeros(0)
     return int((counts > 1).sum())

@@ -42,7 +42,6 @@ from wdstrain.conversion.result import (
     count_reasons,
     counted,
     divided_images,
-    divided_names,
     read_result,
     record,
     write_lists,
@@ -57,20 +56,18 @@ from wdstrain.conversion.shard_plan import (
 )
 from wdstrain.conversion.shard_pool import write_shards
 from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.staging import Staging, opened
+from wdstrain.conversion.staging import Staging
 from wdstrain.conversion.stream_writer import can_write_directly, write_stream
 from wdstrain.conversion.upload import SKIPPED_NAME
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import check_sizes, json_bytes, load
+from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
-from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import write_whole
-from wdstrain.storage.objects import is_object, list_folder_of
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
@@ -88,18 +85,19 @@ def convert(
     """
     _check(source, out, options)
     run = _Run(source, options, progress)
-    if options.dry_run:
-        return run.planned_only(out)
-    with opened(
+    with Staging(
         out,
-        partial(run.report, "uploading"),
         overwrite=options.overwrite,
         resume=options.resume,
         change=options.append,
+        dry_run=options.dry_run,
+        uploaded=partial(run.report, "uploading"),
     ) as staging:
         if staging.is_complete:
             return _finished(staging, source, options)
         run.former = staging.load() if options.append else None
+        if options.dry_run:
+            return run.planned_only(out)
         check_call(staging, call_of(source, options, run.former))
         with collector_paused() if source.has_files else nullcontext():
             return run.pack(staging).moved_to(out)
@@ -122,26 +120,12 @@ def _check(source: Source, out: str, options: Options) -> None:
         )
 
 
-def _check_free(out: str) -> None:
-    """Raise UsageError if a new set may not be put into a folder."""
-    if is_object(out):
-        names = list_folder_of(f"{out.rstrip('/')}/")
-    else:
-        names = os.listdir(out) if os.path.isdir(out) else []
-    if set(names) - {SKIPPED_NAME}:
-        raise UsageError(
-            f"{out} is not empty. Choose an empty folder, or replace its "
-            f"shards with overwrite=True, or add to them with append=True."
-        )
-
-
 def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
     """Return the index that a shard would have, without fields and columns."""
     rows = OffsetsBuilder()
-    for number, size in zip(
-        shard.numbers.tolist(), catalog.sizes[shard.numbers].tolist(), strict=True
-    ):
-        rows.put(catalog.key(number), rows.stop, rows.stop + size, [])
+    sizes = catalog.sizes[shard.numbers].tolist()
+    for key, size in zip(catalog.keys(shard.numbers), sizes, strict=True):
+        rows.put(key, rows.stop, rows.stop + size, [])
     path = f"{out.rstrip('/')}/{shard.name}"
     entry = Shard(path, len(rows), rows.stop + len(END), shard.split)
     return Index((entry,), rows.offsets())
@@ -192,17 +176,13 @@ class _Run:
         Files are not read: samples that would be skipped when they are read are counted as packed,
         and the sizes are those before images are re-encoded. The index has no fields and columns.
         """
-        if self.options.append:
-            self.former = check_sizes(load(os.path.join(out, INDEX_NAME)))
-        elif not (self.options.overwrite or self.options.resume):
-            _check_free(out)
         catalog = self._collected(None, out)
         plan = self._plan(catalog, self.options)
         places = [(shard.split, shard.numbers) for shard in plan]
         index = join([_planned_index(shard, catalog, out) for shard in plan])
         made = {"source": self.source.source, "made": "planned by a dry run"}
         renamed = sum(int(np.isin(shard.numbers, list(catalog.renamed)).sum()) for shard in plan)
-        info = self._info(catalog.meta, places, renamed, divided_names(catalog.meta, places))
+        info = self._info(catalog.meta, places, renamed, None)
         index = replace(with_labels(index, self.labels), info=made)
         return ConversionResult(index, info, self.bad.bad)
 
@@ -269,7 +249,7 @@ class _Run:
         if self.former is not None:
             check_labels(self.former, self.labels, out)
             if not self.options.resume:  # else they may be in the set already
-                check_keys(self.former, map(catalog.key, numbers.tolist()), out)
+                check_keys(self.former, catalog.keys(numbers), out)
         return catalog
 
     def _plan(self, catalog: Catalog, options: Options) -> list[PlannedShard]:
@@ -329,9 +309,12 @@ class _Run:
         return replace(result, index=index)
 
     def _info(
-        self, meta: SampleMeta, places: list[tuple[str, Ints]], renamed: int, divided: int
+        self, meta: SampleMeta, places: list[tuple[str, Ints]], renamed: int, divided: int | None
     ) -> dict[str, Any]:
-        """Return the counts and the provenance of a set. places: split and numbers of its samples."""
+        """Return the counts and the provenance of a set.
+
+        places: split and numbers of its samples. divided: None if it is not known.
+        """
         counts = {
             "listed": self.listed,
             "skipped": len(self.bad.bad),

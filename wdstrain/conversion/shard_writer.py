@@ -21,9 +21,9 @@ from time import perf_counter
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.catalog import Catalog
+from wdstrain.conversion.catalog import Catalog, Fetched
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.listing import BadSample, Part
+from wdstrain.conversion.listing import BadSample, BadSamples, Part
 from wdstrain.conversion.shard_plan import PlannedShard
 from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.runtime.machine import collector_paused
@@ -32,7 +32,7 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK, END, header
-from wdstrain.storage.files import publish, sync_folder, write_whole
+from wdstrain.storage.files import disk_errors, publish, sync_folder, write_whole
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
@@ -116,43 +116,25 @@ def write_shard(
 
     memory: bytes of samples held at a time to put them in order. mark: identity of the shard.
     """
-    path = os.path.join(folder, shard.name)
-    places, bad = array("q"), []
-
-    def good() -> Iterator[tuple[str, list[Part]]]:
-        for place, number, parts in _fetched(shard.numbers, catalog, memory):
-            try:
-                if isinstance(parts, SampleError):
-                    raise parts
-                parts = recipe.apply(parts)
-            except SampleError as error:
-                bad.append(catalog.bad(number, str(error)))
-                if not collect:
-                    raise _RefusedError from None
-                continue
-            places.append(place)
-            yield catalog.key(number), parts
-
-    try:
+    path, bad = os.path.join(folder, shard.name), BadSamples(collect=collect)
+    advice = "Free some space or choose another folder, then continue with resume=True."
+    with disk_errors(path, advice), collector_paused():
         with suppress(FileNotFoundError):  # it describes the shard that is about to be replaced
             os.unlink(path + PART)
             sync_folder(folder)
-        with collector_paused():
-            index = write_samples(path, shard.split, good(), tick)
-        extra = {"identity": mark, "places": places.tolist(), "bad": bad}
-        write_whole(path + PART, pack_part(index, extra))
-    except _RefusedError:
-        return Packed(Index((), IndexBuilder().offsets()), shard.numbers[:0], bad)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space or choose another "
-            "folder, then continue with resume=True."
-        ) from error
-    return Packed(index, shard.numbers[np.array(places, np.int64)], bad)
-
-
-class _RefusedError(Exception):
-    """A bad sample came, and none may be skipped."""
+        with ShardFile(path, shard.split, tick) as file:
+            for place, (key, parts) in enumerate(_fetched(shard.numbers, catalog, memory)):
+                try:
+                    if isinstance(parts, SampleError):
+                        raise parts
+                    file.add(key, recipe.apply(parts), place)
+                except SampleError as error:
+                    bad.put(catalog.bad(int(shard.numbers[place]), str(error)))
+            index = file.finish()
+    places = file.places.tolist()
+    extra = {"identity": mark, "places": places, "bad": bad.bad}
+    write_whole(path + PART, pack_part(index, extra))
+    return Packed(index, shard.numbers[places], bad.bad)
 
 
 class ShardFile:
@@ -161,9 +143,10 @@ class ShardFile:
     Leaving the `with` block without `finish` removes what was written.
     """
 
-    def __init__(self, path: str, split: str) -> None:
-        """Raises OSError."""
-        self._path, self._split = path, split
+    def __init__(self, path: str, split: str, tick: Tick | None = None) -> None:
+        """tick: is called whenever samples were written to the disk. Raises OSError."""
+        self._path, self._split, self._tick = path, split, tick
+        self.places = array("q")
         # A unique name: on a cluster, a node that was given up may still write the same shard.
         name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}{TEMPORARY}"
         self._temporary = os.path.join(os.path.dirname(path), name)
@@ -182,14 +165,13 @@ class ShardFile:
         """Bytes of its samples so far."""
         return self._rows.stop
 
-    def add(self, key: str, parts: Sequence[Part]) -> bool:
-        """Add a sample. Returns whether it was written to the disk with others before it."""
+    def add(self, key: str, parts: Sequence[Part], place: int = 0) -> None:
+        """Add a sample. place: its number for the caller, kept in `places`."""
         self._chunk += self._rows.add(key, parts)
         self._columns.add(parts)
-        is_full = self._rows.stop - self._written >= _CHUNK
-        if is_full:
+        self.places.append(place)
+        if self._rows.stop - self._written >= _CHUNK:
             self._flush()
-        return is_full
 
     def finish(self) -> Index:
         """Give the shard its name and return its index. Raises OSError."""
@@ -220,6 +202,8 @@ class ShardFile:
         self._hashed = self._hasher.submit(self._hash.update, data)
         while data:
             data = data[self._file.write(data) :]
+        if self._tick is not None:
+            self._tick(len(self), self._written)
 
     def _wait_for_hash(self) -> None:
         """Wait for the thread that computes the sha256, which is at most one chunk behind."""
@@ -234,19 +218,14 @@ def write_samples(
     tick: Tick,
 ) -> Index:
     """Write a shard of these samples, (key, parts) each, and return its index. Raises OSError."""
-    with ShardFile(path, split) as shard:
+    with ShardFile(path, split, tick) as shard:
         for key, parts in samples:
-            if shard.add(key, parts):
-                tick(len(shard), shard.bytes)
-        index = shard.finish()
-        tick(len(shard), shard.bytes)
-        return index
+            shard.add(key, parts)
+        return shard.finish()
 
 
-def _fetched(
-    numbers: Ints, catalog: Catalog, memory: int
-) -> Iterator[tuple[int, int, list[Part] | SampleError]]:
-    """Yield (place in the shard, number, parts) of each sample, in order.
+def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[Fetched]:
+    """Yield key and parts of each sample, in order, or its error.
 
     Samples are fetched in groups, within a group as they lie on the disk. Groups are small while
     bytes come from the page cache, and grow up to the memory limit where a disk is slow.
@@ -265,5 +244,5 @@ def _fetched(
         before, filled = filled, int(stops[stop - 1])
         if filled - before < _SLOW * (perf_counter() - begun):
             together = min(memory, 4 * together)
-        yield from zip(range(place, stop), numbers[place:stop].tolist(), fetched, strict=True)
+        yield from fetched
         place = stop

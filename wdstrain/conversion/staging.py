@@ -16,8 +16,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME, Bucket, Uploaded
@@ -39,90 +39,66 @@ _LOCK_POLL = 0.02  # seconds
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
-@contextmanager
-def opened(
-    out: str,
-    uploaded: Uploaded | None = None,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    change: bool = False,
-) -> Iterator[Staging]:
-    """Yield the staging folder of a set, on a disk or in a bucket; options: see `Staging`.
-
-    After an error it is left for `resume`. uploaded: is called after each object.
-    """
-    bucket = Bucket(out, uploaded) if is_object(out) else None
-    if bucket is not None:
-        bucket.fetch()
-    try:
-        folder = out if bucket is None else bucket.folder
-        staging = Staging(
-            folder, overwrite=overwrite, resume=resume, change=change, shown=out, bucket=bucket
-        )
-        try:
-            yield staging
-        finally:
-            staging.leave()
-    finally:
-        if bucket is not None and not os.path.exists(os.path.join(bucket.folder, UNFINISHED)):
-            shutil.rmtree(bucket.folder, ignore_errors=True)
-
-
 class Staging:
-    """The staging folder in `out`, locked by this process.
+    """The staging folder of a set, locked by this process: `with Staging(out) as staging`.
 
-    is_complete: `resume` has nothing to do, because `out` holds a finished conversion. completed:
-    the call of a killed command whose change was completed now; empty if there was none. shown:
-    where the set is, for messages.
+    It is left for `resume` after an error. out: the folder of the set, for a bucket the local one.
+    shown: where the set is, for messages. is_complete: `resume` has nothing to do, because there is
+    a finished conversion. completed: the call of a killed command whose change was completed now;
+    empty if there was none.
     """
 
     def __init__(
         self,
-        out: str,
+        address: str,
         *,
         overwrite: bool = False,
         resume: bool = False,
         change: bool = False,
-        shown: str | None = None,
-        bucket: Bucket | None = None,
+        dry_run: bool = False,
+        uploaded: Uploaded | None = None,
     ) -> None:
-        """change: `out` holds a finished set that is to be changed.
+        """change: there is a finished set that is to be changed. dry_run: only check that.
 
-        bucket: that of which `out` is the local folder. Raises UsageError if the folder is in use
-        and no option allows it.
+        uploaded: is called after each object. Raises UsageError if the folder is in use and no
+        option allows it.
         """
-        self.out, self.path, self.shown = out, os.path.join(out, UNFINISHED), shown or out
-        self.is_complete, self.completed = False, dict[str, Any]()
-        self._is_change, self.bucket = change, bucket
-        self._is_new, self._lock = not os.path.exists(out), -1  # descriptor of the locked file
+        self.bucket = Bucket(address, uploaded) if is_object(address) else None
+        self.out, self.shown = self.bucket.fetch() if self.bucket is not None else address, address
+        self.path = os.path.join(self.out, UNFINISHED)
+        self.is_complete, self.completed, self._is_change = False, dict[str, Any](), change
+        self._is_new, self._lock = not os.path.exists(self.out), -1  # descriptor of the locked file
         try:
-            with disk_errors(out, "Choose another folder."):
-                self._open(overwrite, resume)
+            with disk_errors(self.out, "Choose another folder."):
+                if not dry_run:
+                    self._open()
+                is_begun = self._is_used(overwrite, resume)
+                if self.is_complete:
+                    self.discard()
+                elif not (dry_run or (resume and is_begun)):
+                    self._clear()
         except BaseException as error:
             self.leave()
             if isinstance(error.__cause__, FileExistsError | NotADirectoryError):
                 raise UsageError(
-                    f"{out} is a file, or lies in one. Name a folder for the shards."
+                    f"{self.out} is a file, or lies in one. Name a folder for the shards."
                 ) from None
             raise
 
-    def _open(self, overwrite: bool, resume: bool) -> None:
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def _open(self) -> None:
+        """Lock the folder, and complete the change of a killed command."""
         os.makedirs(self.out, exist_ok=True)
         sync_folder(os.path.dirname(os.path.abspath(self.out)))
         self._acquire()
         record = read_whole(os.path.join(self.path, _COMMIT))
         if record is not None:
             self._complete(json.loads(record))
-        is_begun = os.path.exists(os.path.join(self.path, _CALL))
-        if resume and not self._is_change and not is_begun:
-            self.is_complete = "listed" in self._former()[0]
-        if self.is_complete:
-            return self.discard()
-        self._check_use(overwrite, resume, is_begun)
-        if not (resume and is_begun):
-            self._clear()
-        return None
 
     def _former(self) -> tuple[dict[str, Any], list[str]]:
         """Return the provenance and the shards of the set in the folder; nothing of a damaged one."""
@@ -132,10 +108,14 @@ class Staging:
                 return document.info, [shard.name for shard in document.shards]
         return {}, []
 
-    def _check_use(self, overwrite: bool, resume: bool, is_begun: bool) -> None:
-        """Raise UsageError if the folder may not be used."""
+    def _is_used(self, overwrite: bool, resume: bool) -> bool:
+        """Return whether a conversion was begun. Raises UsageError if the folder may not be used."""
+        is_begun, names = os.path.exists(os.path.join(self.path, _CALL)), set[str]()
+        if resume and not self._is_change and not is_begun:
+            self.is_complete = "listed" in self._former()[0]
         document = read_whole(os.path.join(self.out, INDEX_NAME))
-        names = set(os.listdir(self.out)) - {UNFINISHED}
+        with suppress(FileNotFoundError):
+            names = set(os.listdir(self.out)) - {UNFINISHED}
         is_others = document is not None and is_foreign(document)
         if is_others and not self._is_change:
             raise UsageError(
@@ -153,13 +133,14 @@ class Staging:
                 f"{self.shown} holds an unfinished conversion. Continue it with resume=True, or "
                 f"{rather}."
             )
-        is_free = overwrite or is_begun or self._is_change
+        is_free = overwrite or is_begun or self._is_change or self.is_complete
         if names - {SKIPPED_NAME} and not is_free:
             raise UsageError(
                 f"{self.shown} holds {len(names)} files"
                 f"{' and no conversion' if resume else ''}. Choose an empty folder, or replace "
                 f"its shards with overwrite=True."
             )
+        return is_begun
 
     def check_names(self, splits: Sequence[str]) -> None:
         """Raise UsageError for foreign files that would be taken for shards of the new splits."""
@@ -247,6 +228,8 @@ class Staging:
         if not set(files) - {LOCK_NAME, _CALL}:
             self.discard()
         self._release()
+        if self.bucket is not None and not os.path.exists(self.path):
+            shutil.rmtree(self.out, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the staging folder, and the output folder if it was created for it.

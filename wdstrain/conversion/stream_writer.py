@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,9 +15,10 @@ from wdstrain.conversion.listing import BadSamples, Source
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.conversion.shard_plan import check_prefixes
 from wdstrain.conversion.shard_writer import Packed, ShardFile
-from wdstrain.errors import StorageError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.tar_headers import END, member_size
+from wdstrain.storage.files import disk_errors
 
 
 def can_write_directly(source: Source, options: Options) -> bool:
@@ -26,14 +26,6 @@ def can_write_directly(source: Source, options: Options) -> bool:
     decided_later = (options.split, options.resize, options.quality, options.num_shards)
     is_ordered = not (options.shuffle or options.append or source.has_files)
     return is_ordered and not any(decided_later)
-
-
-@dataclass
-class _Open:
-    """A shard that is being written. numbers: of its samples in the stream."""
-
-    file: ShardFile
-    numbers: list[int] = field(default_factory=list)
 
 
 def write_stream(
@@ -51,43 +43,37 @@ def write_stream(
     """
     meta, renamed, count, size = MetaBuilder(options.seed), Renamed(), 0, 0
     room = max(1, as_bytes(options.max_shard_size) - len(END))
-    shards: dict[str, _Open] = {}
+    shards: dict[str, ShardFile] = {}
     begun: dict[str, int] = {}  # shards of each split
 
-    def finish(shard: _Open) -> None:
-        done(Packed(shard.file.finish(), np.array(shard.numbers, np.int64), []))
+    def finish(shard: ShardFile) -> None:
+        done(Packed(shard.finish(), np.array(shard.places, np.int64), []))
 
-    try:
-        with ExitStack() as stack:
-            for key, name, sample in keyed(source, options, bad, recipe=Recipe.of(options)):
-                if sample.group:
-                    raise UsageError("group requires split. Give split={'train': 0.9, 'val': 0.1}.")
-                split = sample.split or "train"
-                sizes = [member_size(f"{key}.{f}", len(data)) for f, data in sample.parts]
-                shard = shards.get(split)
-                if shard is not None and (
-                    shard.file.bytes + sum(sizes) > room
-                    or len(shard.file) == options.max_shard_samples
-                ):
-                    finish(shards.pop(split))
-                if split not in shards:
-                    check_splits([split])
-                    check_prefixes([*begun, split])
-                    number = begun[split] = begun.get(split, -1) + 1
-                    path = os.path.join(folder, f"{split}-{number:06d}.tar")
-                    shards[split] = _Open(stack.enter_context(ShardFile(path, split)))
-                shards[split].file.add(key, sample.parts)
-                shards[split].numbers.append(count)
-                meta.add(key, sample)
-                if key != name:
-                    renamed[count] = {"key": key, "name": name}
-                count, size = count + 1, size + sum(sizes)
-                progress(count, size)
-            for shard in shards.values():
+    advice = "Free some space or choose another folder, then run it again with resume=True."
+    with disk_errors(folder, advice), ExitStack() as stack:
+        for key, name, sample in keyed(source, options, bad, recipe=Recipe.of(options)):
+            if sample.group:
+                raise UsageError("group requires split. Give split={'train': 0.9, 'val': 0.1}.")
+            split = sample.split or "train"
+            added = sum(member_size(f"{key}.{f}", len(data)) for f, data in sample.parts)
+            shard = shards.get(split)
+            if shard is not None and (
+                shard.bytes + added > room or len(shard) == options.max_shard_samples
+            ):
                 finish(shard)
-    except OSError as error:
-        raise StorageError(
-            f"{folder} cannot be written: {error.strerror}. Free some space or choose another "
-            f"folder, then run it again with resume=True."
-        ) from error
+                shard = None
+            if shard is None:
+                check_splits([split])
+                check_prefixes([*begun, split])
+                number = begun[split] = begun.get(split, -1) + 1
+                path = os.path.join(folder, f"{split}-{number:06d}.tar")
+                shard = shards[split] = stack.enter_context(ShardFile(path, split))
+            shard.add(key, sample.parts, count)
+            meta.add(key, sample)
+            if key != name:
+                renamed[count] = {"key": key, "name": name}
+            count, size = count + 1, size + added
+            progress(count, size)
+        for shard in shards.values():
+            finish(shard)
     return meta.finish(), renamed

@@ -45,13 +45,14 @@ class Bucket:
         digest = blake2b(self._address.encode(), digest_size=12).hexdigest()
         self.folder = user_cache("outgoing", digest)
 
-    def fetch(self) -> None:
-        """Make the local folder anew, unless it holds an unfinished conversion.
+    def fetch(self) -> str:
+        """Return the local folder, made anew unless it holds an unfinished conversion.
 
         Raises UsageError if another program changed the set since that began.
         """
         if os.path.exists(os.path.join(self.folder, UNFINISHED)):
-            return self._check(os.path.join(self.folder, UNFINISHED, "shards"), may_be_gone=True)
+            self._check(os.path.join(self.folder, UNFINISHED, "shards"), may_be_gone=True)
+            return self.folder
         shutil.rmtree(self.folder, ignore_errors=True)
         names = list_folder_of(self._object(""))
         if SKIPPED_NAME in names and INDEX_NAME not in names:
@@ -69,7 +70,7 @@ class Bucket:
             for shard in document.shards if document is not None else ():
                 with open(os.path.join(self.folder, shard.name), "ab") as file:
                     file.truncate(shard.bytes)
-        return None
+        return self.folder
 
     def upload(self, shard: Shard, path: str) -> None:
         """Upload a finished shard of a new set, and free the disk space of its file.

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, ClassVar
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
+from isal.isal_zlib import crc32
 
 from wdstrain.errors import DamageError, UsageError
 from wdstrain.report.printing import printable

@@ -258,8 +258,8 @@ class OffsetsBuilder:
         place = 3 * len(self)
         for name, *extent in members:
             cells = self.fields.setdefault(name, array("q"))
-            cells.extend(_MISSING * (place - len(cells)))
-            cells[place:] = array("q", extent)
+            cells[place:] = _MISSING * (place - len(cells))  # if others lack it, or it is twice
+            cells.extend(extent)
         check_field_count(len(self.fields))
         raw = key.encode("utf-8", "surrogateescape")
         self._keys += raw

@@ -18,7 +18,7 @@ from stat import S_ISREG
 from typing import Any
 
 from wdstrain.conversion.images import field_of
-from wdstrain.conversion.listing import Piece, Sample, image_field
+from wdstrain.conversion.listing import Sample, image_field
 from wdstrain.conversion.sources.table_cells import BATCH, Cells, cells_of, each, joined
 from wdstrain.conversion.sources.table_read import Table
 from wdstrain.errors import SourceError
@@ -111,7 +111,7 @@ class PathRule:
         self.found += 1
         if status.st_size == 0:
             raise SourceError("it has 0 bytes")
-        parts = [(str(image_field(file)), Piece(file, status.st_size, status.st_mtime_ns))]
+        parts = [(str(image_field(file)), (file, status.st_size, status.st_mtime_ns))]
         return Sample(None, parts, name=name, identity=os.path.abspath(file))
 
     def decision(self) -> str:
