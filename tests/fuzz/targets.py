@@ -599,9 +599,7 @@ def _rewritten(data: bytes, random: Random) -> bytes:
 
 _TABLE = tuple(  # code that reads the table of an index
     f"wdstrain.shards.index_document:{name}"
-    for name in (
-        *("from_batch", "_are_names", "_names", "_part_names", "_check_extents", "_lies_in"),
-    )
+    for name in (*("from_batch", "_names", "_part_names", "_check_extents", "_lies_in"),)
 )
 _NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63))
 

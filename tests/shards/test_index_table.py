@@ -221,7 +221,7 @@ def test_a_table_of_other_shards_or_with_other_columns_is_refused(packed: Path) 
     for table, message in (
         (intact.slice(0, 39), "number of samples"),
         (intact.drop_columns("price"), "column"),
-        (intact.take(list(range(39, -1, -1))), "order of the shards"),
+        (intact.take(list(range(39, -1, -1))), "order of their shard"),
         (intact.set_column(2, "offset", pa.array([-512] + [0] * 39)), "outside its shard"),
     ):
         with pa.ipc.new_file(packed / "index.arrow", table.schema) as writer:

@@ -69,8 +69,7 @@ def recall(paths: Sequence[str]) -> Index:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
     index = picked(_stored(beside(paths[0], "")), paths)
-    # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
-    with ThreadPool(_THREADS) as threads:
+    with _threads(_THREADS) as threads:
         unchanged = threads.map(is_unchanged, index.shards)
     return index.pick(np.flatnonzero(unchanged))
 
@@ -165,10 +164,22 @@ def _scanned_and_stored(
     return parts
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPool]:
+    """Yield threads that have ended afterwards, so that no worker process is forked beside them.
+
+    After an error or an interrupt nobody waits for them, as for one that a silent server holds up.
+    """
+    with ThreadPool(count) as threads:
+        yield threads
+        threads.close()
+        threads.join()
+
+
 def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[Index]:
     """Yield the index of each shard in order, several remote shards at a time."""
     stopping = threading.Event()
-    with ThreadPool(_THREADS if any(map(is_remote, paths)) else 1) as threads:
+    with _threads(_THREADS if any(map(is_remote, paths)) else 1) as threads:
         scans = threads.imap(partial(scan_shard, stopping=stopping), paths)
         try:
             for _ in paths:

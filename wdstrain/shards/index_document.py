@@ -26,7 +26,7 @@ from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.columns import Column
 from wdstrain.shards.kinds import KINDS, ColumnInfo
-from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, as_numpy, firsts
+from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, firsts
 from wdstrain.storage.addresses import beside
 from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
@@ -213,11 +213,9 @@ def from_batch(
         raise ValueError("its columns are not the ones of index.json")
     if any(column.null_count for column in batch.columns[: len(_BASE)]):
         raise ValueError("a column of its samples has empty cells")
-    keys, shard, *others = batch.columns
+    keys, _, *others = batch.columns  # `_check_extents` tells samples of other shards
     if sum(shard.samples for shard in shards) != len(batch):
         raise ValueError("its number of samples is not the one of index.json")
-    if not _are_names(shard, shards):
-        raise ValueError("its samples are not in the order of the shards of index.json")
     last = len(others) - len(infos)
     columns = [Column.of(*pair) for pair in zip(infos, others[last:], strict=True)]
     arrays = [keys.cast(pa.large_binary()), *others[:last]]
@@ -232,14 +230,6 @@ def shard_words(shards: Sequence[Shard], attribute: str) -> pa.DictionaryArray:
     counts = [shard.samples for shard in shards]
     places = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
     return words.dictionary_encode().take(pa.array(places))
-
-
-def _are_names(column: pa.DictionaryArray, shards: Sequence[Shard]) -> bool:
-    """Return whether a column has the name of the shard of each sample."""
-    codes = {name: code for code, name in enumerate(column.dictionary.to_pylist())}
-    own = [codes.get(utf8_text(shard.name), -1) for shard in shards]
-    expected = np.repeat(own, [shard.samples for shard in shards])
-    return np.array_equal(as_numpy(column.indices), expected)
 
 
 def utf8_text(text: str) -> str:
