@@ -310,7 +310,7 @@ def add_plan(verbs: Any, text: str) -> None:
         "plan",
         _plan,
         text,
-        "plan shards/photos --batch-size 64 --world-size 8",
+        "plan 'shards/photos/train-*.tar' --batch-size 16 --world-size 2",
         PlanOptions,
     )
 
@@ -337,7 +337,7 @@ def add_bench(verbs: Any, text: str) -> None:
         "bench",
         _bench,
         text,
-        "bench shards/photos --tune",
+        "bench 'shards/photos/train-*.tar' --tune",
         BenchOptions,
     )
 

@@ -59,13 +59,13 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
         "hdf5",
         Hdf5Options,
         "pack an HDF5 or PyTables file",
-        "hdf5 data.h5 shards/data --field png=/images --field cls=/labels",
+        "hdf5 data.h5 shards/h5 --field png=/images --field cls=/labels",
     ),
     (
         "arrays",
         ArraysOptions,
         "pack .npy and .npz arrays",
-        "arrays shards/data --field png=images.npy --field cls=labels.npy",
+        "arrays shards/arrays --field png=images.npy --field cls=labels.npy",
     ),
     (
         "tars",
@@ -129,8 +129,8 @@ def add_convert(verbs: Any, text: str) -> None:
     parser = verbs.add_parser(
         "convert",
         help=text,
-        description="Convert a data set into shards.",
-        epilog="example: wdstrain convert photos/ shards/photos  (the kind is guessed)",
+        description="Convert a data set into shards. Without KIND, it is guessed from the source.",
+        epilog="example: wdstrain convert old/ shards/packed",
     )
     kinds = parser.add_subparsers(title="kinds of source", metavar="KIND", required=True)
     for name, options, title, example in _KINDS:
@@ -249,7 +249,7 @@ def add_index(verbs: Any, text: str) -> None:
         "index",
         _index,
         text,
-        "index shards/photos --columns cls,json.kind",
+        "index old --columns cls,json.kind",
         IndexOptions,
     )
 

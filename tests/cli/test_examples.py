@@ -1,0 +1,98 @@
+"""Every example that `--help` prints runs as printed, in the order of the verbs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT, picture, write_class_folder, write_tar
+
+_KINDS = ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+
+
+def run(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a shell, as a user types it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    command = f'wdstrain() {{ "{sys.executable}" -m wdstrain "$@"; }}; {words}'
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def examples(folder: Path) -> list[str]:
+    """Return the examples of the help texts, in the order of the verbs."""
+    verbs = re.findall(r"^    (\w+)  ", run("wdstrain --help", folder).stdout, re.MULTILINE)
+    assert verbs[0] == "convert"
+    words = ["convert", *(f"convert {kind}" for kind in _KINDS), *verbs[1:]]
+    texts = [run(f"wdstrain {word} --help", folder).stdout for word in words]
+    return [text.rpartition("\nexample: ")[2].strip() for text in texts]
+
+
+def make_sources(folder: Path) -> None:
+    """Make the sources that the examples name."""
+    write_class_folder(folder / "photos", {"sharp": 90, "blurred": 10})
+    rows = [f"photos/sharp/{number:03d}.png,{number / 10}\n" for number in range(30)]
+    (folder / "log.csv").write_text("path,angle\n" + "".join(rows))
+    pngs = np.array([picture(number) for number in range(8)], dtype=object)
+    with h5py.File(folder / "data.h5", "w") as file:
+        images = file.create_dataset("images", 8, h5py.vlen_dtype(np.uint8))
+        for number, data in enumerate(pngs):
+            images[number] = np.frombuffer(data, np.uint8)
+        file["labels"] = np.arange(8) % 3
+    np.save(folder / "images.npy", np.zeros((8, 16, 16, 3), np.uint8))
+    np.save(folder / "labels.npy", np.arange(8) % 3)
+    members = {"cls": b"%d", "json": b'{"kind": "k%d"}'}
+    for shard in range(2):
+        samples = [
+            (f"s{shard}{n:02d}", {field: text % (n % 4) for field, text in members.items()})
+            for n in range(20)
+        ]
+        write_tar(folder / "old" / f"{shard}.tar", samples)
+    raw = folder / "data" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 12), ("t10k", 4)):
+        pixels = np.zeros((count, 28, 28), np.uint8).tobytes()
+        sizes = b"".join(size.to_bytes(4, "big") for size in (count, 28, 28))
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + sizes + pixels)
+        labels = bytes(number % 10 for number in range(count))
+        head = b"\0\0\x08\x01" + count.to_bytes(4, "big")
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels)
+    (folder / "new-photos").mkdir()
+    (folder / "new-photos" / "a.png").write_bytes(picture(1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_example_of_the_help_texts_runs(tmp_path: Path) -> None:
+    make_sources(tmp_path)
+    commands = examples(tmp_path)
+    assert len(commands) == 21
+    for command in commands:
+        assert command.startswith("wdstrain "), command
+        if command.startswith(("wdstrain serve ", "wdstrain demo ")):
+            continue  # the former ends by Ctrl-C: below; for the latter see test_start_scripts.py
+        done = run(command, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    (serving,) = [command for command in commands if command.startswith("wdstrain serve ")]
+    words = [sys.executable, "-m", *serving.replace("--port 8000", "--port 0").split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
