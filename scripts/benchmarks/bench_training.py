@@ -106,7 +106,7 @@ def of_ours(case: Case, shards: Path, run: Path) -> tuple[float, float, float]:
 def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     """The same by PyTorch's own parts."""
     config = Config.of(case.options)
-    size = config.image_size
+    size = max(config.image_shape)
     end = [v2.PILToTensor()]
     crop: list[nn.Module] = [v2.Resize(size), v2.CenterCrop(size)]
     varied: list[nn.Module] = crop

@@ -620,7 +620,7 @@ def joined(code: str, folder: Path, shards: Path) -> list[tuple[int, str]]:
 def test_processes_initialized_without_environment_share_the_samples(
     shards: Path, tmp_path: Path
 ) -> None:
-    val = float(len(wt.Loader(f"{shards}/val-*.tar", batch_size=1).index))
+    val = len(wt.Loader(f"{shards}/val-*.tar", batch_size=1).index)
     assert joined(JOINED, tmp_path, shards) == [(0, f"16 {val}")] * 2
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
@@ -228,7 +227,6 @@ def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, c
     assert max(map(len, lines)) <= 80
 
 
-@known_fault("training/image_size_is_square_only")
 @pytest.mark.parametrize("where", ["flag", "file", "keyword"])
 def test_a_height_and_a_width_can_be_given_as_the_image_size(
     bright: Path, tmp_path: Path, where: str, capsys: Any

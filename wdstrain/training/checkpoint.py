@@ -112,7 +112,7 @@ def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
     return None, refused
 
 
-def check_bytes(path: str) -> None:
+def _check_bytes(path: str) -> None:
     """Raise UsageError for a file of torch.save whose bytes changed, which torch does not notice."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -123,20 +123,25 @@ def check_bytes(path: str) -> None:
         raise UsageError(f"{path} is damaged: the checksum of {damaged} differs. Use another file.")
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
+def load_file(path: str, other: str) -> Any:
+    """Return what torch.save wrote, on the CPU. other: sentence on a file that is none.
+
+    Raises UsageError for a missing or damaged file.
+    """
     try:
-        check_bytes(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        _check_bytes(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as "
-            f"RUN/checkpoints/best.pt"
+            f"{path} cannot be read: {error.strerror or error}. Check the path."
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt"
-        ) from error
+        raise UsageError(f"{path} {other}") from error
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
+    state = load_file(path, "is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt")
     if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
         raise UsageError(
             f"{path} is a checkpoint of another program: it lacks model, config or task."

@@ -20,7 +20,7 @@ from typing import Any
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import help_text, option
-from wdstrain.training.options import RunOptions
+from wdstrain.training.options import RunOptions, parse_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -98,6 +98,12 @@ class Config(RunOptions):
                     f"{name}={getattr(self, name)} needs {parent}={owner}, and it is "
                     f"{getattr(self, parent)}."
                 )
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        height, _, width = str(self.image_size).partition("x")
+        return int(height), int(width or height)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:
@@ -284,6 +290,11 @@ def _typed(name: str, value: Any) -> Any:
     kind, may_be_none = kinds()[name]
     if value is None and may_be_none:
         return None
+    if name == "image_size":
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise UsageError(f"image_size={value!r}: {error}.") from None
     value = _as_plain(name, kind, value)
     if kind is tuple and all(type(number) in (int, float) for number in value):
         return tuple(map(float, value))

@@ -106,7 +106,7 @@ def evaluate_pass(
     title: str,
     *,
     limit: int | None = None,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return (metrics, details) of one pass over a loader, of all processes together.
 

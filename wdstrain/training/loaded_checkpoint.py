@@ -21,7 +21,7 @@ from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.config import Config, is_made
 from wdstrain.training.inputs import ModelInputs
-from wdstrain.training.models import ModelFactory, build, call_factory
+from wdstrain.training.models import ModelFactory, build
 from wdstrain.training.sources import (
     FieldSource,
     InputSource,
@@ -69,12 +69,9 @@ class LoadedCheckpoint:
                 f"{path} holds a model that a function made ({config.model}), and functions that a "
                 f"checkpoint names are not called. Give it: model=module:function."
             )
-        if callable(model):
-            net = call_factory(model, "model", task.outputs)
-        else:
-            name = model if isinstance(model, str) else config.model
-            size = inputs.image_size or config.image_size
-            net = build(name, task.outputs, size, is_dense=task.is_dense)
+        given = config.model if model is None else model
+        size = inputs.image_size or max(config.image_shape)
+        net = build(given, task.outputs, size, is_dense=task.is_dense)
         try:
             net.load_state_dict(state["model"])
         except RuntimeError as error:

@@ -526,7 +526,5 @@ def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
 
 def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
     """Return the metrics of a pass in a few words."""
-    texts = head_texts(task, metrics)
-    if not task.has_several:
-        return texts[task.heads[0].name]
-    return ", ".join(f"{name}: {text}" for name, text in texts.items())
+    texts = head_texts(task, metrics).items()
+    return ", ".join(f"{name}: {text}" if task.has_several else text for name, text in texts)

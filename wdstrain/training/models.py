@@ -33,23 +33,32 @@ TIMM = "timm:"  # prefix of the names of timm's models
 
 
 def build(
-    name: str, outputs: int, image_size: int, *, pretrained: bool = False, is_dense: bool = False
+    name: str | ModelFactory | nn.Module,
+    outputs: int,
+    image_size: int,
+    *,
+    title: str = "model",
+    pretrained: bool = False,
+    is_dense: bool = False,
 ) -> nn.Module:
     """Return a model with `outputs` outputs for square images of `image_size` pixels.
 
-    name: small, a torchvision model, timm:NAME, or module:function, which is called with the
-    number of outputs. pretrained: with the weights that timm has for NAME; see also `weights.load`.
+    name: small, a torchvision model, timm:NAME, module:function, which is called with the number of
+    outputs, such a function, or a model, which is copied. title: of these, in errors.
+    pretrained: with the weights that timm has for NAME; see also `weights.load`.
     is_dense: the outputs are for each pixel, [b, outputs, h, w]. Raises UsageError for an unknown
     name and for images that the model cannot take.
     """
+    if not isinstance(name, str):
+        return call_factory(name, title, outputs)
+    if ":" in name and not name.startswith(TIMM):
+        return call_factory(import_function(name), name, outputs)
     if is_dense:
         return _dense_model(name, outputs)
     if name == "small":
         return Small(outputs, image_size)
     if name.startswith(TIMM):
         return _timm_model(name.removeprefix(TIMM), outputs, image_size, pretrained)
-    if ":" in name:
-        return call_factory(import_function(name), name, outputs)
     return _torchvision_model(name, outputs, image_size)
 
 
@@ -81,8 +90,6 @@ def _dense_model(name: str, outputs: int) -> nn.Module:
     """Return a model for segmentation."""
     if name == "small":
         return SmallSegmentation(outputs)
-    if ":" in name and not name.startswith(TIMM):
-        return call_factory(import_function(name), name, outputs)
     import torchvision
 
     known = torchvision.models.list_models(module=torchvision.models.segmentation)

@@ -44,6 +44,16 @@ def parse_numbers(text: str) -> tuple[float, ...]:
         raise ValueError(f"{text!r} is not a list of numbers; write for example 0.35,1") from None
 
 
+def parse_size(value: Any) -> int | str:
+    """Return the side of square images, else HEIGHTxWIDTH. Raises ValueError for another value."""
+    given = re.split("[x,]", value) if isinstance(value, str) else value
+    parts = [str(part) for part in (given if isinstance(given, (list, tuple)) else [given])]
+    if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{value!r} is no size in pixels; write for example 64 or 192x256")
+    height, width = int(parts[0]), int(parts[-1])
+    return height if height == width else f"{height}x{width}"
+
+
 AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
 AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
 FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
@@ -111,11 +121,11 @@ class RunOptions:
         rule=PROBABILITY,
     )
 
-    image_size: int = option(
+    image_size: int | str = option(
         64,
-        "width and height of the images in pixels",
+        "width and height of the images in pixels, or HEIGHTxWIDTH, such as 192x256",
         metavar="N",
-        rule=AT_LEAST_1,
+        parse=parse_size,
     )
     augment: str | None = option(
         None, "augmentation: rrc, flip, trivialaugment, randaugment, with + between", metavar="A"

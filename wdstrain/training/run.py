@@ -44,7 +44,7 @@ from wdstrain.training.inputs import (
     batch_augmentation,
 )
 from wdstrain.training.metrics import Monitor
-from wdstrain.training.models import blocks_of, build, call_factory, check_shapes
+from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
 from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_sources
@@ -401,15 +401,13 @@ def _model(
     arguments: TrainArguments, config: Config, task: Task, inputs: ModelInputs, weights: str | None
 ) -> nn.Module:
     """Return the model of a run, with random weights or those of timm."""
-    model, name = arguments.model, config.model
-    if isinstance(model, str):
-        net = build(
-            name,
-            task.outputs,
-            inputs.image_size or config.image_size,
-            pretrained=model_weights.uses_timm_weights(name, weights),
-            is_dense=task.is_dense,
-        )
-    else:
-        net = call_factory(model, name, task.outputs)
+    name = config.model
+    net = build(
+        arguments.model,
+        task.outputs,
+        inputs.image_size or max(config.image_shape),
+        title=name,
+        pretrained=model_weights.uses_timm_weights(name, weights),
+        is_dense=task.is_dense,
+    )
     return check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))

@@ -431,7 +431,7 @@ def given_source(
 def _default_source(config: Config) -> FieldSource:
     """Return the source of images uint8[b, 3, image_size, image_size]."""
     options = {name: getattr(config, name) for name in _IMAGE_OPTIONS}
-    return FieldSource({"image": image(size=config.image_size, **options)})
+    return FieldSource({"image": image(size=config.image_shape, **options)})
 
 
 def _check_source(source: InputSource, config: Config, *, is_given: bool) -> None:
@@ -444,7 +444,8 @@ def _check_source(source: InputSource, config: Config, *, is_given: bool) -> Non
         for name in _IMAGE_OPTIONS:
             if getattr(config, name) != OPTIONS[name].default:
                 raise UsageError(f"{name} has no effect with {source.title}=. Give it to {maker}.")
-        sizes = {max(spec.shape[1:]) for spec in specs.values() if len(spec.shape) == 3}
+        shapes = [spec.shape[1:] for spec in specs.values() if len(spec.shape) == 3]
+        sizes = {*map(max, shapes), *("x".join(map(str, shape)) for shape in shapes)}
         if config.image_size not in {OPTIONS["image_size"].default, *sizes}:
             raise UsageError(
                 f"image_size={config.image_size} has no effect with {source.title}=. Leave it out, "

@@ -80,10 +80,14 @@ class SignalHandler:
             raise Stopped(number)
 
 
-def raise_stopped(signals: SignalHandler, distributed: DistributedContext) -> None:
-    """Raise Stopped if any process got a signal. Collective."""
-    if distributed.agreed(STOP if signals.number else GO_ON) == STOP:
+def raise_stopped(
+    signals: SignalHandler, distributed: DistributedContext, wish: int = GO_ON
+) -> int:
+    """Return the most urgent wish. Raises Stopped if any process got a signal. Collective."""
+    wish = distributed.agreed(STOP if signals.number else wish)
+    if wish == STOP:
         raise Stopped(signals.number or signal.SIGTERM)
+    return wish
 
 
 class CheckpointSchedule:
@@ -99,9 +103,7 @@ class CheckpointSchedule:
         every = self._config.checkpoint_every
         is_late = self._is_late()
         self._is_asked = self._is_asked or is_late
-        wish = self._distributed.agreed(STOP if signals.number else SAVE if is_late else GO_ON)
-        if wish == STOP:
-            raise Stopped(signals.number or signal.SIGTERM)
+        wish = raise_stopped(signals, self._distributed, SAVE if is_late else GO_ON)
         # A count of steps is the same on all processes and needs no exchange.
         is_counted = bool(every) and step // every > (step - self._config.accumulate) // every
         return is_counted or wish == SAVE

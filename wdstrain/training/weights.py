@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
-from wdstrain.training.checkpoint import check_bytes
-from wdstrain.training.inputs import Normalization
+from wdstrain.training.checkpoint import FORMAT, load_file
+from wdstrain.training.inputs import ModelInputs, Normalization
 from wdstrain.training.models import TIMM, output_layers
+from wdstrain.training.tasks import Task
 
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
 _NESTED = (
@@ -116,25 +116,21 @@ def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
 
 
 def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> LoadedWeights:
-    try:
-        if path.endswith(".safetensors"):
-            value: Any = _load_safetensors(path)
-        else:
-            # timm and torchvision's references save their arguments beside the weights
-            with torch.serialization.safe_globals([argparse.Namespace]):
-                check_bytes(path)
-                value = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(
-            f"weights={path} cannot be read: {error.strerror or error}. Check the path."
-        ) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise UsageError(
-            f"weights={path} cannot be loaded by torch.load with weights_only=True. "
-            f"Save a state dict: torch.save(model.state_dict(), FILE)."
-        ) from error
-    normalization, given = _saved_normalization(value), _saved_classes(value)
-    is_other = bool(classes and given) and given != [list(names) for names in classes]
+    if path.endswith(".safetensors"):
+        value: Any = _load_safetensors(path)
+    else:
+        # timm and torchvision's references save their arguments beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            value = load_file(
+                path,
+                "cannot be loaded by torch.load with weights_only=True. Save a state dict: "
+                "torch.save(model.state_dict(), FILE).",
+            )
+    normalization, is_other = None, False
+    if isinstance(value, Mapping) and value.get("format") == FORMAT:  # a checkpoint of a run
+        normalization = ModelInputs.from_state(value["inputs"]).normalization
+        learned = [head.classes for head in Task.from_state(value["task"]).heads]
+        is_other = bool(classes) and learned != list(classes)
     for name in _NESTED:
         if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
             value = value[name]
@@ -146,31 +142,15 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
 
 def _load_safetensors(path: str) -> dict[str, Tensor]:
     try:
-        from safetensors.torch import load_file
+        from safetensors.torch import load_file as load_safetensors
     except ImportError:
         raise UsageError(
             f"weights={path} needs safetensors. Install it: pip install safetensors"
         ) from None
     try:
-        return cast("dict[str, Tensor]", load_file(path))
-    except OSError:
-        raise
-    except Exception as error:  # safetensors raises an error type of its own
+        return cast("dict[str, Tensor]", load_safetensors(path))
+    except Exception as error:  # also an error type of its own
         raise UsageError(f"weights={path} is no safetensors file: {error}.") from error
-
-
-def _saved_normalization(checkpoint: Any) -> Normalization | None:
-    """Return the normalization of a checkpoint of a run; None for other files."""
-    inputs = checkpoint.get("inputs") if isinstance(checkpoint, Mapping) else None
-    if not isinstance(inputs, Mapping) or "mean" not in inputs:
-        return None
-    return Normalization(tuple(inputs["mean"]), tuple(inputs["std"]))
-
-
-def _saved_classes(checkpoint: Any) -> list[list[str]]:
-    """Return the classes of each label of a checkpoint of a run; empty for other files."""
-    heads = checkpoint.get("task") if isinstance(checkpoint, Mapping) else None
-    return [list(head["target"]["classes"]) for head in heads] if isinstance(heads, list) else []
 
 
 def _copy_weights(
