@@ -15,6 +15,7 @@ from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
@@ -26,7 +27,7 @@ from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import PlannedShard
-from wdstrain.conversion.shard_writer import TEMPORARY, Packed, identity, kept, write_shard
+from wdstrain.conversion.shard_writer import TEMPORARY, Packed, write_shard
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory import Memory
 from wdstrain.runtime import child_process
@@ -52,40 +53,27 @@ def write_shards(
     report: Report,
 ) -> Generator[Packed, None, None]:
     """Yield the shards in order as they are written; with `resume`, existing ones are kept."""
-    marks = [identity(shard, catalog, recipe, bad.collect) for shard in plan]
-    existing = [
-        kept(folder, shard, mark) if options.resume else None
-        for shard, mark in zip(plan, marks, strict=True)
-    ]
-    missing = [number for number, part in enumerate(existing) if part is None]
     total = sum(len(shard.numbers) for shard in plan)
-    before = sum(len(part.numbers) for part in existing if part is not None)
-    workers = min(max(1, len(missing)), options.processes(int(catalog.sizes.sum())))
+    workers = min(max(1, len(plan)), options.processes(int(catalog.sizes.sum())))
     memory = max(1 << 20, as_bytes(options.memory) // (8 * workers))
-
-    def write(number: int, tick: Tick) -> Packed:
-        return write_shard(
-            folder,
-            plan[number],
-            catalog,
-            recipe,
-            collect=bad.collect,
-            memory=memory,
-            mark=marks[number],
-            tick=tick,
-        )
+    write = partial(
+        write_shard,
+        folder,
+        catalog,
+        recipe,
+        collect=bad.collect,
+        memory=memory,
+        resume=options.resume,
+    )
 
     def progress(done: int, size: int) -> None:
-        report(before + done, size, total)
+        report(done, size, total)
 
     try:
-        with closing(run(write, missing, workers, progress, engine=options.engine)) as results:
-            for part in existing:
-                packed = next(results) if part is None else part
-                for sample in packed.bad:
-                    bad.put(sample)
+        with closing(run(write, plan, workers, progress, engine=options.engine)) as results:
+            for packed in results:
+                bad.bad += packed.bad
                 yield packed
-            next(results, None)  # waits for the worker processes to end
     finally:
         for name in os.listdir(folder):
             if name.endswith(TEMPORARY):  # of a worker that was killed

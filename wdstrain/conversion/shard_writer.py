@@ -103,19 +103,25 @@ def kept(folder: str, shard: PlannedShard, mark: str) -> Packed | None:
 
 def write_shard(
     folder: str,
-    shard: PlannedShard,
     catalog: Catalog,
     recipe: Recipe,
+    shard: PlannedShard,
+    tick: Tick,
     *,
     collect: bool,
     memory: int,
-    mark: str,
-    tick: Tick,
+    resume: bool,
 ) -> Packed:
     """Write a shard. collect: skip bad samples; otherwise the first one ends the shard.
 
-    memory: bytes of samples held at a time to put them in order. mark: identity of the shard.
+    memory: bytes of samples held at a time to put them in order. resume: keep the shard if an
+    earlier run wrote it of the same samples.
     """
+    mark = identity(shard, catalog, recipe, collect)
+    part = kept(folder, shard, mark) if resume else None
+    if part is not None:
+        tick(len(part.numbers), int(catalog.sizes[part.numbers].sum()))
+        return part
     path, bad = os.path.join(folder, shard.name), BadSamples(collect=collect)
     advice = "Free some space or choose another folder, then continue with resume=True."
     with disk_errors(path, advice), collector_paused():
