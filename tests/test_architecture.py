@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 4243,
     "inspection": 2261,
     "loader": 1221,
-    "shards": 2359,
+    "shards": 2360,
     "decode": 1396,
     "storage": 1199,
     "reader": 506,

@@ -116,14 +116,15 @@ def changed(path: str) -> str:
     with refusing(path):
         document = parsed(read_whole(path) or b"")
         table = _table_bytes(beside(path, TABLE_NAME))
-        _, identity, written = _read_table(table)
-        is_its_own = document["wdstrain"].pop("sha256", "") == sha256(table).hexdigest()
-        is_older = not is_its_own and document["wdstrain"]["id"].encode() != identity
-        if not written or is_older:
+        written = _read_table(table)[2]
+        if not written:
             return ""
-        if not is_its_own:
+        copy, own = parsed(written), document["wdstrain"]
+        is_older = own["id"] != copy["wdstrain"]["id"]
+        own["id"] = copy["wdstrain"]["id"]
+        if own.pop("sha256", "") != sha256(table).hexdigest() and not is_older:
             return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
-        if document != parsed(written):
+        if (document == copy) == is_older:  # nothing else differs from an older index.json
             return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
     return ""
 
