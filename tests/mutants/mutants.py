@@ -203,6 +203,9 @@ FIRST: dict[str, tuple[str, ...]] = {
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),
     "conversion/images.py": ("tests/conversion/test_resizing.py",),
+    "conversion/sources/table.py": (
+        "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",
+    ),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
     "conversion/staging.py": ("tests/conversion/test_changing_sets.py",),
     "conversion/upload.py": ("tests/storage/test_object_store.py",),

@@ -36,7 +36,7 @@ from wdstrain.conversion.catalog import (
 )
 from wdstrain.conversion.encode import Pixels, encoded_pixels
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, SampleStore, Source
+from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
 from wdstrain.conversion.shard_writer import IndexBuilder
@@ -100,7 +100,12 @@ def collect(
 
 
 def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collected:
-    builder, items, sizes, renamed = MetaBuilder(options.seed), SampleStore(), array("q"), Renamed()
+    builder, items, sizes, renamed = (
+        MetaBuilder(options.seed),
+        list[Sample](),
+        array("q"),
+        Renamed(),
+    )
     before = len(bad.bad)
     for entry in source.samples():
         if isinstance(entry, BadSample):

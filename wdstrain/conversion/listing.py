@@ -242,11 +242,6 @@ def walk(
             kept = sorted(name for name in folders if not skip(name))
             skipped = len(files) + len(folders) - len(names) - len(kept)
             folders[:] = kept
-            for path in [folder, *names]:
-                if not path.isascii() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
-                    raise SourceError(
-                        f"{path!r}: this name is not UTF-8, which an index needs. Rename it."
-                    )
             below = os.path.relpath(folder, root).replace(os.sep, "/")
             yield "" if below == "." else below, folder, kept, names, skipped
 

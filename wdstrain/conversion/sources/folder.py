@@ -50,7 +50,12 @@ def list_folder(
     images = _find_images(source, roots, ignored, flat=flat)
     mask_files = _find_masks(source, masks, images, ignored) if masks else {}
     classes = [] if flat else sorted({image.stratum for image in images})
-    _check_classes(source, classes, fixed)
+    if other := [kind for kind in classes if fixed and kind not in fixed]:
+        raise UsageError(
+            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
+            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
+            "the end of the classes."
+        )
     if classes:
         folders = {name for root in roots.values() for name in next(walk(root))[2]}
         ignored["folders without images"] += len(folders - set(classes))
@@ -110,6 +115,7 @@ def _find_images(
     for split, root in roots.items():
         for below, folder, _, names, hidden in walk(root):
             ignored["hidden or system files"] += hidden
+            _check_utf8(folder, *names)
             kind = "" if flat else below.split("/", 1)[0]
             prefix = f"{below}/" if below else ""
             for name in names:
@@ -136,15 +142,11 @@ def _find_images(
     )
 
 
-def _check_classes(source: str, classes: Sequence[str], fixed: Sequence[str]) -> None:
-    """Raise UsageError for a folder of a class that is not given."""
-    other = [kind for kind in classes if fixed and kind not in fixed]
-    if other:
-        raise UsageError(
-            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
-            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
-            "the end of the classes."
-        )
+def _check_utf8(*names: str) -> None:
+    """Raise SourceError for a name that cannot be part of a key."""
+    for name in names:
+        if not name.isascii() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in name):
+            raise SourceError(f"{name!r}: this name is not UTF-8, which an index needs. Rename it.")
 
 
 def _find_masks(
@@ -167,6 +169,7 @@ def _find_masks(
         )
     by_stem: dict[str, tuple[str, str]] = {}
     for below, folder, _, names, _ in walk(masks):
+        _check_utf8(folder, *names)
         for name in names:
             field, path = image_field(name), f"{folder}{os.sep}{name}"
             if field is None:

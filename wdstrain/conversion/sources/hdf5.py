@@ -131,7 +131,7 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
         raise SourceError(
             f"{file}: {path} cannot be opened ({error}). Check the links in the file."
         ) from error
-    if _is_data_set(node):
+    if hasattr(node, "dtype"):
         if node.dtype.names:
             raise UsageError(
                 f"{file}{path} is a table. Name one of its columns: "
@@ -140,7 +140,7 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
         return _DataSet(node, file)
     above, _, column = path.rstrip("/").rpartition("/")
     table: Any = opened.get(above) if above else None
-    if _is_data_set(table) and column in (table.dtype.names or ()):
+    if hasattr(table, "dtype") and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
     reason = "is a group" if node is not None else "does not exist"
     raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
@@ -150,14 +150,10 @@ def _known(opened: Any) -> str:
     lines = []
 
     def visit(name: str, node: Any) -> None:
-        if _is_data_set(node):
+        if hasattr(node, "dtype"):
             columns = node.dtype.names
             kind = f"table of {', '.join(columns)}" if columns else node.dtype
             lines.append(f"/{name} {list(node.shape)} {kind}")
 
     opened.visititems(visit)
     return "; ".join(lines[:20]) + ("; ..." if len(lines) > 20 else "") or "none"
-
-
-def _is_data_set(node: Any) -> bool:
-    return hasattr(node, "dtype")

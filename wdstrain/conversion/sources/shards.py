@@ -47,8 +47,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     that lie in the output folder; SourceError for keys that no shard has.
     """
     given = options.urls
-    several = [given] if isinstance(given, (str, os.PathLike)) else given
-    urls = [os.fspath(url) for url in several]
+    urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     if options.keep and options.drop:
@@ -97,7 +96,6 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             )
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
-    is_one = len(urls) == 1 and not is_remote(urls[0])
     source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
     source |= drawn_again(splits.values(), options)
@@ -106,7 +104,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         f"{sorted(wanted or ())} {labels} {[shard.split for shard in index.shards]!r}"
     )
     return Source(
-        urls[0] if is_one else ", ".join(folders),
+        urls[0] if len(urls) == 1 and not is_remote(urls[0]) else ", ".join(folders),
         entries,
         lambda: renamed,
         source,

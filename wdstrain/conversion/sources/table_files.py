@@ -101,7 +101,9 @@ def _extension(path: str) -> str:
 def _find(address: str) -> tuple[list[str], str]:
     """Return (files, folder) of one address."""
     if is_hub(address):
-        return _find_on_hub(address)
+        base, files = list_hub_files(address)
+        tables = [path for path in files if _extension(path) in FORMS]
+        return [path for path in tables if form_of(path) == "parquet"] or tables, base
     if is_remote(address):
         return [address], address.rpartition("/")[0]
     if os.path.isdir(address):
@@ -120,12 +122,6 @@ def _find(address: str) -> tuple[list[str], str]:
         return paths, os.path.commonpath([os.path.dirname(path) for path in paths])
     check_there(address)
     return [address], os.path.dirname(address)
-
-
-def _find_on_hub(address: str) -> tuple[list[str], str]:
-    base, files = list_hub_files(address)
-    tables = [path for path in files if _extension(path) in FORMS]
-    return [path for path in tables if form_of(path) == "parquet"] or tables, base
 
 
 def _is_leftover(name: str) -> bool:

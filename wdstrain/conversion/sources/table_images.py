@@ -94,13 +94,14 @@ class PathRule:
             raise SourceError("there is no path of an image")
         self.asked += 1
         name = path = self._slashed(path)
-        if image_field(path) is None:
+        field = image_field(path)
+        if field is None:
             raise SourceError("the path has no extension of an image")
         if self._left_out is not None and path.startswith(self._left_out):
             name = path[len(self._left_out) :].lstrip("/")
         elif _is_absolute(path):
             name = os.path.normpath(path).removeprefix(self._prefix)
-        file = self._below(path if name == path or self._left_out is None else name)
+        file = self._below(path if self._left_out is None else name)
         status = _status(file)
         if status is None or not S_ISREG(status.st_mode):
             raise SourceError(
@@ -111,7 +112,7 @@ class PathRule:
         self.found += 1
         if status.st_size == 0:
             raise SourceError("it has 0 bytes")
-        parts = [(str(image_field(file)), (file, status.st_size, status.st_mtime_ns))]
+        parts = [(field, (file, status.st_size, status.st_mtime_ns))]
         return Sample(None, parts, name=name, identity=os.path.abspath(file))
 
     def decision(self) -> str:
