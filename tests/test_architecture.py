@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4283,
     "training": 4243,
-    "inspection": 2261,
+    "inspection": 2265,
     "loader": 1221,
     "shards": 2360,
     "decode": 1396,
@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 398,
     "tuning": 363,
     "order": 400,
-    "report": 335,
+    "report": 337,
     "augment": 270,
     "webdataset": 335,
     "native": 56,

@@ -288,7 +288,7 @@ plot("Accuracy", "epoch", validation=[epoch["val"]["accuracy"] for epoch in outc
 
 # %%
 task, metrics = wt.evaluate(f"{run}/checkpoints/best.pt", f"{shards}/val-*.tar")
-print({name: round(value, 4) for name, value in metrics.items()})
+print({name: round(value, 4) for name, value in metrics.items() if isinstance(value, float)})
 
 # %% [markdown]
 # ## Before a long run

@@ -5,6 +5,7 @@ true.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,7 +332,7 @@ def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, cap
     expected = size / 1e9 * 0.09 + document["requests"] / 1000 * 0.4
     assert document["cost"] == pytest.approx(expected)
     printed = capsys.readouterr().out
-    assert "hours at 50 samples/s on each rank" in printed
+    assert re.search(r"\d+ (s|min) at 50 samples/s on each rank", printed)
     assert f"{expected:.4g} per epoch" in printed
 
 

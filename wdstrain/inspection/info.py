@@ -21,7 +21,7 @@ from wdstrain.errors import WdstrainError
 from wdstrain.inspection.contents import Content, Range, described, range_of
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import InfoOptions
-from wdstrain.report.printing import printable
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import PLAIN_FIELDS, Column, ColumnBuilder, is_json, typed
 from wdstrain.shards.header_scans import Note, recall_or_scan
@@ -223,7 +223,7 @@ class Info:
             self.overhead / max(1, self.bytes),
         )
         splits = (
-            f"{name or 'without a split'} {count} ({self.split_shards[name]} shards)"
+            f"{name or 'without a split'} {count} ({counted(self.split_shards[name], 'shard')})"
             for name, count in self.splits.items()
         )
         ignored = (f"{count} x {reason}" for reason, count in self.ignored.items())

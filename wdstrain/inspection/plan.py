@@ -23,6 +23,8 @@ from wdstrain.loader.loader import Loader
 from wdstrain.order.order import Tail
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
+from wdstrain.report.printing import counted
+from wdstrain.report.terminal import duration_text
 from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -64,14 +66,15 @@ class RankShare:
     held_bytes_most: int
 
     def __str__(self) -> str:
-        moves = f"{self.requests} requests" if self.requests else f"{self.seeks} seeks"
+        requests, seeks = counted(self.requests, "request"), counted(self.seeks, "seek")
+        moves = requests if self.requests else seeks
         cut = f" ({self.opened_in_the_middle} cut)" * (self.opened_in_the_middle > 0)
         first, mean, most = map(
             format_size, (self.first_batch_bytes, self.held_bytes_mean, self.held_bytes_most)
         )
         return (
-            f"{self.samples} samples, {format_size(self.bytes)} of {self.shards} shards{cut}, "
-            f"{self.reads} reads, {moves}; first batch after {first}, holds {mean}, at most {most}"
+            f"{self.samples} samples, {format_size(self.bytes)} of {counted(self.shards, 'shard')}"
+            f"{cut}, {counted(self.reads, 'read')}, {moves}; first batch after {first}, holds {mean}, at most {most}"
         )
 
 
@@ -168,6 +171,7 @@ class EpochPreview:
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs of everything."""
         total, size = self.batch_size * self.world_size, sum(rank.bytes for rank in self.ranks)
+        time = duration_text(self.hours * 3600)
         order = f"buffer of {self.shuffle_buffer} samples" if self.shuffle else "none"
         requests = f" in {self.requests} requests" * (self.requests > 0)
         cost = [] if self.cost is None else [("cost", f"{self.cost:.4g} per epoch")]
@@ -179,15 +183,24 @@ class EpochPreview:
         if self.quality.classes is None:
             quality.append(("classes", f"not measured: {self.why_no_classes}"))
         return [
-            ("samples", f"{self.samples} in {self.shards} shards, {format_size(self.bytes)}"),
-            ("epoch", f"{self.epoch}: {self.steps} steps on each of {self.world_size} ranks"),
+            (
+                "samples",
+                f"{self.samples} in {counted(self.shards, 'shard')}, {format_size(self.bytes)}",
+            ),
+            (
+                "epoch",
+                f"{self.epoch}: {self.steps} steps on each of {counted(self.world_size, 'rank')}",
+            ),
             ("measured", f"{self.steps_measured} of {self.steps} steps"),
-            ("batch", f"{self.batch_size} per rank, {total} in all, from {self.lanes} lanes"),
+            (
+                "batch",
+                f"{self.batch_size} per rank, {total} in all, from {counted(self.lanes, 'lane')}",
+            ),
             ("shuffle", f"{order}, seed {self.seed}"),
             ("left out", f"{self.left_out} of {self.samples} samples (tail: {self.tail})"),
             ("exactly once", once),
             ("read", f"{format_size(size)}{requests}"),
-            ("time", f"{self.hours:.3g} hours at {self.rate:g} samples/s on each rank"),
+            ("time", f"{time} at {self.rate:g} samples/s on each rank"),
             *cost,
             *self._rank_rows(),
             *quality,

@@ -25,3 +25,8 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
     """Return names and values as lines in two columns."""
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def counted(count: int, name: str) -> str:
+    """Return a number of things, such as "1 shard" or "3 shards"."""
+    return f"{count} {name}{'s' * (count != 1)}"
