@@ -279,9 +279,9 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
 def test_with_many_ranks_the_extremes_are_shown(folder: Path) -> None:
     preview = wt.plan_epoch(folder, world_size=20, batch_size=3)
     lines = str(preview).splitlines()
-    assert [line.split()[0] for line in lines if " seeks;" in line] == ["least", "most"]
+    assert [line.split()[0] for line in lines if re.search(" seeks?;", line)] == ["least", "most"]
     few = str(wt.plan_epoch(folder, world_size=3, batch_size=3)).splitlines()
-    shown = [line.split(":")[0] for line in few if " seeks;" in line]
+    shown = [line.split(":")[0] for line in few if re.search(" seeks?;", line)]
     assert shown == ["rank 0", "rank 1", "rank 2"]
 
 

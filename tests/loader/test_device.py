@@ -164,6 +164,9 @@ def test_a_loop_ends_though_the_next_batch_never_arrives(tmp_path: Path) -> None
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
         loader.close()
         released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("wdstrain-fetch-"):
+            thread.join(30)  # it waits for the server no longer
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

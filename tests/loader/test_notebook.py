@@ -61,7 +61,7 @@ def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> N
     written = json.loads(text)["cells"]
     actual = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in written]
     assert actual == cells()
-    assert text.count("data:image/png;base64,") > 20
+    assert text.count('"image/png"') > 4
     assert len(text) < 500_000
     assert not re.search(r"/(tmp|root|home|work|usr)/", text)
     outputs = [output for cell in written for output in cell.get("outputs", [])]

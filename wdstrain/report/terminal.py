@@ -174,9 +174,9 @@ def _writing_stdout() -> Iterator[None]:
 
     Characters that the encoding of stdout lacks are written as escapes.
     """
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        if hasattr(sys.stdout, "reconfigure"):  # which writes what is buffered
+            sys.stdout.reconfigure(errors="backslashreplace")
         yield
     except BrokenPipeError:
         raise
