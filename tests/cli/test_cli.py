@@ -263,7 +263,7 @@ def test_a_closed_pipe_is_not_an_error(photos: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_conversion_prints_how_to_resume(tmp_path: Path, capsys: Any) -> None:
-    photos, out = write_class_folder(tmp_path / "many", {"a": 1000}), tmp_path / "out"
+    photos, out = write_class_folder(tmp_path / "many", {"a": 2000}), tmp_path / "out"
     command = [
         sys.executable,
         "-m",
