@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 4283,
     "training": 4243,
     "inspection": 2265,
-    "loader": 1221,
+    "loader": 1223,
     "shards": 2360,
     "decode": 1396,
     "storage": 1199,

@@ -63,6 +63,9 @@ class LoaderState:
     def __init__(self, make_pipeline: Callable[[], Pipeline]) -> None:
         """make_pipeline: must not refer to the loader, which is closed when nobody refers to it."""
         self.stats = EpochStats()
+        # Held while a pass becomes the newest one and takes over the pipeline: of two that began at
+        # once, each could otherwise be the newest while the other has the pipeline.
+        self.beginning = threading.Lock()
         self.newest: Callable[[], EpochBatches | None] = lambda: None
         self._make_pipeline = make_pipeline
         self._pipeline: Pipeline | None = None  # before the first pass and after `close`
@@ -288,8 +291,9 @@ class EpochBatches(Iterator[Batch]):
         if state is None:
             raise WdstrainError(OVER)
         self._options.check_rank()
-        pipeline = state.open_pipeline(self)
-        pipeline.begin(self, self._epoch, self._step, self._until)
+        with state.beginning:
+            pipeline = state.open_pipeline(self)
+            pipeline.begin(self, self._epoch, self._step, self._until)
         self._totals_before = pipeline.totals()
         self._stats = EpochStats(
             epoch=self._epoch, left_out=self._plan.left_out, decoders=pipeline.workers.count
