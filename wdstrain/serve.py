@@ -197,9 +197,9 @@ class _Connection(BaseHTTPRequestHandler):
             return
         self._send(200 if part is None else 206, {**headers, "Content-Length": str(stop - start)})
         if self.command == "GET" and stop > start:
+            self._count(bytes=stop - start)  # before a client can have them, and end the server
             with open(opened, "rb", buffering=0, closefd=False) as file:
                 sent = self.connection.sendfile(file, start, stop - start)
-            self._count(bytes=sent)
             self.close_connection |= sent < stop - start  # the file shrank: never fill it up
 
     def _range(self, tag: str, modified: str, size: int) -> tuple[int, int] | None:
