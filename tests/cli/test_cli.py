@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_class_folder, write_shards
+from tests.conftest import picture, write_class_folder, write_shards
 from wdstrain.cli import main
 
 
@@ -383,5 +383,10 @@ def test_convert_guesses_the_kind_of_a_source_and_says_so(
     (tmp_path / "both" / "labels.csv").write_text("a\n")
     assert main(["convert", str(tmp_path / "both"), str(tmp_path / "no")]) == 2
     assert "holds the table labels.csv and folders such as images" in capsys.readouterr().err
+    assert main(["convert", "x.npy", str(tmp_path / "no")]) == 2
+    assert "Run: wdstrain convert arrays OUT --field NAME=x.npy" in capsys.readouterr().err
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "a=b.png").write_bytes(picture(1))
+    assert main(["convert", str(tmp_path / "flat"), str(tmp_path / "one"), "--flat"]) == 0
     assert main(["convert", "fodler", "a", "b"]) == 2
     assert "Did you mean folder?" in capsys.readouterr().err

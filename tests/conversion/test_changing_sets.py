@@ -597,6 +597,24 @@ def changed(out: Path, verb: str, moment: int) -> int | None:
     return int(count.value) if child.exitcode == 0 else None
 
 
+def test_a_resumed_append_of_other_labels_for_the_same_texts_is_another_append(
+    tmp_path: Path,
+) -> None:
+    """The members of both are equal, but not those of each sample."""
+
+    def rows(flipped: bool) -> list[dict[str, Any]]:
+        return [{"txt": f"{n}", "cls": (n + flipped) % 2} for n in range(4)]
+
+    out = tmp_path / "out"
+    wt.pack([{"txt": "first", "cls": 0}], out, classes=["a", "b"])
+    for flipped, count in ((False, 5), (False, 5), (True, 9), (True, 9)):
+        wt.pack(rows(flipped), out, classes=["a", "b"], append=True, resume=True)
+        assert len(wt.open(out)) == count
+    texts = {(s["txt"], s["cls"]) for _, s in wt.open(out).read(range(1, 9))}
+    assert len(texts) == 8
+    assert wt.verify(out).ok
+
+
 def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
     new = expected(range(17)) if verb == "append" else expected(range(7, 10))
     packed(tmp_path / "whole", range(10))

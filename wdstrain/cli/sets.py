@@ -82,46 +82,49 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
 )
 
 
-_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather")
-_KIND_OF = {
-    **dict.fromkeys((".tar", ".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz"), "tars"),
-    **dict.fromkeys(_TABLES, "table"),
-    **dict.fromkeys((".h5", ".hdf5", ".hdf"), "hdf5"),
-    **dict.fromkeys((".npy", ".npz"), "arrays"),
-}  # by the extension of a source
-
-
 def with_kind(words: Sequence[str]) -> Sequence[str]:
-    """Return the words of `convert SRC OUT` with the kind of the source, and say what it is.
+    """Return the words of `convert SRC OUT` with the kind of the source added, and print it.
 
-    Words that state the kind, and those without a source that is there, stay as they are. Raises
-    UsageError for a source that may be of two kinds.
+    Words with a kind, or without a known source, are returned unchanged. Raises UsageError for a
+    source that may be of two kinds.
     """
     source = next((word for word in words[1:] if not word.startswith("-")), "")
     kind = "" if source in {row[0] for row in _KINDS} else _kind_of_source(source)
     if not kind:
         return words
+    if kind == "arrays":
+        raise UsageError(
+            f"{source}: each array has a name. Run: wdstrain convert arrays OUT --field NAME={source}"
+        )
     if not {"-q", "--quiet"} & {*words}:
         print_message(f"note: {source} is packed as by: wdstrain convert {kind}")
     return [words[0], kind, *words[1:]]
 
 
 def _kind_of_source(source: str) -> str:
-    """Return the kind of a source by its name, and of a folder by what it holds; "" if unknown."""
+    """Return the kind of a source; "" if it is unknown.
+
+    The name of a file decides, of a folder what is in it.
+    """
+    from wdstrain.storage.addresses import COMPRESSED, SOURCES  # only now: it loads urllib3
+
     if not os.path.isdir(source):
-        return _KIND_OF.get(os.path.splitext(source)[1].lower(), "")
-    names = sorted(os.listdir(source))
-    if any(name == "index.json" or name.endswith(".tar") for name in names):
+        is_tar = source.lower().endswith((".tar", ".zip")) or COMPRESSED.search(source)
+        return "tars" if is_tar else SOURCES.get(os.path.splitext(source)[1].lower(), "")
+    with os.scandir(source) as entries:
+        is_folder = {entry.name: entry.is_dir() for entry in entries}
+    if any(name == "index.json" or name.endswith(".tar") for name in is_folder):
         return "tars"
-    tables = [name for name in names if name.lower().endswith(_TABLES)]
-    is_saved = "dataset_info.json" in names  # by save_to_disk
-    folders = [n for n in names if os.path.isdir(os.path.join(source, n)) and "=" not in n]
-    if tables and folders and not is_saved:
+    folders = sorted(name for name in is_folder if is_folder[name])
+    tables = sorted(n for n in is_folder if SOURCES.get(os.path.splitext(n)[1].lower()) == "table")
+    is_saved = "dataset_info.json" in is_folder  # by save_to_disk
+    plain = [name for name in folders if "=" not in name]
+    if tables and plain and not is_saved:
         raise UsageError(
-            f"{source} holds the table {tables[0]} and folders such as {folders[0]}. Name the table, "
+            f"{source} holds the table {tables[0]} and folders such as {plain[0]}. Name the table, "
             f"or state the kind: wdstrain convert folder {source} OUT."
         )
-    return "table" if tables or is_saved or any("=" in name for name in names) else "folder"
+    return "table" if tables or is_saved or len(plain) < len(folders) else "folder"
 
 
 def add_convert(verbs: Any, text: str) -> None:

@@ -14,9 +14,11 @@ import numpy as np
 
 from wdstrain.conversion.result import merged_counts
 from wdstrain.errors import UsageError
+from wdstrain.order.rng import U64, bits, key
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
+from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
 
@@ -36,10 +38,20 @@ def is_repeated(former: Index, new: Index) -> bool:
     if first < 0 or not former.info.get("appended"):
         return False
     pairs = ((former, np.arange(first, len(former))), (new, np.arange(len(new))))
-    members = [index.offsets.members_of(ids) for index, ids in pairs]
-    before, now = (np.sort(m.size.astype(np.int64) << 32 | m.crc.astype(np.int64)) for m in members)
+    before, now = (_sample_hashes(index, ids) for index, ids in pairs)
     known, keys = (index.keys(ids) for index, ids in pairs)
     return np.array_equal(before, now) and all(map(_NUMBERED.fullmatch, {*keys} - {*known}))
+
+
+def _sample_hashes(index: Index, ids: Ints) -> U64:
+    """Return a hash of the fields and bytes of each sample, sorted.
+
+    Members are not compared one by one: with other labels, the same images are other samples.
+    """
+    members = index.offsets.members_of(ids)
+    names = np.array([key("field", name) for name in index.fields], np.uint64)[members.field]
+    words = members.size.astype(np.uint64) << np.uint64(32) | members.crc.astype(np.uint64)
+    return np.sort(np.add.reduceat(bits(names ^ words, "member"), members.first[:-1]))
 
 
 def check_keys(former: Index, new: Iterable[str], out: str) -> None:

@@ -298,7 +298,7 @@ class _Run:
         result = ConversionResult(index, info, bad, written.kept)
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
-            return replace(result, index=former)
+            return replace(result, index=former, kept=len(former.shards))
         folder, lists = staging.folder("shards"), staging.out if former is not None else None
         files = written.files | write_lists(folder, bad, rows, lists)
         if former is not None:

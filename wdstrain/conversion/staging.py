@@ -267,10 +267,13 @@ class Staging:
             is_new = not os.path.exists(path)
             with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
                 fd = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
-                if _is_locked(fd, path, is_new):
-                    self._lock = fd
-                    return
-                os.close(fd)
+                try:
+                    if _is_locked(fd, path, is_new):
+                        self._lock = fd
+                        return
+                finally:
+                    if self._lock != fd:
+                        os.close(fd)
             if time.monotonic() > end:
                 raise UsageError(
                     f"another conversion is writing into {self.shown}. Wait for it, or choose "

@@ -36,9 +36,10 @@ _log = logging.getLogger("wdstrain")
 
 @dataclass
 class Selected:
-    """Samples to show, in this order. description: what they are; notes: what was not found.
+    """Samples to show, in this order.
 
-    lines: samples of each line of a sheet.
+    description: what they are. notes: sentences about what was not found. lines: number of samples
+    in each line of a sheet.
     """
 
     index: Index

@@ -54,8 +54,9 @@ _MAX_BAD = 3  # bad samples that are named
 class Peek(Sequence[SampleView]):
     """Samples to look at. Prints as a table, shows pictures in a notebook; a slice is a Peek.
 
-    title: where the samples come from and how they were chosen. notes: what was not found, and how
-    numbers are shown. lines: samples of each line of a sheet; empty: as many as fit.
+    title: where the samples come from and how they were chosen. notes: sentences about samples that
+    were not found, and about the scale of float images. lines: number of samples in each line of a
+    sheet; empty: as many as fit.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ def _add_variants(
         out = np.empty(example.shape, example.dtype)
         try:
             field.read(name, memoryview(values[name]), out, draws)
-        except Exception as error:  # whatever the field raises is the reason
+        except Exception as error:  # decoders raise errors of many types
             view.add_error(name, error)
             return
         view.pictures[f"epoch {epoch}"] = thumbnail(out)

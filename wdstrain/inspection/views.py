@@ -52,7 +52,7 @@ class SampleView:
 
     shard, offset: where it is stored; "" and -1 if unknown. labels: values as text, by name.
     pictures: thumbnails uint8[h, w, 3], by field. fields: what each field is, as text.
-    error: what is wrong with it; "" if nothing is.
+    error: why it cannot be shown; "" if it can.
     """
 
     key: str

@@ -40,12 +40,11 @@ def lines(
     across: str,
     share: bool = False,
     log: bool = False,
-    x_text: Callable[[float], str] | None = None,
 ) -> str:
     """Return a line chart. Values that are not finite are left out, and values <= 0 if `log`.
 
     across: label of the x axis. share: show y in percent. log: use a logarithmic y axis if the
-    values span more than a factor of 20. x_text: text of an x value, such as of an exponent.
+    values span more than a factor of 20.
     Lines beyond the sixth have no color and are not drawn.
     """
     series = [_thinned(line, log) for line in series]
@@ -67,8 +66,7 @@ def lines(
         y_at = _Scale(min(low, marks[0]), max(high, marks[-1]), _HEIGHT - _BOTTOM, _TOP)
     x_marks = ticks(min(x for x, _ in points), max(x for x, _ in points))
     x_at = _Scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
-    x_text = x_text or (lambda x: _number(x, False))
-    parts = [_frame(marks, y_at, x_marks, x_at, across, share, x_text)]
+    parts = [_frame(marks, y_at, x_marks, x_at, across, share)]
     for color, line in zip(COLORS, series, strict=False):
         path = " ".join(
             f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in zip(line.xs, line.ys, strict=True)
@@ -79,7 +77,7 @@ def lines(
         )
         if line.dots or len(line.xs) == 1:
             for x, y in zip(line.xs, line.ys, strict=True):
-                hint = f"{line.name}: {_number(float(f'{y:.4g}'), share)} at {across} {x_text(x)}"
+                hint = f"{line.name}: {_number(float(f'{y:.4g}'), share)} at {across} {_number(x, False)}"
                 parts.append(
                     f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3" fill="{color}">'
                     f"<title>{escape(hint)}</title></circle>"
@@ -213,7 +211,6 @@ def _frame(
     x_at: _Scale,
     across: str,
     share: bool,
-    x_text: Callable[[float], str] | None = None,
 ) -> str:
     """Return grid lines and the labels of both axes. share: label the y axis in percent."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -227,8 +224,7 @@ def _frame(
     for mark in x_marks:
         x = x_at(mark)
         if _LEFT - 1 <= x <= right + 1:
-            text = x_text(mark) if x_text else _number(mark, False)
-            elements.append(_text(f"{x:.1f}", f"{bottom + 15}", text))
+            elements.append(_text(f"{x:.1f}", f"{bottom + 15}", _number(mark, False)))
     elements.append(_text(f"{(_LEFT + right) / 2}", f"{_HEIGHT - 4}", escape(across)))
     return "".join(elements)
 

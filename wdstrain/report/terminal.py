@@ -175,7 +175,8 @@ def _writing_stdout() -> Iterator[None]:
     Characters that the encoding of stdout lacks are written as escapes.
     """
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # which writes what is buffered
+        # It writes the buffered text, so it can fail like any write.
+        if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
         yield
     except BrokenPipeError:

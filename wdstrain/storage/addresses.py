@@ -32,8 +32,9 @@ INDEX_NAME = "index.json"
 UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output folder
 
 COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
-_SOURCES = {
-    **dict.fromkeys((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq"), "table"),
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather")
+SOURCES = {
+    **dict.fromkeys(_TABLES, "table"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
     **dict.fromkeys((".npy", ".npz"), "arrays"),
 }  # kind of conversion that packs a file, by its extension
@@ -145,7 +146,7 @@ def _expand_local(address: str) -> list[str]:
         if path.is_dir():
             return _expand_folder(path)
         if path.exists():
-            if kind := _SOURCES.get(path.suffix.lower()):
+            if kind := SOURCES.get(path.suffix.lower()):
                 raise UsageError(
                     f"{address} is not a shard, but the source of a conversion. Make shards of it: "
                     f"wdstrain convert {kind} --help"
