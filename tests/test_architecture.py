@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 4291,
     "training": 4243,
-    "inspection": 2265,
+    "inspection": 2182,
     "loader": 1223,
     "shards": 2360,
     "decode": 1396,
