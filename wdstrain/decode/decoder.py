@@ -141,9 +141,8 @@ class Decoder:
                 if column is None
                 else self._decode_together(field, places, column, bad, draws)
             )
-            for row, (number, offset, size) in enumerate(places.T.tolist()):
-                if row in done or row in bad:
-                    continue
+            for row in sorted({*range(len(batch.ids))} - done - bad.keys()):
+                number, offset, size = places[:, row].tolist()
                 member, out = "", None if column is None else column[row, ...]
                 view = self.arena.view[offset : offset + size]
                 try:

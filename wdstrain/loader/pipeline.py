@@ -19,7 +19,7 @@ from typing import Any
 
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.fields import Field
+from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.decode.labels import label_columns
 from wdstrain.decode.task import ReadBatch, Result
 from wdstrain.decode.worker_processes import WorkerProcesses
@@ -47,6 +47,9 @@ TAKEN = "another loop over the same loader took this one's place. Use a Loader f
 
 _READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20  # bytes that are read beyond half a window
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
+_INLINE_BYTES = (
+    4 << 20
+)  # batches of arrays up to this size are copied in 0.4 ms by the loop's thread
 _SHOWN_KEYS = 16  # of the awaited batch in a message
 
 
@@ -84,10 +87,17 @@ class Pipeline:
             if field.example is not None
         }
         layout = Layout.of(examples, plan.batch_size)
-        is_inline = not fields and options.transform is None  # bytes come from the arena itself
+        # C copies plain arrays faster than processes take and give them; plain bytes are not copied.
+        is_copied = options.transform is None and all(
+            type(field) is NumpyArray and field.example for field in (fields or {}).values()
+        )
+        is_inline = is_copied and layout.size <= _INLINE_BYTES
         batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards)
         limits = in_flight_limits(
-            options.num_workers, plan.batch_size, layout.size, batch_bytes / max(1, len(index))
+            0 if is_copied else options.num_workers,
+            plan.batch_size,
+            layout.size,
+            batch_bytes / max(1, len(index)),
         )
         if is_inline:
             limits = InFlightLimits(messages=1, decoders=0)
@@ -113,7 +123,7 @@ class Pipeline:
             seed=plan.seed,
         )
         self.workers: DecoderThreads | WorkerProcesses = DecoderThreads(decoder, limits)
-        if options.num_workers and not is_inline:
+        if options.num_workers and not is_copied:
             context = options.multiprocessing_context
             self.workers = WorkerProcesses(decoder, limits, context)
         self._totals = StageTotals()
