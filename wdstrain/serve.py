@@ -15,54 +15,49 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
-from itertools import islice
 from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
-from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.errors import StorageError, UsageError
 
-_BACKLOG = 1024  # connections that wait to be accepted
 _PATIENCE = 300  # seconds without a byte after which a connection is closed
-_LISTED = 10_000  # names on the page of a folder
-_LONGEST_PATH = 4096  # bytes, as Linux has it
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))", re.IGNORECASE)
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # never a page, since readers refuse pages as shards
 _TYPES = {".tar": "application/x-tar", ".json": "application/json"}
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
-_STATUS = {
-    **dict.fromkeys(_MISSING, 404),
-    **dict.fromkeys([errno.EACCES, errno.EPERM], 403),
-    **dict.fromkeys([errno.EMFILE, errno.ENFILE, errno.ENOMEM], 503),
-}
+_STATUS = {errno.EACCES: 403, errno.EPERM: 403, errno.EMFILE: 503, errno.ENFILE: 503}  # else 404
 
 
 class Server(ThreadingTCPServer):
     """Server of a folder, from threads of its own: `with Server("shards") as server: server.url`.
 
     requests, bytes: answered requests, bytes of files that were sent. The address is taken at once;
-    port 0 is any free one. Raises UsageError for a folder or an address that does not exist,
-    StorageError for a folder that cannot be read and a port that is taken.
+    port 0 is any free one. Raises UsageError for a folder that cannot be read, StorageError for an
+    address at which it cannot listen.
     """
 
     daemon_threads, block_on_close = True, False
-    allow_reuse_address, request_queue_size = True, _BACKLOG
+    allow_reuse_address, request_queue_size = True, 1024
 
     def __init__(
         self, folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self.folder = _checked_folder(folder)
-        self.requests = self.bytes = 0
-        self.lock = threading.Lock()  # of the counts and the connections
-        self.connections = set[socket.socket]()
-        if not 0 <= port <= 65535:
-            raise UsageError(f"port={port}: must be 1 to 65535, or 0 for any free port.")
+        self.folder, self.requests, self.bytes = os.path.realpath(folder), 0, 0
+        self.lock, self.connections = threading.Lock(), set[socket.socket]()
+        try:
+            os.listdir(self.folder)
+            os.stat(os.path.join(self.folder, os.curdir))  # the right to enter, not only to list
+        except OSError as error:
+            raise UsageError(
+                f"{os.fspath(folder)} cannot be served: {error.strerror}. "
+                f"Name a folder of shards that you can read."
+            ) from None
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.address_family, _, _, _, address = min(
@@ -70,7 +65,10 @@ class Server(ThreadingTCPServer):
             )
             super().__init__(address[:2], _Connection)  # type: ignore[arg-type]
         except (OSError, UnicodeError, OverflowError) as error:
-            raise _no_address(host, port, error) from None
+            raise StorageError(
+                f"nothing can listen at host={host!r}, port={port}: {error}. Choose 127.0.0.1 or "
+                f"0.0.0.0, and a port above 1023; 0 is any free one."
+            ) from None
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.05,), name="wdstrain server", daemon=True
         )
@@ -109,6 +107,12 @@ class Server(ThreadingTCPServer):
                 with suppress(OSError):  # the client has left
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def count(self, *, requests: int = 0, sent: int = 0) -> None:
+        """Add to the totals."""
+        with self.lock:
+            self.requests += requests
+            self.bytes += sent
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error of this program; clients may leave when they like."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
@@ -122,15 +126,15 @@ class _Connection(BaseHTTPRequestHandler):
     protocol_version, server_version, sys_version = "HTTP/1.1", "wdstrain", ""
     timeout, disable_nagle_algorithm = _PATIENCE, True
 
-    def setup(self) -> None:
-        super().setup()
+    def handle(self) -> None:
+        """Answer the requests of the connection until it ends."""
         with self.server.lock:
             self.server.connections.add(self.connection)
-
-    def finish(self) -> None:
-        with self.server.lock:
-            self.server.connections.discard(self.connection)
-        super().finish()
+        try:
+            super().handle()
+        finally:
+            with self.server.lock:
+                self.server.connections.discard(self.connection)
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -138,41 +142,33 @@ class _Connection(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: object = None, explain: object = None) -> None:
         """Answer a request that http.server does not take, and end its connection."""
         self.close_connection = True
-        code = 405 if code == 501 else code
-        self._send(code, {"Allow": "GET,HEAD"} if code == 405 else {}, f"{code}\n".encode())
+        self._send(code, {}, b"")
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
         """Answer with the file or the page that a request names."""
-        self._count(requests=1)
-        opened, names = -1, names_of(self.path)
+        self.server.count(requests=1)
+        names = names_of(self.path)
         try:
-            if names is None:
-                raise FileNotFoundError(errno.ENOENT, "no such name")
             opened = open_inside(self.server.folder, names)
-            if stat.S_ISDIR(os.fstat(opened).st_mode):
-                self._send_folder(names, opened)
+        except OSError as error:
+            self._send(_STATUS.get(error.errno or 0, 404), {}, b"")
+            return
+        try:
+            is_folder = stat.S_ISDIR(os.fstat(opened).st_mode)
+            if is_folder and names[-1]:
+                self._send(301, {"Location": f"{_path(names)}/"}, b"")
+            elif is_folder:
+                page = _page(names, list_inside(self.server.folder, names, opened))
+                self._send(200, {"Content-Type": "text/html; charset=utf-8"}, page)
             elif names[-1]:
                 self._send_file(names[-1], opened)
             else:
-                raise FileNotFoundError(errno.ENOENT, "not a folder")
-        except (ConnectionError, TimeoutError):
-            raise
-        except OSError as error:
-            status = _STATUS.get(error.errno or 0, 500)
-            self._send(status, {"Retry-After": "1"} if status == 503 else {}, b"")
+                self._send(404, {}, b"")
         finally:
-            if opened >= 0:
-                os.close(opened)
-
-    def _send_folder(self, names: Sequence[str], opened: int) -> None:
-        if names[-1]:
-            self._send(301, {"Location": f"{_path(names)}/"}, b"")
-            return
-        page = _page(names, list_inside(self.server.folder, names, opened))
-        self._send(200, {"Content-Type": "text/html; charset=utf-8"}, page)
+            os.close(opened)
 
     def _send_file(self, name: str, opened: int) -> None:
         state = os.fstat(opened)
@@ -190,14 +186,14 @@ class _Connection(BaseHTTPRequestHandler):
             return
         part = self._range(tag, headers["Last-Modified"], size)
         start, stop = part or (0, size)
-        if part is not None:
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         if part is not None and start >= size:
             self._send(416, {"Content-Range": f"bytes */{size}"}, b"")
             return
+        if part is not None:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self._send(200 if part is None else 206, {**headers, "Content-Length": str(stop - start)})
         if self.command == "GET" and stop > start:
-            self._count(bytes=stop - start)  # before a client can have them, and end the server
+            self.server.count(sent=stop - start)  # before a client has them, and ends the server
             with open(opened, "rb", buffering=0, closefd=False) as file:
                 sent = self.connection.sendfile(file, start, stop - start)
             self.close_connection |= sent < stop - start  # the file shrank: never fill it up
@@ -207,61 +203,47 @@ class _Connection(BaseHTTPRequestHandler):
 
         A client that knows another version of the file gets the whole one.
         """
-        ranges = self.headers.get_all("Range", [])
-        match = _RANGE.fullmatch(ranges[0].strip()) if len(ranges) == 1 else None
+        match = _RANGE.fullmatch(self.headers.get("Range", "").strip())
         is_known = self.headers.get("If-Range", tag) in (tag, modified)
         if match is None or not is_known or self.command != "GET":
             return None
         first, last, suffix = match.groups()
         if suffix:
             return max(0, size - int(suffix)), size
-        if last and int(last) < int(first):
-            return None
-        return int(first), min(size, int(last or size) + 1)
+        start, stop = int(first), min(size, int(last or size) + 1)
+        return None if last and int(last) < start else (start, stop)
 
     def _condition(self, tag: str) -> int:
         """Return the status for a condition on the ETag that does not hold; 0 if all hold."""
         for name, status in (("If-Match", 412), ("If-None-Match", 304)):
             tags = re.findall(r'"[^"]*"|\*', self.headers.get(name, ""))
-            is_one = tag in tags or "*" in tags
-            if tags and is_one == (status == 304):
+            if tags and (tag in tags or "*" in tags) == (status == 304):
                 return status
         return 0
 
-    def _send(self, status: int, headers: Mapping[str, str], body: bytes | None = None) -> None:
+    def _send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
         """Send an answer; without a body, its headers. The answer to HEAD has none."""
         self.send_response(status)
         if body is not None and status != 304:
-            headers = {**headers, "Content-Length": str(len(body))}
+            headers["Content-Length"] = str(len(body))
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if body and self.command != "HEAD":
             self.wfile.write(body)
 
-    def _count(self, **counts: int) -> None:
-        with self.server.lock:
-            for name, count in counts.items():
-                setattr(self.server, name, getattr(self.server, name) + count)
-
 
 # --- what a request may reach ---------------------------------------------------------------------
 
 
-def names_of(target: str) -> list[str] | None:
+def names_of(target: str) -> list[str]:
     """Return the names of folders and file in a request's target; the last is empty after a slash.
 
     Repeated slashes count as one, as nginx has it: people append "/index.json" to an address that
-    ends with a slash. None for a name that is hidden or holds a separator once it is decoded.
+    ends with a slash.
     """
-    path = target.partition("?")[0]
-    if not path.startswith("/") or len(path) > 3 * _LONGEST_PATH:
-        return None
-    parts = re.sub("/+", "/", path)[1:].encode("latin-1").split(b"/")
-    names = [os.fsdecode(unquote_to_bytes(part)) for part in parts]
-    if not all(map(_is_shown, names[:-1])) or not (names[-1] == "" or _is_shown(names[-1])):
-        return None
-    return names if sum(map(len, names)) + len(names) < _LONGEST_PATH else None
+    path = re.sub("/+", "/", target.partition("?")[0]).removeprefix("/")
+    return [os.fsdecode(unquote_to_bytes(part)) for part in path.encode("latin-1").split(b"/")]
 
 
 def open_inside(folder: str, names: Sequence[str]) -> int:
@@ -269,16 +251,15 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
 
     Links are followed where they stay inside. The path is resolved first, so that nothing outside
     is ever opened. A folder on the way may be exchanged for a link meanwhile, so the system is
-    asked afterwards which file was opened. Raises OSError.
+    asked afterwards which file was opened. Raises OSError, also for names that are not shown.
     """
+    if not all(_is_shown(name) for name in names if name) or "" in names[:-1]:
+        raise FileNotFoundError(errno.ENOENT, "not shown", "/".join(names))
     path = os.path.realpath(os.path.join(folder, *names))
-    if not (_is_inside(path, folder) and _is_served(os.lstat(path).st_mode)):
-        raise FileNotFoundError(errno.ENOENT, "not inside", path)
+    _check_served(folder, path, os.lstat(path))
     opened = os.open(path, _OPEN_FLAGS)
     try:
-        real = os.readlink(f"/proc/self/fd/{opened}")
-        if not (_is_inside(real, folder) and _is_served(os.fstat(opened).st_mode)):
-            raise FileNotFoundError(errno.ENOENT, "not inside", path)
+        _check_served(folder, os.readlink(f"/proc/self/fd/{opened}"), os.fstat(opened))
     except BaseException:
         os.close(opened)
         raise
@@ -288,9 +269,9 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
 def list_inside(folder: str, names: Sequence[str], opened: int) -> list[str]:
     """Return the names in an open folder that may be asked for; folders end with a slash."""
     listed = []
-    for name in islice(sorted(filter(_is_shown, os.listdir(opened))), _LISTED):
+    for name in sorted(os.listdir(opened)):
         with suppress(OSError):
-            found = open_inside(folder, [*names, name])
+            found = open_inside(folder, [*names[:-1], name])
             listed.append(name + "/" * stat.S_ISDIR(os.fstat(found).st_mode))
             os.close(found)
     return listed
@@ -298,18 +279,17 @@ def list_inside(folder: str, names: Sequence[str], opened: int) -> list[str]:
 
 def _is_shown(name: str) -> bool:
     """Whether a name can be asked for. A backslash is a separator to some clients."""
-    return name != "" and not name.startswith(".") and not any(c in name for c in "/\\\0")
+    return not name.startswith(".") and not any(character in name for character in "/\\\0")
 
 
-def _is_inside(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
+def _check_served(folder: str, path: str, state: os.stat_result) -> None:
+    """Raise FileNotFoundError for a path that is not inside the folder, and for devices."""
+    is_inside = path == folder or path.startswith(folder.rstrip("/") + "/")
+    if not is_inside or not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+        raise FileNotFoundError(errno.ENOENT, "not inside", path)
 
 
-def _is_served(mode: int) -> bool:
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-
-
-# --- pages and addresses --------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def _path(names: Sequence[str]) -> str:
@@ -319,45 +299,11 @@ def _path(names: Sequence[str]) -> str:
 def _page(names: Sequence[str], listed: Sequence[str]) -> bytes:
     """Return a page with links to what a folder holds."""
     title = html.escape("/" + "/".join(names))
-    rows = ['<li><a href="../">../</a>'] if len(names) > 1 else []
-    for name in listed:  # ./ before a name, since "a:b" would be an address
-        link = f".{_path([name.rstrip('/')])}{'/' * name.endswith('/')}"
-        rows.append(f'<li><a href="{link}">{html.escape(name)}</a>')
-    if len(listed) == _LISTED:
-        rows.append(f"<li>only {_LISTED} names are shown")
+    # "./" before a name, since "a:b" would be an address
+    rows = [
+        f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">'
+        f"{html.escape(name)}</a>"
+        for name in listed
+    ]
     head = ["<!doctype html>", f"<title>{title}</title>", f"<h1>{title}</h1>", "<ul>"]
     return "\n".join([*head, *rows, "</ul>", ""]).encode("utf-8", "replace")
-
-
-def _checked_folder(folder: str | os.PathLike[str]) -> str:
-    """Return the resolved path of a folder that can be listed and entered."""
-    path = os.path.realpath(folder)
-    try:
-        os.scandir(path).close()
-        os.stat(os.path.join(path, os.curdir))  # needs the right to enter, which listing does not
-    except (FileNotFoundError, NotADirectoryError):
-        problem = "this is no folder" if os.path.exists(path) else "there is no such folder"
-        raise UsageError(
-            f"{os.fspath(folder)}: {problem}. Name the folder that holds the shards."
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            f"{os.fspath(folder)} cannot be read: {error.strerror}. Check the permissions of the "
-            f"folder and of those above it."
-        ) from error
-    return path
-
-
-def _no_address(host: str, port: int, error: Exception) -> WdstrainError:
-    """Return the error for an address at which no server can listen."""
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return StorageError(
-            f"port={port} of {host} is taken. Choose another port, or port=0 for any free one."
-        )
-    if isinstance(error, PermissionError):
-        return StorageError(
-            f"port={port} is kept for the system. Choose one above 1023, or port=0."
-        )
-    return UsageError(
-        f"host={host!r} is no address of this machine: {error}. Choose 127.0.0.1 or 0.0.0.0."
-    )
