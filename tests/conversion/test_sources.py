@@ -206,7 +206,7 @@ def test_a_column_can_name_the_split_of_each_row(pictures: Path) -> None:
     )
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 4, "val": 2}
     (pictures / "t.csv").write_text("file,part\nIMG/0.png,../up\nIMG/1.png,\n")
-    with pytest.raises(SourceError, match="row 3: the split column 'part' is empty"):
+    with pytest.raises(SourceError, match="row 3: IMG/1.png: the split column 'part' is empty"):
         wt.convert_table(
             str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part"
         )

@@ -70,7 +70,10 @@ def test_a_bad_row_is_named_with_its_file_and_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"y": ["a"], "image": [picture(2)]}, "differs: the column 'y' is string and int64"),
+        (
+            {"y": ["a"], "image": [picture(2)]},
+            "differs: Field y has incompatible types: string vs int64, unlike .*a.parquet",
+        ),
         ({"image": [picture(2)]}, "has no column 'y', unlike .*a.parquet"),
         ({"y": [1], "image": [picture(2)], "z": [1]}, "has a column 'z' more"),
     ],
@@ -305,12 +308,10 @@ def test_like_names_the_classes_of_arrays_and_samples(tmp_path: Path) -> None:
     assert wt.convert_arrays(arrays, tmp_path / "b", like=old).labels[0].classes == names
 
 
-def test_values_that_differ_only_in_blanks_are_one_class_and_reported(tmp_path: Path) -> None:
+def test_values_that_differ_only_in_blanks_are_one_class(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(3)], "y": ["a", "a ", "b"]})
     index = wt.convert_table(frame, tmp_path / "out", image="image", label="y")
     assert index.labels[0].classes == ("a", "b")
-    line = "label y: 'a' and 'a ' are one class: blanks around names are removed"
-    assert line in index.info["source"]["decided"]
 
 
 # --- splits ---

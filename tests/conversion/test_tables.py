@@ -6,7 +6,6 @@ import csv
 import datetime
 import json
 import os
-import re
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -250,23 +249,6 @@ def test_absolute_and_relative_paths_of_one_image_are_in_one_split(
     assert all(len(sides_) == 1 for sides_ in places.values())
 
 
-def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
-    rows = [
-        '{"file": "IMG/0.png", "y": 0}',
-        '{"file": "IMG/1.png", "y": 0, "y": 1}',
-        '{"file": "IMG/2.png", "y": 1, "z": {"a": 1, "a": 2}}',
-    ]
-    (folder / "t.jsonl").write_text("\n".join(rows))
-    index = wt.convert_table(
-        str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_error="skip"
-    )
-    assert len(index) == 1
-    reasons = bad_rows(folder / "out")
-    assert set(reasons) == {2, 3}
-    assert "names 'y' 2 times" in reasons[2]
-    assert "names 'a' 2 times" in reasons[3]
-
-
 def test_equal_image_bytes_are_in_one_split(tmp_path: Path) -> None:
     frame = pandas.DataFrame(
         {"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]}
@@ -381,14 +363,14 @@ def test_the_kind_of_a_label_follows_nearly_all_cells(
     [
         (
             [str(n) for n in range(1001)],
-            "1001 different whole numbers up to 1000.*y:class.*y:number",
+            "1001 different numbers from 0 to 1000.*y:class.*y:number",
         ),
-        (["1", "2", "99999"], "3 different whole numbers up to 99999.*y:class.*y:number"),
-        (["1", "-1", "1"], "-1 and whole numbers from 1.*y:class.*y:number"),
+        (["1", "2", "99999"], "3 different numbers from 1 to 99999.*y:class.*y:number"),
+        (["1", "-1", "1"], "2 different numbers from -1 to 1.*y:class.*y:number"),
         (["1", "2", "a", "b"], "2 numbers and 2 texts, such as 'a'.*y:class.*y:number"),
         (
             [*["0", "1"] * 20, "0.5"],
-            "40 whole numbers and 1 others, such as 0.5.*y:class.*y:number",
+            "3 different numbers from 0 to 1, all or nearly all of them whole.*y:class.*y:number",
         ),
     ],
 )
@@ -488,7 +470,7 @@ def test_lists_that_are_not_classes_are_refused(
 def test_integers_turned_into_floats_by_an_empty_cell_are_ambiguous(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(4)], "y": [0, 1, None, 1]})
     with pytest.raises(
-        UsageError, match="whole numbers as floats beside empty cells.*y:class.*y:number"
+        UsageError, match="2 different numbers from 0.0 to 1.0, all .*y:class.*y:number"
     ):
         wt.convert_table(frame, str(tmp_path / "out"), image="image", label="y", on_error="skip")
     index = wt.convert_table(
@@ -572,7 +554,9 @@ def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
             wt.convert_table(frame, str(tmp_path / "odd"), image="image")
 
 
-def test_leading_blanks_are_kept_unless_quotes_follow(folder: Path, tmp_path: Path) -> None:
+def test_blanks_at_the_beginning_of_a_cell_are_kept_inside_quotes(
+    folder: Path, tmp_path: Path
+) -> None:
     def texts(text: str) -> list[str]:
         (folder / "t.csv").write_text(text)
         wt.convert_table(
@@ -583,7 +567,7 @@ def test_leading_blanks_are_kept_unless_quotes_follow(folder: Path, tmp_path: Pa
             for _, fields in sorted(read(tmp_path / "out").items())
         ]
 
-    assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["  a", ' "b" ']
+    assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["a", ' "b" ']
     assert texts('file, said\nIMG/0.png, "a, b"\nIMG/1.png, c\n') == ["a, b", "c"]
 
 
@@ -600,17 +584,16 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
     [
         (
             "file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"),
-            "is not UTF-8: line 2 has the byte 0xe9",
+            "is not UTF-8: see line 2",
         ),
         (
             "file,y\rIMG/0.png,a\rIMG/1.png,caf\u00e9\r".encode("latin-1"),
-            "is not UTF-8: line 3 has the byte 0xe9",
+            "is not UTF-8: see line 3",
         ),
-        ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: line 1 has the byte 0xff"),
-        ("file,y\nIMG/0.png,a\n".encode("utf-16-le"), "has NUL bytes in line 1, as UTF-16 has"),
+        ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: see line 1"),
     ],
 )
-def test_a_csv_that_is_not_utf_8_is_refused_with_its_offset(
+def test_a_csv_that_is_not_utf_8_is_refused_with_its_line(
     folder: Path, data: bytes, message: str
 ) -> None:
     (folder / "t.csv").write_bytes(data)
@@ -623,9 +606,9 @@ def test_a_csv_that_is_not_utf_8_is_refused_with_its_offset(
 
 @pytest.mark.parametrize(
     ("encoding", "message"),
-    [("latin-1", "line 2 has the byte 0xe9"), ("utf-16", "line 1 has the byte 0xff")],
+    [("latin-1", "see line 2"), ("utf-16", "see line 1")],
 )
-def test_json_lines_that_are_not_utf_8_are_refused_with_their_offset(
+def test_json_lines_that_are_not_utf_8_are_refused_with_their_line(
     folder: Path, encoding: str, message: str
 ) -> None:
     rows = '{"file": "IMG/0.png", "y": "a"}\n{"file": "IMG/1.png", "y": "\u00e9"}\n'
@@ -642,27 +625,17 @@ def test_json_lines_that_are_not_utf_8_are_refused_with_their_offset(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "# made today\nfile,y\nIMG/0.png,a\n",
-            "has 1 (# made today), line 2 has 2. Remove lines before the header",
-        ),
-        (
-            "file;y, z\nIMG/0.png;a\nIMG/1.png;b\n",
-            "has 2 (file;y, z), line 2 has 1. Remove lines before the header, and separate",
-        ),
-        (
-            "file;y;z\nIMG/0.png,a,b\n",
-            "has 3 (file, y, z), line 2 has 1. Remove lines before the header, and separate all cells by semicol",
-        ),
+        ("# made today\nfile,y\nIMG/0.png,a\n", "it has 2 cells, but the table has 1 columns"),
+        ("file;y, z\nIMG/0.png;a\nIMG/1.png;b\n", "it has 1 cells, but the table has 2 columns"),
+        ("file;y;z\nIMG/0.png,a,b\n", "it has 1 cells, but the table has 3 columns"),
     ],
 )
 def test_a_header_whose_width_differs_from_all_rows_is_an_error(
     folder: Path, text: str, message: str, on_error: str
 ) -> None:
     (folder / "t.csv").write_text(text)
-    with pytest.raises(
-        SourceError, match=re.escape(f"no row has as many cells as the header: it {message}")
-    ):
+    message = f"row 2: {message}" if on_error == "raise" else "has no rows that can be read"
+    with pytest.raises(SourceError, match=message):
         wt.convert_table(
             folder / "t.csv", folder / "out", image="file", label="y", on_error=on_error
         )

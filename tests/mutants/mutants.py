@@ -616,7 +616,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "distinct[0] >= 0 and distinct[-1]",
             "distinct[0] > 0 and distinct[-1]",
         ),
-        ("negative-numbers", "if negative - {-1}:", "if negative == {-1}:"),
+        ("negative-numbers", "if low < -1 or", "if low < -2 or"),
     ],
     "conversion/images.py": [
         (
@@ -659,8 +659,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/sources/table.py": [
         (
             "group-is-column",
-            'group=f"{self._options.group_by}={group}" if group else ""',
-            'group=f"{self._options.group_by}={group}"',
+            'group=f"{options.group_by}={group}" if group else ""',
+            'group=f"{options.group_by}={group}"',
         ),
         (
             "same-spelling",

@@ -292,7 +292,14 @@ def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:
         ignored[reason] = ignored.get(reason, 0) + times
 
 
-def file_mark(*paths: str) -> str:
-    """Return sizes and times of files, for the mark of a stream."""
-    states = [(os.path.abspath(path), os.stat(path)) for path in paths if not is_remote(path)]
-    return repr([paths, [(path, state.st_size, state.st_mtime_ns) for path, state in states]])
+def file_mark(*paths: str, asked: object = None) -> str | None:
+    """Return the mark of a stream: sizes and times of its files, and what is asked of them.
+
+    None for files of a server.
+    """
+    if any(map(is_remote, paths)):
+        return None
+    states = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    return repr(
+        [paths, [(path, state.st_size, state.st_mtime_ns) for path, state in states], asked]
+    )

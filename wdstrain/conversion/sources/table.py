@@ -2,23 +2,33 @@
 
 Labels are decided from all rows before the first is packed (`labels`). A single class column is
 stored as `cls`, as all readers expect; others are read from the JSON by their column. Images that
-are files make a `Listing`; images whose bytes are in the table make a `Stream`, so that memory does
+are files make a stored list; images whose bytes are in the table make a stream, so that memory does
 not grow with them.
+
+One rule gives the files of all paths, chosen before an image is read. A column holds paths, or a
+template such as `images/{id}.jpg` makes them of columns. Relative paths begin at the root. If no
+path with backslashes exists, backslashes become slashes. If a root is given and no absolute path
+exists, the paths are of another machine. Then the same beginning is removed from all: the shortest
+common one without which a file exists below the root.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, count
+from hashlib import blake2b
+from itertools import chain, compress, count, islice
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wdstrain.conversion.classes import fixed_classes, look_alikes, stated_classes
+from wdstrain.conversion.images import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide
 from wdstrain.conversion.listing import (
     BadSample,
@@ -28,11 +38,20 @@ from wdstrain.conversion.listing import (
     SampleStore,
     Source,
     file_mark,
+    image_field,
 )
 from wdstrain.conversion.source_options import TableOptions
-from wdstrain.conversion.sources.table_cells import Cells, distinct, each, json_fields, plain
+from wdstrain.conversion.sources.table_cells import (
+    BATCH,
+    Cells,
+    batched,
+    cells_of,
+    distinct,
+    joined,
+    json_fields,
+    values_of,
+)
 from wdstrain.conversion.sources.table_files import TableFiles, find_files
-from wdstrain.conversion.sources.table_images import ImageColumn, PathRule, bytes_image
 from wdstrain.conversion.sources.table_read import Table, is_frame, read_files, read_frame
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
@@ -40,10 +59,14 @@ from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.where import TableRows, matching
-from wdstrain.storage.remote import is_remote, shown_path
+from wdstrain.storage.remote import shown_path
 
 Texts = tuple[npt.NDArray[np.int32], list[str]]  # place of each row in the texts, and the texts
 
+_COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
+_ABSOLUTE = re.compile(
+    r"[/\\]|[A-Za-z]:[/\\]"
+)  # the root of a file system, also of another machine's
 # options that decide the bytes of samples
 _OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by", "split_by",
                "text", "decimal", "escape", "encoding")  # fmt: skip
@@ -57,11 +80,11 @@ def open_table(options: TableOptions) -> Source:
     a frame. Decisions about labels and images are in `source["decided"]`. Raises UsageError for
     columns that are missing or ambiguous, SourceError for a table that cannot be read.
     """
-    bad_samples = BadSamples(collect=options.on_error == "skip")
+    bad = BadSamples(collect=options.on_error == "skip")
     files = None if is_frame(options.table) else find_files(options.table)
-    table = read_frame(options.table) if files is None else read_files(files, options, bad_samples)
+    table = read_frame(options.table) if files is None else read_files(files, options, bad)
     rows = _Rows(table, files, options)
-    return rows.stream(bad_samples) if rows.images.holds_bytes else rows.listing(bad_samples)
+    return rows.stream(bad) if rows.holds_bytes() else rows.listing(bad)
 
 
 class _Rows:
@@ -69,11 +92,12 @@ class _Rows:
 
     def __init__(self, table: Table, files: TableFiles | None, options: TableOptions) -> None:
         self._table, self._files, self._options = table, files, options
-        self.images = ImageColumn(table, options.image)
-        self._apart = [] if self.images.kept else self.images.columns
+        self._apart = [options.image] if options.image in table.columns else []
+        # The columns of a template are data of their own: they stay beside the image.
+        self._images = self._apart or list(dict.fromkeys(_COLUMN.findall(options.image)))
         asked = _asked_labels(table, options, self._apart)
         others = (options.group_by, options.split_by, options.stratify, options.text)
-        for name in (*asked, *filter(None, others)):
+        for name in (*(self._images or [options.image]), *asked, *filter(None, others)):
             table.check_column(name)
         self._chosen = _chosen_rows(table, options.where)
         fixed = fixed_classes(options.classes, options.like, list(asked.items()))
@@ -123,17 +147,24 @@ class _Rows:
 
     # --- sources ----------------------------------------------------------------------------------
 
-    def listing(self, bad_samples: BadSamples) -> Source:
+    def holds_bytes(self) -> bool:
+        """Return whether the images themselves are in the table."""
+        return any(
+            isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
+            for _, _, columns in self._table.batches(self._apart)
+            for cells in columns.values()
+            for cell in cells
+        )
+
+    def listing(self, bad: BadSamples) -> Source:
         """Return the rows whose images are files."""
-        files, root = self._files, self._options.root
-        base = root if root is not None else files.base if files is not None else ""
-        paths = self.images.paths(self._table, self._chosen)
-        rule = PathRule(base, paths, has_root=root is not None, is_file=files is not None)
+        paths = self._paths()
+        rule = _PathRule(self._files, self._options.root, paths)
         keys, items = Keys(), SampleStore()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
         for entry in self._samples(lambda path, file, line: rule.image(path), paths):
             if isinstance(entry, BadSample):
-                bad_samples.put(entry)
+                bad.put(entry)
                 continue
             stem = os.path.splitext(entry.name)[0]
             key = keys.key(stem)
@@ -143,34 +174,41 @@ class _Rows:
         decided = [rule.decision(), *self._lines()]
         if twice := len(items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        return self._source(
-            lambda: chain(bad_samples.bad, items), decided, has_files=True, stored=items
-        )
+        source = self._source(decided)
+        return replace(source, samples=lambda: chain(bad.bad, items), has_files=True, stored=items)
 
-    def stream(self, bad_samples: BadSamples) -> Source:
+    def _paths(self) -> Cells:
+        """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
+        columns = [self._table.column(name, written=True) for name in self._images]
+        rows = compress(batched(*columns), self._chosen)
+        paths = map(self._path, rows)
+        return joined([cells_of(some) for some in iter(lambda: list(islice(paths, BATCH)), [])])
+
+    def _path(self, cells: tuple[Any, ...]) -> str:
+        plain = (cell.get("path") if isinstance(cell, dict) else cell for cell in cells)
+        texts = ["" if cell is None else str(cell).strip() for cell in plain]
+        if self._apart:
+            return texts[0]
+        by_name = dict(zip(self._images, texts, strict=True))
+        return _COLUMN.sub(lambda match: by_name[match[1]], self._options.image) * all(texts)
+
+    def stream(self, bad: BadSamples) -> Source:
         """Return the rows whose images are bytes in the table."""
         files = self._files
 
         def find(cell: Any, file: str, line: int) -> Sample:
             prefix = "" if files is None else files.key_prefix(file)
-            sample = bytes_image(cell, f"{prefix}row-{line:09d}")
-            return sample._replace(key=os.path.splitext(sample.name)[0], name="")
+            return _bytes_image(cell, f"{prefix}row-{line:09d}")
 
-        local = files is not None and not any(map(is_remote, files.paths))
-        asked = [getattr(self._options, name) for name in _OF_SAMPLES]
-        return self._source(
-            lambda: chain(bad_samples.bad, self._samples(find)),
-            [f"images: bytes in the column '{self.images.columns[0]}'", *self._lines()],
+        asked = [self.labels, *(getattr(self._options, name) for name in _OF_SAMPLES)]
+        return replace(
+            self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
+            samples=lambda: chain(bad.bad, self._samples(find)),
             total=int(self._chosen.sum()),
-            mark=f"{file_mark(*files.paths)} {asked} {self.labels}" if files and local else None,
+            mark=None if files is None else file_mark(*files.paths, asked=asked),
         )
 
-    def _source(
-        self,
-        samples: Callable[[], Iterable[Sample | BadSample]],
-        decided: list[str],
-        **known: Any,
-    ) -> Source:
+    def _source(self, decided: list[str]) -> Source:
         options = self._options
         stated = {
             name: getattr(options, name) for name in ("group_by", "split_by", "where", "text")
@@ -183,15 +221,18 @@ class _Rows:
             **stated_classes(options.classes),
             "decided": decided,
         }
-        left, labels = int((~self._chosen).sum()), self.labels
+        left, labels = (
+            int((~self._chosen).sum()),
+            self.labels,
+        )  # not self: the table need not be kept
+        ignored = {"rows that do not meet the condition": left} if left else {}
         return Source(
             self._table.name,
-            samples,
-            lambda: labels,  # not self: the table need not be kept
+            tuple,
+            lambda: labels,
             source,
-            ignored={"rows that do not meet the condition": left} if left else {},
+            ignored=ignored,
             stratum=self._stratum,
-            **known,
         )
 
     def _lines(self) -> list[str]:
@@ -203,9 +244,7 @@ class _Rows:
             again = ", drawn again" * bool(self._options.split)
             lines.append(f"splits: those in the names of the files, {some}{again}")
         codes, splits = self._splits
-        for alike in look_alikes(
-            dict.fromkeys(splits[code] for code in np.unique(codes[self._chosen]))
-        ):
+        for alike in look_alikes(splits[code] for code in np.unique(codes[self._chosen])):
             lines.append(f"split {self._options.split_by}: the splits {alike} look alike")
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
@@ -225,39 +264,40 @@ class _Rows:
         of the images of the chosen rows; None: the images are cells.
         """
         kept = [name for name in self._table.columns if paths is None or name not in self._apart]
-        images, rows = None if paths is None else each(paths), count()
+        images, rows = None if paths is None else batched(paths), count()
         for file, lines, columns in self._table.batches(kept):
             for i, line in enumerate(lines):
                 row = next(rows)
                 if not self._chosen[row]:
                     continue
                 cells = {name: values[i] for name, values in columns.items()}
-                image = cells.pop(self._apart[0]) if images is None else next(images)
-                if reason := self._reason(row):
-                    yield BadSample(shown_path(file), line, "", reason)
-                    continue
+                image = cells.pop(self._apart[0]) if images is None else next(images)[0]
                 try:
-                    yield self._sample(find(image, file, line), cells, file, line, row)
+                    yield self._sample(find, image, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
                     shown = image if isinstance(image, str) and images is not None else ""
                     yield BadSample(shown_path(file), line, shown, str(error))
 
-    def _reason(self, row: int) -> str:
-        """Return why a row cannot be used, or ""."""
-        for label in self._labels.values():
-            if label.codes[row] in label.bad:
-                return label.bad[label.codes[row]]
-        empty = self._options.split_by is not None and not _text(self._splits, row)
-        return f"the split column '{self._options.split_by}' is empty" * empty
-
     def _sample(
-        self, sample: Sample, cells: dict[str, Any], file: str, line: int, row: int
+        self,
+        find: Callable[[Any, str, int], Sample],
+        image: Any,
+        cells: dict[str, Any],
+        file: str,
+        line: int,
+        row: int,
     ) -> Sample:
         """Return a sample of an image with the other columns of its row. Raises SampleError."""
-        options, group = self._options, _text(self._groups, row)
-        of_file = "" if options.split else self._file_splits.get(file, "")
-        cells |= {name: d.values[d.codes[row]] for name, d in self._labels.items()}
+        options, split, group = self._options, _text(self._splits, row), _text(self._groups, row)
+        for name, label in self._labels.items():
+            code = label.codes[row]
+            if code in label.bad:
+                raise SampleError(label.bad[code])
+            cells[name] = label.values[code]
+        if options.split_by is not None and not split:
+            raise SampleError(f"the split column '{options.split_by}' is empty")
+        sample = find(image, file, line)
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
@@ -271,8 +311,8 @@ class _Rows:
             )
         return sample._replace(
             parts=parts,
-            split=_text(self._splits, row) or of_file,
-            group=f"{self._options.group_by}={group}" if group else "",
+            split=split or ("" if options.split else self._file_splits.get(file, "")),
+            group=f"{options.group_by}={group}" if group else "",
             stratum=_text(self._strata, row),
             row=line,
         )
@@ -302,7 +342,7 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
     if where is None:
         return np.ones(len(table), np.bool_)
     named = [name for name in table.cells if name in where]  # a superset of the columns in it
-    columns = [inferred(("json", name), plain(table.cells[name])) for name in named]
+    columns = [inferred(("json", name), values_of(table.cells[name])) for name in named]
     for place, name in enumerate(named):
         column, classes = columns[place], table.classes.get(name)
         if classes is not None and column.kind == "integer":
@@ -322,3 +362,94 @@ def _text(texts: Texts, row: int) -> str:
 def _stripped(value: Any) -> str:
     value = value + 0.0 if isinstance(value, float) else value  # -0.0 equals 0.0
     return "" if value is None else str(value).strip()
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+def _bytes_image(cell: Any, name: str) -> Sample:
+    """Return a sample of the image in a cell. name: of the image, if the cell has no path.
+
+    Raises SourceError if it is no image.
+    """
+    if isinstance(cell, dict):
+        name, cell = str(cell.get("path") or name), cell.get("bytes")
+    if not isinstance(cell, bytes):
+        raise SourceError("there are no bytes of an image")
+    identity = blake2b(cell, digest_size=16).hexdigest()
+    key = os.path.splitext(name)[0]
+    return Sample(key, [(field_of(cell), cell)], identity=identity)
+
+
+class _PathRule:
+    """Rule that gives the file of each path of a table."""
+
+    def __init__(self, files: TableFiles | None, root: str | None, paths: Cells) -> None:
+        self._base = root if root is not None else files.base if files is not None else ""
+        self.asked = self.exist = 0
+        # keys do not say where the folder is
+        is_below = files is not None or root is not None
+        self._prefix = os.path.join(os.path.abspath(self._base), "") if is_below else "/"
+        odd = [path for (path,) in batched(paths) if "\\" in path]
+        self._turned = bool(odd) and not any(map(os.path.isfile, map(self._below, odd)))
+        slashed = (self._slashed(path) for (path,) in batched(paths))
+        absolute = list(filter(_ABSOLUTE.match, slashed))
+        is_foreign = root is not None and absolute and not any(map(os.path.isfile, absolute))
+        self._left_out = self._beginning(absolute) if is_foreign else None
+
+    def image(self, path: str) -> Sample:
+        """Return a sample of the image of a path as the table has it. Raises SourceError."""
+        if not path:
+            raise SourceError("there is no path of an image")
+        self.asked += 1
+        name = path = self._slashed(path)
+        field = image_field(path)
+        if field is None:
+            raise SourceError("the path has no extension of an image")
+        if self._left_out is not None and path.startswith(self._left_out):
+            name = path[len(self._left_out) :].lstrip("/")
+        elif _ABSOLUTE.match(path):
+            name = os.path.normpath(path).removeprefix(self._prefix)
+        file = self._below(path if self._left_out is None else name)
+        try:
+            status = os.stat(file)
+        except PermissionError:
+            raise SourceError("the image cannot be read: Permission denied") from None
+        except (OSError, ValueError):
+            status = None
+        if status is None or not S_ISREG(status.st_mode):
+            raise SourceError(
+                "the image is not there; root=FOLDER says where relative paths begin, and replaces "
+                "the beginning that absolute paths share"
+            )
+        self.exist += 1
+        if status.st_size == 0:
+            raise SourceError("it has 0 bytes")
+        parts = [(field, (file, status.st_size, status.st_mtime_ns))]
+        return Sample(None, parts, name=name, identity=os.path.abspath(file))
+
+    def decision(self) -> str:
+        """Return the rule and how many files it found, for people."""
+        how = "unchanged, relative paths from the root"
+        if self._left_out is not None:
+            how = f"below the root, without {self._left_out!r} at the beginning"
+        turned = ", backslashes as slashes" * self._turned
+        return f"images: {self.exist} of {self.asked} paths exist; paths are read {how}{turned}"
+
+    def _below(self, path: str) -> str:
+        return os.path.join(self._base, path)
+
+    def _slashed(self, path: str) -> str:
+        return path.replace("\\", "/") if self._turned else path
+
+    def _beginning(self, paths: list[str]) -> str | None:
+        """Return the shortest common beginning without which a file is below the root."""
+        left_out = ""
+        for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
+            if len(set(parts)) > 1:
+                return None
+            left_out += f"{parts[0]}/"
+            rest = (path[len(left_out) :].lstrip("/") for path in paths)
+            if any(map(os.path.isfile, map(self._below, rest))):
+                return left_out
+        return None

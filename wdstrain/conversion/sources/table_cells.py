@@ -1,6 +1,6 @@
 """Cells of tables: Arrow arrays, or lists of values where a column has several types.
 
-A plain value is None, a bool, an int, a float, a text, bytes, or a list or dict of these.
+A plain value is None, a bool, an int, a finite float, a text, bytes, or a list or dict of these.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from wdstrain.errors import UsageError
 Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list
 Changes = Counter[str]  # what values that JSON lacks became -> how many
 
-BATCH = 8192  # rows that are plain values at a time
+BATCH = 8192  # rows that are Python values at a time
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, np.datetime64, np.timedelta64)
-_SIMPLE = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
+_PLAIN = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
 
 
 def cells_of(values: list[Any]) -> Cells:
@@ -52,7 +52,7 @@ def joined(parts: Sequence[Cells]) -> Cells:
     kinds: set[Any] = {None if isinstance(part, list) else part.type for part in parts}
     kinds = kinds - {pa.null()} or {pa.null()}
     if len(kinds) > 1 or None in kinds:
-        return [value for part in parts for value in _values(part, Counter())]
+        return [value for part in parts for value in values_of(part)]
     kind = kinds.pop()
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.chunked_array([chunk for part in parts for chunk in part.cast(kind).chunks], kind)
@@ -82,106 +82,99 @@ def _all_match(texts: pa.ChunkedArray, pattern: str) -> bool:
 
 
 def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], list[Any]]:
-    """Return (place of each cell among the distinct values: int32[n], these as plain values)."""
-    if isinstance(cells, pa.ChunkedArray):
-        try:
-            coded = cells.dictionary_encode(null_encoding="encode").combine_chunks()
-            return coded.indices.to_numpy(), plain(coded.dictionary)
-        except pa.ArrowNotImplementedError:
-            pass  # lists and structs
-    values = list(each(cells))
+    """Return (place of each cell among the distinct values: int32[n], these values)."""
+    if isinstance(cells, pa.ChunkedArray) and not pa.types.is_nested(cells.type):
+        coded = cells.dictionary_encode(null_encoding="encode").combine_chunks()
+        return coded.indices.to_numpy(), coded.dictionary.to_pylist()
+    values = values_of(cells)
     texts = list(map(repr, values))  # these tell 1 from 1.0 and True
     by_text = dict(zip(texts, values, strict=True))
     places = {text: place for place, text in enumerate(by_text)}
     return np.array([places[text] for text in texts], np.int32), list(by_text.values())
 
 
-def each(cells: Cells) -> Iterator[Any]:
-    """Yield cells as plain values."""
-    for start in range(0, len(cells), BATCH):
-        yield from plain(cells[start : start + BATCH])
+def values_of(cells: Cells) -> list[Any]:
+    """Return cells as Python values."""
+    return cells if isinstance(cells, list) else list(cells.to_pylist())
 
 
-def plain(cells: Any, changes: Changes | None = None) -> list[Any]:
-    """Return cells as plain values. changes: counts the values that JSON cannot hold."""
-    counts = Counter[str]() if changes is None else changes
-    values = _values(cells, counts)
-    return values if _is_simple(cells) else [_plain(value, counts) for value in values]
+def batched(*columns: Cells) -> Iterator[tuple[Any, ...]]:
+    """Yield the cells of each row, as Python values."""
+    for start in range(0, len(columns[0]), BATCH):
+        some = (values_of(cells[start : start + BATCH]) for cells in columns)
+        yield from zip(*some, strict=True)
 
 
-def _is_simple(cells: Any) -> bool:
-    return not isinstance(cells, list) and cells.type in _SIMPLE
+# --- values that JSON knows -----------------------------------------------------------------------
 
 
-def _values(cells: Any, changes: Changes) -> list[Any]:
-    if isinstance(cells, list):
+def plain(cells: Cells, changes: Changes) -> Cells:
+    """Return cells whose values are all plain. changes: counts the values that JSON cannot hold."""
+    if not isinstance(cells, list) and _is_plain(cells):
         return cells
+    starts = range(0, len(cells), BATCH)
+    parts = (cells[start : start + BATCH] for start in starts)
+    return joined([cells_of([_plain(v, changes) for v in _readable(p, changes)]) for p in parts])
+
+
+def _is_plain(cells: pa.ChunkedArray) -> bool:
+    kind = cells.type
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _is_plain(pc.list_flatten(cells))
+    if pa.types.is_struct(kind):
+        return all(map(_is_plain, cells.flatten()))
+    if kind in (pa.float32(), pa.float64()):
+        return bool(pc.all(pc.is_finite(cells), min_count=0).as_py())
+    return kind in _PLAIN or pa.types.is_integer(kind)
+
+
+def _readable(cells: Cells, changes: Changes) -> list[Any]:
+    """Return cells as Python values; times that Python cannot hold are None."""
     try:
-        return list(cells.to_pylist())
+        return values_of(cells)
     except (OverflowError, ValueError):
-        return [_within_years(cell, changes) for cell in cells]
+        values = list[Any]()
+    for cell in cells:
+        try:
+            values.append(cell.as_py())
+        except (OverflowError, ValueError):
+            values.append(None)
+            changes["a time beyond the years 1 to 9999 became null"] += 1
+    return values
 
 
-def changes_of(cells: Cells) -> Changes:
-    """Return {what it becomes: count} of the values of a column that JSON cannot hold."""
-    changes = Counter[str]()
-    is_float = not isinstance(cells, list) and pa.types.is_floating(cells.type)
-    if _is_simple(cells) or (is_float and pc.all(pc.is_finite(cells)).as_py()):
-        return changes
-    for start in range(0, len(cells), BATCH):
-        plain(cells[start : start + BATCH], changes)
-    return changes
-
-
-def _within_years(cell: pa.Scalar, changes: Changes) -> Any:
-    try:
-        return cell.as_py()
-    except (OverflowError, ValueError):
-        changes["a time beyond the years 1 to 9999 became null"] += 1
-        return None
-
-
-def _plain(value: Any, changed: Changes) -> Any:
-    """Return a cell as the plain values that JSON knows, or bytes."""
+def _plain(value: Any, changes: Changes) -> Any:
     if value is None or type(value) in (bool, int, str, bytes):
         return value
     is_written = isinstance(value, _WRITTEN) or type(value).__module__.startswith("pandas.")
     if is_written or hasattr(value, "isoformat"):
         text = str(value)
         return None if text in ("NaT", "<NA>") else text
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         became = "NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"
-        changed[became] += 1
+        changes[became] += 1
         return None if math.isnan(value) else str(value)
     if isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(item, changed) for item in value]
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, changes) for item in value]
     if isinstance(value, dict):
-        return _plain_dict(value, changed)
+        return _plain_dict(value, changes)
     raise UsageError(
         f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, "
         "numbers, bytes, lists or dicts."
     )
 
 
-def _plain_dict(value: dict[Any, Any], changed: Changes) -> dict[str, Any]:
-    names = [
-        json.dumps(name) if name is None or isinstance(name, (bool, int, float)) else str(name)
-        for name in value
-    ]
+def _plain_dict(value: dict[Any, Any], changes: Changes) -> dict[str, Any]:
+    names = [name if isinstance(name, str) else json.dumps(name, default=str) for name in value]
     if len(set(names)) < len(names):
         raise UsageError(f"a dict of the table names an entry twice in JSON: {', '.join(names)}.")
-    return {n: _plain(item, changed) for n, item in zip(names, value.values(), strict=True)}
-
-
-def is_file(value: Any) -> bool:
-    """Return whether a cell is the bytes and the path of a file, as data sets of Hugging Face have."""
-    return isinstance(value, dict) and set(value) == {"bytes", "path"}
+    return {n: _plain(item, changes) for n, item in zip(names, value.values(), strict=True)}
 
 
 # --- fields of a sample ---------------------------------------------------------------------------
@@ -192,14 +185,15 @@ def json_fields(cells: dict[str, Any]) -> list[Part]:
 
     In lists and dicts, bytes are replaced by the name of their field.
     """
-    fields: list[Part] = []
-    kept: dict[str, Any] = {}
+    fields, kept = list[Part](), dict[str, Any]()
     for name, value in cells.items():
-        if is_file(value) and isinstance(value["bytes"], bytes):
-            value = value["bytes"]
-        made = _without_bytes(value, _part_of_name(name), fields)
-        if not isinstance(value, bytes):
-            kept[name] = made
+        if isinstance(value, dict) and set(value) == {"bytes", "path"}:  # Hugging Face
+            value = value["bytes"] or value
+        is_bytes = isinstance(value, bytes)
+        if is_bytes or isinstance(value, (list, dict)):
+            value = _without_bytes(value, _part_of_name(name), fields)
+        if not is_bytes:
+            kept[name] = value
     return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
 
 

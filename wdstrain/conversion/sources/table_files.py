@@ -16,6 +16,7 @@ from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
 from wdstrain.storage.remote import gopen, is_remote
 
+# Extensions of tables in folders. Of a file that is named alone, .json and .ipc count too.
 FORMS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".jsonl", ".ndjson"), "json"),
@@ -70,8 +71,8 @@ def find_files(table: Any) -> TableFiles:
         )
     addresses = [str(os.fspath(address)) for address in named]
     name = ", ".join(addresses)
-    matches = [_find(address) for address in addresses]
-    paths = list(dict.fromkeys(path for some, _ in matches for path in some))
+    bases, matches = zip(*map(_find, addresses), strict=True)
+    paths = list(dict.fromkeys(path for paths in matches for path in paths))
     if not paths:
         raise SourceError(
             f"{name} holds no tables. Check the path. Tables end in {', '.join(FORMS)}. Shards of "
@@ -79,13 +80,11 @@ def find_files(table: Any) -> TableFiles:
         )
     forms = {form_of(path): path for path in paths}
     if len(forms) > 1:
-        first, second = list(forms.values())[:2]
         raise SourceError(
-            f"{name} holds tables of several formats, such as {first} and {second}. Name the files "
-            "of one format."
+            f"{name} holds tables of several formats, such as {' and '.join(forms.values())}. Name "
+            "the files of one format."
         )
-    bases = [base for _, base in matches]
-    base = bases[0] if len(set(bases)) == 1 else os.path.commonpath([*map(os.path.abspath, bases)])
+    base = bases[0] if len(set(bases)) == 1 else os.path.commonpath(map(os.path.abspath, bases))
     return TableFiles(name, paths, base)
 
 
@@ -98,30 +97,29 @@ def _extension(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _find(address: str) -> tuple[list[str], str]:
-    """Return (files, folder) of one address."""
+def _find(address: str) -> tuple[str, list[str]]:
+    """Return (folder, files) of one address."""
     if is_hub(address):
         base, files = list_hub_files(address)
         tables = [path for path in files if _extension(path) in FORMS]
-        return [path for path in tables if form_of(path) == "parquet"] or tables, base
+        return base, [path for path in tables if form_of(path) == "parquet"] or tables
     if is_remote(address):
-        return [address], address.rpartition("/")[0]
+        return address.rpartition("/")[0], [address]
     if os.path.isdir(address):
-        files = [
+        found = (
             os.path.join(folder, name)
             for _, folder, _, names, _ in walk(address, _is_leftover, links=False)
             for name in names
-            if _extension(name) in FORMS
-        ]
-        return files, address
+        )
+        return address, [path for path in found if _extension(path) in FORMS]
     if glob.has_magic(address) and not os.path.lexists(address):
         with readable(address, "the permissions of the folder"):
             paths = list(filter(os.path.isfile, matching_paths(address)))
         if not paths:
             raise UsageError(f"{address}: no file matches this pattern. Check the path.")
-        return paths, os.path.commonpath([os.path.dirname(path) for path in paths])
+        return os.path.commonpath(map(os.path.dirname, paths)), paths
     check_there(address)
-    return [address], os.path.dirname(address)
+    return os.path.dirname(address), [address]
 
 
 def _is_leftover(name: str) -> bool:

@@ -1,48 +1,76 @@
 """A table in memory: every column but the images in Parquet files, which are streamed.
 
 A table is one or several files of one form, or a frame of another library, read once. Columns are
-Arrow arrays, or lists of plain values where a column has several types. `table_text` reads CSV and
-JSON.
+Arrow arrays, or lists of plain values where a column has several types.
+
+CSV and JSON are read with the standard library. pyarrow's readers take the rows behind an unclosed
+quote for one cell, turn texts that look like dates into times, and give no line numbers.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from wdstrain.conversion.listing import BadSamples
+from wdstrain.conversion.classes import check_classes
+from wdstrain.conversion.labels import NUMBER
+from wdstrain.conversion.listing import BadSample, BadSamples, image_field
 from wdstrain.conversion.source_options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
     BATCH,
     Cells,
     Changes,
     cells_of,
-    changes_of,
     joined,
     plain,
     typed,
+    values_of,
 )
 from wdstrain.conversion.sources.table_files import TableFiles, form_of, read_file, unchanged
-from wdstrain.conversion.sources.table_text import Part, read_csv, read_json
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
+_DELIMITERS = ",;\t|"
+_NEXT_STEP = (
+    "A table must be UTF-8. Save it as UTF-8, or give its encoding, such as encoding='cp1252'. "
+    "Tables are .csv, .tsv, .jsonl, .json, .parquet and .arrow files that are not compressed."
+)
 _IMAGE_BATCH = 128  # rows of a batch with images
+
+
+@dataclass
+class Part:
+    """Some rows of a file.
+
+    rows: the line or number of each, from 1. cells: by column; None: they are read later. schema:
+    of a file whose columns have types. may_lack: another part may have more columns.
+    """
+
+    path: str
+    rows: Sequence[int]
+    cells: dict[str, Cells]
+    schema: pa.Schema | None = None
+    may_lack: bool = False
 
 
 @dataclass
 class Table:
     """Rows and columns of a table.
 
-    columns: all names, in order. parts: rows of each file. states: of the files. cells: of columns
-    in memory. texts: cells of a CSV as they were written, where these are numbers. classes: names
-    of class numbers by column, where the table has them. changes: by column.
+    columns: all names, in order. parts: rows of each file. states: of the files. cells: plain ones,
+    of columns in memory. texts: cells of a CSV as they were written, where these are numbers.
+    classes: names of class numbers by column, where the table has them. changes: by column.
     """
 
     name: str
@@ -66,8 +94,8 @@ class Table:
             start = 0
             for count, images in self._steps(part, stored):
                 cells = {
-                    name: plain(
-                        images.column(name)
+                    name: values_of(
+                        plain(pa.chunked_array([images.column(name)]), Changes())
                         if name in stored
                         else self.cells[name][first : first + count]
                     )
@@ -78,11 +106,10 @@ class Table:
 
     def _steps(self, part: Part, stored: list[str]) -> Iterator[tuple[int, Any]]:
         """Yield (number of rows, the named columns) of a part. stored: columns not in memory."""
-        with unchanged(part.path, self.states):
+        with unchanged(part.path, self.states), _reading(part.path):
             if stored:
-                with _reading(part.path, "parquet"):
-                    batches = _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
-                    yield from ((len(batch), batch) for batch in batches)
+                batches = _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
+                yield from ((len(batch), batch) for batch in batches)
             else:
                 for start in range(0, len(part.rows), BATCH):
                     yield min(BATCH, len(part.rows) - start), None
@@ -114,16 +141,16 @@ def is_frame(table: Any) -> bool:
 
 def read_frame(frame: Any) -> Table:
     """Return a frame of pandas, an object that offers Arrow data, or a list of dicts as a table."""
-    if not isinstance(frame, list) and not hasattr(frame, "iloc"):
-        return _one_table("the table", [_arrow_part("the table", pa.table(frame))], {})
+    name = "the table"
     if isinstance(frame, list):
-        names = list(dict.fromkeys(name for row in frame for name in row))
-        columns = [cells_of([row.get(name) for row in frame]) for name in names]
+        part = _part_of_rows(name, range(1, len(frame) + 1), frame)
+    elif hasattr(frame, "iloc"):
+        series = (_column_of(frame.iloc[:, place]) for place in range(frame.shape[1]))
+        columns = _by_name(name, map(str, frame.columns), series)
+        part = Part(name, range(1, len(frame) + 1), columns)
     else:
-        names = list(map(str, frame.columns))
-        columns = [_column_of(frame.iloc[:, place]) for place in range(len(names))]
-    rows, cells = range(1, len(frame) + 1), dict(zip(names, columns, strict=True))
-    return _one_table("the DataFrame", [Part("the DataFrame", rows, names, cells)], {})
+        part = _arrow_part(name, pa.table(frame))
+    return _one_table(name, [part], {}, set())
 
 
 def _column_of(series: Any) -> Cells:
@@ -137,98 +164,231 @@ def read_files(files: TableFiles, options: TableOptions, bad: BadSamples) -> Tab
 
     Raises SourceError for files that cannot be read, that are no table or that do not fit together.
     """
-    if not options.header and form_of(files.paths[0]) != "csv":
+    form = form_of(files.paths[0])
+    if not options.header and form != "csv":
         raise UsageError(
             f"{files.name}: only CSV and TSV files can be without a header. Leave out header=False."
         )
-    parts, states = list[Part](), dict[str, Any]()
+    parts, states, untyped = list[Part](), dict[str, Any](), set[str]()
     for path in files.paths:
-        with unchanged(path, states):
-            read = list(_read_file(path, options, bad))
+        with unchanged(path, states), _reading(path):
+            read = list(_READERS[form](path, options, bad))
         for part in read:
-            for name, value in files.partitions(path).items():
-                if name not in part.names:
-                    part.names.append(name)
-                    part.cells[name] = pa.chunked_array([pa.repeat(value, len(part.rows))])
-                    part.texts.add(name)
+            given = files.partitions(path).items()
+            added = {n: _texts([v] * len(part.rows)) for n, v in given if n not in part.cells}
+            untyped |= set(part.cells) if form == "csv" else set()
+            untyped |= set(added)
+            part.cells |= added
         parts += read
-    return _one_table(files.name, parts, states, options.decimal)
+    return _one_table(files.name, parts, states, untyped, options.decimal)
 
 
-def _read_file(path: str, options: TableOptions, bad: BadSamples) -> Iterable[Part]:
-    form = form_of(path)
-    if form in ("parquet", "arrow"):
-        with _reading(path, form):
-            return [_read_arrow(path) if form == "arrow" else _read_parquet(path)]
-    data = read_file(path)
-    if form == "json" or data.startswith(b'{"'):
-        return read_json(path, data, bad)
-    return read_csv(path, data, options, bad)
-
-
-def _one_table(name: str, parts: list[Part], states: dict[str, Any], decimal: str = ".") -> Table:
-    columns = list(dict.fromkeys(column for part in parts for column in part.names))
+def _one_table(
+    name: str, parts: list[Part], states: dict[str, Any], untyped: set[str], decimal: str = "."
+) -> Table:
+    """Return the parts as a table. untyped: columns of texts that have no types yet."""
+    columns = list(dict.fromkeys(column for part in parts for column in part.cells))
     made = Table(name, columns, parts, states)
     if not len(made):
-        raise SourceError(f"{name} has no rows that can be read. Check the table.")
+        raise SourceError(f"{name} has no rows that can be read. {_NEXT_STEP}")
     for part in parts:
         _check_columns(parts[0], part)
-    made.classes = parts[0].classes
-    for column in (column for column in columns if any(column in part.cells for part in parts)):
+    made.classes = _class_names(parts[0].schema)
+    for column in columns:
         nulls = [pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts]
-        cells = joined([p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)])
-        made.cells[column] = typed(cells, decimal) if column in parts[0].texts else cells
-        if made.cells[column] is not cells and made.cells[column].type in (
-            pa.int64(),
-            pa.float64(),
-        ):
-            made.texts[column] = cells
-        made.changes[column] = changes_of(made.cells[column])
+        some = [p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)]
+        if some[0] is None:
+            continue  # images
+        cells, changes = joined(some), Changes()
+        if column in untyped:
+            made.cells[column] = typed(cells, decimal)
+            if pa.types.is_primitive(made.cells[column].type):
+                made.texts[column] = cells
+        else:
+            made.cells[column] = plain(cells, changes)
+        made.changes[column] = changes
     return made
 
 
 def _check_columns(first: Part, part: Part) -> None:
     """Raise SourceError if a file has other columns, types or class names than the first one."""
-    shown = shown_path(part.path)
-    if len(set(part.names)) < len(part.names):
-        raise SourceError(
-            f"{shown} names a column twice: {', '.join(part.names)}. Give each its own name."
-        )
-    differing = [f"has no column '{name}'" for name in first.names if name not in part.names]
-    differing += [f"has a column '{name}' more" for name in part.names if name not in first.names]
+    differing = [f"has no column '{name}'" for name in first.cells if name not in part.cells]
+    differing += [f"has a column '{name}' more" for name in part.cells if name not in first.cells]
     differing = [] if part.may_lack else differing
-    for name, kind in part.types.items():
-        other = first.types.get(name, kind)
+    if part.schema is not None and not differing:
         try:
-            pa.unify_schemas([pa.schema({name: kind}), pa.schema({name: other})])
-        except pa.ArrowException:
-            differing.append(f"differs: the column '{name}' is {kind} and {other}")
-    if part.classes != first.classes:
+            pa.unify_schemas([part.schema, first.schema])
+        except pa.ArrowException as error:
+            differing.append(f"differs: {str(error).removeprefix('Unable to merge: ')}")
+    if _class_names(part.schema) != _class_names(first.schema):
         differing.append("names the classes of its numbers differently")
     if differing:
         raise SourceError(
-            f"{shown} {differing[0]}, unlike {shown_path(first.path)}. Files of one table must have "
-            "the same columns, types and class names. Convert each by itself, or write them again."
+            f"{shown_path(part.path)} {differing[0]}, unlike {shown_path(first.path)}. Files of one "
+            "table must have the same columns, types and class names. Convert each by itself, or "
+            "write them again."
         )
+
+
+def _by_name(path: str, names: Iterable[str], columns: Iterable[Cells]) -> dict[str, Cells]:
+    """Return the columns of a table by name. Raises SourceError if two have one name."""
+    pairs = list(zip(names, columns, strict=True))
+    if len(dict(pairs)) < len(pairs):
+        raise SourceError(
+            f"{shown_path(path)} names a column twice: {', '.join(name for name, _ in pairs)}. "
+            "Give each its own name."
+        )
+    return dict(pairs)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Raise SourceError for a file that is no table of its form."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise SourceError(
+            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}). Check the "
+            "file and its permissions, or copy or write it again."
+        ) from error
+
+
+# --- CSV ------------------------------------------------------------------------------------------
+
+
+def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    """Yield the rows of a CSV or TSV file as texts."""
+    rows = _csv_rows(path, read_file(path), options)
+    first = next(rows, (0, []))
+    names = [name.strip() for name in first[1]]
+    if not options.header:
+        names, rows = list(map(str, range(len(names)))), chain([first], rows)
+    elif any(NUMBER.fullmatch(name) or image_field(name) for name in names):
+        raise SourceError(
+            f"{path}: its first line looks like data ({names[0][:40]!r} ...). Add a line that names "
+            "the columns, or use header=False, which names them 0, 1, ..."
+        )
+    while batch := list(islice(rows, BATCH)):
+        good = [(line, row) for line, row in batch if len(row) == len(names)]
+        for line, row in batch:
+            if len(row) != len(names):
+                reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
+                bad.put(BadSample(path, line, "", reason))
+        columns = zip(*(row for _, row in good), strict=True) if good else ([],) * len(names)
+        lines = array("q", [line for line, _ in good])
+        yield Part(path, lines, _by_name(path, names, map(_texts, columns)))
+
+
+def _texts(cells: Sequence[str]) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.array(cells, pa.string())])
+
+
+def _csv_rows(path: str, data: bytes, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of its last line, cells) of each row that is not blank.
+
+    The delimiter is the one that the first line has, or names: sep=;
+    """
+    lines = _lines(path, data, options.encoding)
+    first = next(lines, "")
+    delimiter = next((mark for mark in _DELIMITERS if mark in first), ",")
+    delimiter = "\t" if path.lower().endswith(".tsv") else delimiter
+    is_named = first.lower().startswith("sep=") and len(first.strip()) == 5
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size
+    try:
+        reader = csv.reader(
+            lines if is_named else chain([first], lines),
+            delimiter=first[4] if is_named else delimiter,
+            escapechar=options.escape,
+            skipinitialspace=True,
+            strict=True,
+        )
+        yield from ((reader.line_num + is_named, row) for row in reader if row)
+    except csv.Error as error:
+        raise SourceError(
+            f"{path} is not a CSV table ({error}). Look for a quote that is not closed. If quotes "
+            f"are escaped by backslashes, give escape='\\\\'. {_NEXT_STEP}"
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _lines(path: str, data: bytes, encoding: str) -> Iterator[str]:
+    """Yield the lines of a text. Raises SourceError for bytes of another encoding."""
+    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
+    try:
+        yield from io.TextIOWrapper(io.BytesIO(data), encoding, newline="")
+    except UnicodeError:
+        text = data.decode(encoding, "replace").partition("\ufffd")[0]
+        name = "UTF-8" if encoding == "utf-8-sig" else f"in the encoding {encoding}"
+        raise SourceError(
+            f"{path} is not {name}: see line {len(f'{text}.'.splitlines())}. {_NEXT_STEP}"
+        ) from None
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def _read_json(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    """Yield the rows of JSON lines, or of one JSON array of objects. A row may lack columns."""
+    rows = _json_rows(path, read_file(path), bad)
+    while batch := list(islice(rows, BATCH)):
+        yield _part_of_rows(path, array("q", [line for line, _ in batch]), [r for _, r in batch])
+
+
+def _part_of_rows(path: str, lines: Sequence[int], rows: list[dict[str, Any]]) -> Part:
+    names = dict.fromkeys(name for row in rows for name in row)
+    cells = {name: cells_of([row.get(name) for row in rows]) for name in names}
+    return Part(path, lines, cells, may_lack=True)
+
+
+def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number of its line, or in the array, and the object) of each row."""
+    lines = _lines(path, data, "utf-8")
+    if data.lstrip()[:1] == b"[":
+        try:
+            yield from enumerate(map(_object, json.loads("".join(lines))), 1)
+        except (ValueError, RecursionError) as error:
+            raise SourceError(
+                f"{path} is not a JSON array of objects ({error}). Check it."
+            ) from None
+        return
+    for line, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            row = _object(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
+            bad.put(BadSample(path, line, "", reason))
+            continue
+        yield line, row
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} where an object is expected")
+    if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
+        raise ValueError("a column in each entry; pandas writes rows with orient='records'")
+    return row
 
 
 # --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
-def _arrow_part(path: str, table: pa.Table, images: Sequence[pa.Field] = ()) -> Part:
-    """Return the rows of an Arrow table. images: columns that are read later."""
-    types = {field.name: field.type for field in (*table.schema, *images)}
-    names = [*table.schema.names, *(field.name for field in images)]
-    cells = dict(zip(table.schema.names, table.columns, strict=True))
-    classes = _class_names(table.schema.metadata or {})
-    return Part(path, range(1, len(table) + 1), names, cells, types=types, classes=classes)
+def _arrow_part(path: str, table: pa.Table, schema: pa.Schema | None = None) -> Part:
+    """Return the rows of an Arrow table. schema: with the columns that are read later."""
+    schema = schema or table.schema
+    columns = dict(zip(table.schema.names, table.columns, strict=True))
+    cells = _by_name(path, schema.names, map(columns.get, schema.names))
+    return Part(path, range(1, len(table) + 1), cells, schema)
 
 
-def _read_parquet(path: str) -> Part:
+def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     file = _parquet(path)
-    images = [field for field in file.schema_arrow if _may_hold_images(field.type)]
-    names = [field.name for field in file.schema_arrow if field not in images]
-    return _arrow_part(path, file.read(columns=names).select(names), images)
+    schema = file.schema_arrow
+    names = [field.name for field in schema if not _may_hold_images(field.type)]
+    yield _arrow_part(path, file.read(columns=names).select(names), schema)
 
 
 def _parquet(path: str) -> pq.ParquetFile:
@@ -236,24 +396,13 @@ def _parquet(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
 
 
-def _read_arrow(path: str) -> Part:
-    """Return the rows of an Arrow file or stream. Data sets of Hugging Face are saved as streams."""
+def _read_arrow(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    """Yield the rows of an Arrow file or stream. Data sets of Hugging Face are saved as streams."""
     file = pa.BufferReader(read_file(path)) if is_remote(path) else pa.memory_map(path)
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
-    return _arrow_part(path, (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all())
-
-
-@contextmanager
-def _reading(path: str, form: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise SourceError(
-            f"{shown_path(path)} cannot be read as {form.capitalize()} ({reason}). Check the file "
-            "and its permissions, or copy or write it again."
-        ) from error
+    opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+    yield _arrow_part(path, opened.read_all())
 
 
 def _may_hold_images(kind: pa.DataType) -> bool:
@@ -263,14 +412,22 @@ def _may_hold_images(kind: pa.DataType) -> bool:
     return "binary" in str(kind)
 
 
-def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
     """Return the class names that Hugging Face writes into the metadata of a schema, by column."""
-    names: dict[str, tuple[str, ...]] = {}
-    with suppress(KeyError, ValueError, TypeError, AttributeError):
-        for column, kind in json.loads(metadata[b"huggingface"])["info"]["features"].items():
-            kind = kind.get("feature", kind) if isinstance(kind, dict) else {}
-            classes: Any = kind.get("names") if kind.get("_type") == "ClassLabel" else None
-            is_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-            if is_names and len(set(classes)) == len(classes):
-                names[column] = tuple(classes)
-    return names
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        kinds = {n: k.get("feature", k) for n, k in features.items() if isinstance(k, dict)}
+        kinds = {n: k for n, k in kinds.items() if isinstance(k, dict) and "names" in k}
+        return {
+            n: check_classes(k["names"]) for n, k in kinds.items() if k["_type"] == "ClassLabel"
+        }
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+_READERS: dict[str, Callable[[str, TableOptions, BadSamples], Iterator[Part]]] = {
+    "csv": _read_csv,
+    "json": _read_json,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
