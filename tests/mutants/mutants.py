@@ -742,7 +742,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "validation-same",
-            'if checkpoint["val"] != val:',
+            'if checkpoint["val"] != run.val_fingerprint:',
             'if checkpoint["val"] != checkpoint["val"]:',
         ),
         (
@@ -755,7 +755,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("frozen-norms", "if parameters and not any(", "if parameters or not any("),
     ],
     "training/data.py": [
-        ("fold-number", "seed=config.seed))[part - 1]", "seed=config.seed))[part - 2]"),
+        ("fold-number", "list(folds)[part - 1]", "list(folds)[part - 2]"),
         ("batch-of-processes", "config.batch_size // distributed.size,", "config.batch_size,"),
     ],
 }

@@ -278,7 +278,6 @@ class Case:
             options |= {"augment": None, **input_options(drawn, training=True)}
         if drawn.label_field:
             options["fields"]["label"] = label_field(drawn.label)
-            options["label"] = None
         if drawn.weights:
             options["weights"] = self.folder / drawn.weights
         if drawn.val == "val":

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import picture, write_class_folder, write_tar
+from tests.conftest import picture, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 
@@ -59,24 +59,10 @@ def rows_of(table: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(table.read_text().splitlines()))
 
 
-@pytest.mark.parametrize("option", [{"num_workers": 1}, {"cache_dir": "cache"}])
-def test_options_without_effect_on_image_files_are_refused(
-    run: Path, tmp_path: Path, option: dict[str, Any]
-) -> None:
-    images = write_class_folder(tmp_path / "images", {"a": 2})
-    with pytest.raises(wt.UsageError, match=f"{next(iter(option))} has no effect: image files"):
-        wt.predict(run, images, tmp_path / "p.csv", **option)
-    assert not (tmp_path / "p.csv").exists()
-
-
-def test_a_cache_for_local_shards_and_a_second_process_are_refused(
+def test_a_second_process_is_refused(
     run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     val = shards / "val-000000.tar"
-    with pytest.raises(wt.UsageError, match="cache_dir has no effect: it is for shards on servers"):
-        wt.evaluate(run, val, cache_dir=tmp_path / "cache")
-    with pytest.raises(wt.UsageError, match="cache_dir has no effect"):
-        wt.predict(run, val, tmp_path / "p.csv", cache_dir=tmp_path / "cache")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
@@ -214,9 +200,8 @@ def test_an_unreadable_label_does_not_hide_the_prediction(
     rows = rows_of(tmp_path / "p.csv")
     assert all(row["y"] for row in rows)
     assert [row["y_true"] for row in rows] == ["0.5", "", "1", ""]
-    assert [row["error"] != "" for row in rows] == [False, True, False, True]
-    assert "cow" in rows[1]["error"]
-    assert done.bad == 2
+    assert [row["error"] for row in rows] == [""] * 4
+    assert done.bad == 0
 
 
 def test_each_bad_image_has_its_own_reason_even_with_equal_keys(run: Path, tmp_path: Path) -> None:
@@ -291,8 +276,6 @@ def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
 @pytest.mark.parametrize(
     ("dtype", "shape", "options", "words"),
     [
-        ("complex64", (3, 8, 8), {}, r"complex64\[3, 8, 8\]: must be real numbers"),
-        ("float32", (10,), {"channels_last": True}, r"float32\[10\]: channels_last needs"),
         ("float32", (3, 8, 8), {"mixup": 0.2}, r"float32\[3, 8, 8\]: mixup"),
         ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\]: mixup"),
     ],

@@ -18,7 +18,6 @@ from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
-from wdstrain.storage.remote import is_remote
 from wdstrain.training.callbacks import Callback, check_callback
 from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions, is_made
 from wdstrain.training.models import ModelFactory
@@ -158,20 +157,6 @@ def given_options(arguments: PredictOptions) -> dict[str, Any]:
     kind = EvaluateOptions if isinstance(arguments, EvaluateOptions) else PredictOptions
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def refuse_without_effect(options: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
-    """Raise UsageError if one of these options was given, which would do nothing."""
-    for name in names:
-        if name in options:
-            raise UsageError(f"{name} has no effect: {reason}. Leave it out.")
-
-
-def check_cache(options: Mapping[str, Any], index: Index) -> None:
-    """Raise UsageError if a cache was given for shards that are all files of this machine."""
-    if not any(is_remote(shard.path) for shard in index.shards):
-        names = ("cache_dir", "cache_limit")
-        refuse_without_effect(options, names, "it is for shards on servers, and all are files here")
 
 
 def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None:

@@ -1,39 +1,30 @@
-"""Data of a run: train and validation sets, their labels, and the loaders."""
+"""Data of a run: train and validation sets, what is learned from them, and the loaders."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.fields import Field
 from wdstrain.decode.formats import is_image
-from wdstrain.decode.labels import LabelField, with_classes
-from wdstrain.decode.masks import Mask
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
+from wdstrain.shards.columns import Column, as_label
 from wdstrain.shards.declare import with_label, with_mask
 from wdstrain.shards.index import Index
-from wdstrain.shards.label_values import (
-    classes_in,
-    complete_column,
-    even_part,
-    label_bytes,
-    recorded_counts,
-)
+from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.label_values import complete_column, even_part, label_bytes, read_columns
 from wdstrain.shards.options import read_classes
 from wdstrain.shards.resolve import open_shards
-from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.config import Config
@@ -47,239 +38,161 @@ _MASK_NUMBERS = 1 << 16  # class numbers in masks that are told apart
 _FEW_SAMPLES = 4  # that are tried before a run
 
 
-@dataclass(frozen=True)
-class TrainData:
-    """The sets of a run.
+def open_data(
+    urls: Urls | Index,
+    val: Urls | Index | None,
+    config: Config,
+    checkpoint: Mapping[str, Any] | None,
+) -> tuple[Index, Index | None, Task]:
+    """Return (training set, validation set, what is learned), with only the chosen samples.
 
-    label: to learn, as `Task.of` takes it. undeclared: the label of the user's field, as the option
-    `label` names it, if the index declares none.
+    checkpoint: of a run to resume, whose scale of numbers is kept. Raises UsageError for sets whose
+    labels differ.
     """
-
-    train: Index
-    val: Index | None
-    label: str | None
-    undeclared: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        urls: Urls | Index,
-        val: Urls | Index | None,
-        config: Config,
-        fields: Mapping[str, Field] | None = None,
-    ) -> TrainData:
-        """Open train and validation set, with declared labels and only the chosen samples.
-
-        fields: of the user's. Its entry "label" tells the label to learn if no option does.
-        """
-        if config.fold is not None:
-            if val is not None:
-                raise UsageError(
-                    f"fold={config.fold} takes the validation data from the training shards. "
-                    f"Give either fold or val."
-                )
-            train_index, val_index = open_shards(urls), None
-        else:
-            train_index, val_index = _open_sets(urls, val)
-        label = config.label
-        classes: Sequence[str] | None = read_classes(config.classes) if config.classes else None
-        undeclared = None
-        label_field = fields.get("label") if isinstance(fields, Mapping) else None
-        if label is None and label_field is not None:
-            label, undeclared = _label_of(train_index, label_field)
-        if undeclared is not None:
-            classes = classes or _classes_of(label_field)
-        train_index, val_index, label = _with_label(train_index, val_index, label, classes)
-        if config.where is not None:
-            train_index = train_index.where(config.where)
-            val_index = val_index.where(config.where) if val_index is not None else None
-        if config.fold is not None:
-            train_index, val_index = _fold(train_index, label, config)
-        return cls(train_index, val_index, label, undeclared)
-
-    def task(self, checkpoint: Mapping[str, Any] | None) -> Task:
-        """Return the task of the training set, checked against the validation set.
-
-        checkpoint: of a run to resume, whose scale of numbers is kept.
-        """
-        task = Task.of(self.train, self.label)
-        former = Task.from_state(checkpoint["task"]) if checkpoint is not None else None
-        task = former if former is not None and former.equals(task) else _scaled(task, self.train)
-        if self.val is not None:
-            task.check(self.val)
-        return task
+    if config.fold is not None and val is not None:
+        raise UsageError(
+            f"fold={config.fold} takes the validation data from the training shards. "
+            f"Give either fold or val."
+        )
+    train, val_set = _open_sets(urls, val, is_whole=config.fold is not None)
+    train, label = _with_label(train, config)
+    task = Task.of(train, label)
+    if val_set is not None:
+        val_set = with_task_labels(val_set, task, config)
+    if config.where is not None:
+        train = train.where(config.where)
+        val_set = val_set.where(config.where) if val_set is not None else None
+    if config.fold is not None:
+        part, count = map(int, config.fold.split("/"))
+        target = task.heads[0].target
+        column = complete_column(train, target) if target.is_class else None
+        stratify = None if column is None else column.name  # each class has its share of both
+        folds = train.folds(count, stratify=stratify, seed=config.seed)
+        train, val_set = list(folds)[part - 1]
+    former = Task.from_state(checkpoint["task"]) if checkpoint is not None else None
+    if former is not None and former.equals(task):
+        task = former
+    else:
+        heads = (_scaled(h, train) if isinstance(h, NumberHead) else h for h in task.heads)
+        task = Task(tuple(heads))
+    if val_set is not None:
+        task.check(val_set)
+    return train, val_set, task
 
 
-def _open_sets(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
+def _open_sets(
+    urls: Urls | Index, val: Urls | Index | None, *, is_whole: bool
+) -> tuple[Index, Index | None]:
     """Return train and validation set. A set with the splits train and val is both."""
-    if val is not None:
-        return open_shards(urls), open_shards(val)
+    if val is not None or is_whole:
+        return open_shards(urls), None if val is None else open_shards(val)
     index = open_shards(urls, unless=("train", "val"))
     if not {"train", "val"} <= set(index.splits):
         return index, None
     return open_shards(index, "train"), open_shards(index, "val")
 
 
-def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index]:
-    """Return training and validation set of one fold; each class has its share of both."""
-    assert config.fold is not None
-    part, count = map(int, config.fold.split("/"))
-    target = Task.of(index, label).heads[0].target
-    column = complete_column(index, target) if target.is_class else None
-    stratify = None if column is None else column.name
-    return list(index.folds(count, stratify=stratify, seed=config.seed))[part - 1]
-
-
-def _mask_field(index: Index, name: str) -> str | None:
-    """Return the field of masks that FIELD or FIELD:mask names; None if it names no image field."""
-    field = name.strip().removesuffix(":mask")
-    return field if is_image(field) and field in index.fields else None
-
-
-def with_task_labels(index: Index, task: Task, *, undeclared: bool) -> Index:
-    """Return the index with masks that a task learns, and with its labels if it declares none.
-
-    undeclared: the task was trained on shards without declared labels, so it counts classes as they
-    do. Otherwise class 1 of shards without class names may be another class than the model's.
-    """
-    declares = not undeclared or bool(index.labels or index.shard_labels)
-    for target in (head.target for head in task.heads):
-        if target.field not in index.fields:
-            continue
-        if target.kind == "mask":
-            index = with_mask(index, target.field, target.classes)
-        elif not declares:
-            entry = "" if target.entry is None else f".{target.entry}"
-            name = f"{target.field}{entry}:{target.kind}"
-            index = with_label(index, name, target.classes or None)
-    return index
-
-
-def _with_label(
-    train: Index, val: Index | None, label: str | None, classes: Sequence[str] | None
-) -> tuple[Index, Index | None, str | None]:
-    """Return both sets with the label that is learned, and its name; see `TrainData.of`."""
-    if label is not None and (masks := _mask_field(train, label)):
+def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
+    """Return the training set with the label that is learned, and its name."""
+    label, classes = config.label, read_classes(config.classes) if config.classes else None
+    field = "" if label is None else label.strip().removesuffix(":mask")
+    if is_image(field) and field in index.fields:
         if classes is None:
             raise UsageError(
                 f"label={label}: it holds masks. Name their classes in the order of their numbers, "
                 f"such as classes=background,cat,dog, or give their number, such as classes=21."
             )
-        train = with_mask(train, masks, classes)
-        val = with_mask(val, masks, classes) if val is not None else None
-        return train, val, train.labels[0].name
-    if label is not None and not train.labels and not train.shard_labels:
-        train = with_label(train, label, classes)
-        if val is not None and not val.labels and not val.shard_labels:
-            val = with_label(val, label, train.labels[0].classes or None)
-        return train, val, train.labels[0].name
-    if classes is not None:
+        index = with_mask(index, field, classes)
+    elif label is not None and not index.labels and not index.shard_labels:
+        index = with_label(index, label, classes)
+    elif classes is not None:
         raise UsageError(
             "classes= names the classes of a field that no index declares as a label. Leave it "
             "out, or name such a field with label=."
         )
-    return train, val, label
+    else:
+        return index, label
+    return index, index.labels[0].name
 
 
-def _label_of(index: Index, field: Field) -> tuple[str | None, str | None]:
-    """Return (name of the label that a field reads, the same if no index declares it).
+def with_task_labels(index: Index, task: Task, config: Config) -> Index:
+    """Return the index with masks that a task learns, and with its labels if it declares none.
 
-    None for a label that is not declared beside others, and for a field that reads no label.
+    Without the option `label` the task was trained on declared labels. Then class 1 of shards
+    without class names may be another class than the model's.
     """
-    kind, column = "mask", None
-    if type(field) is LabelField:
-        field = with_classes(field, index)
-        assert isinstance(field, LabelField)
-        kind, column = field.kind, field.entry
-    elif type(field) is not Mask:
-        return None, None
-    for label in index.labels:
-        if label.field in field.names and label.entry == column:
-            return (label.name if len(index.labels) > 1 else None), None
-    name = next((name for name in field.names if name in index.fields), None)
-    if index.labels or index.shard_labels or name is None:
-        return None, None
-    text = f"{name}:{kind}" if column is None else f"{name}.{column}:{kind}"
-    return text, text
-
-
-def _classes_of(field: Field | None) -> Sequence[str] | None:
-    """Return the classes that a label field of the user's names; of masks also their number."""
-    classes = getattr(field, "classes", None)
-    return [str(classes)] if isinstance(classes, int) else classes or None
+    is_declared = config.label is None or bool(index.labels or index.shard_labels)
+    for target in (head.target for head in task.heads):
+        if target.field not in index.fields:
+            continue
+        if target.kind == "mask":
+            index = with_mask(index, target.field, target.classes)
+        elif not is_declared:
+            name = f"{target.stored_as}:{target.kind}"
+            index = with_label(index, name, target.classes or None)
+    return index
 
 
 # --- loaders --------------------------------------------------------------------------------------
 
 
-def train_loader(
+def run_loader(
     index: Index,
     options: Mapping[str, Any],
     config: Config,
     distributed: DistributedContext,
-    lanes: int | None,
+    **order: Any,
 ) -> Loader:
-    """Return the shuffled loader of the training set. options: of the source of its inputs."""
-    return Loader(
-        index,
-        **options,
-        seed=config.seed,
-        shuffle_buffer=config.shuffle_buffer,
-        balance=config.balance,
-        lanes=lanes,
-        **_shared_options(config, distributed),
-    )
+    """Return the part of this process in a loader of a run. options: of the source of its inputs.
 
-
-def val_loader(
-    index: Index, options: Mapping[str, Any], config: Config, distributed: DistributedContext
-) -> Loader:
-    """Return a loader that delivers every sample once, in order. options: see `train_loader`."""
-    shared = _shared_options(config, distributed)
-    return Loader(index, shuffle=False, tail="keep", **options, **shared)
-
-
-def _shared_options(config: Config, distributed: DistributedContext) -> dict[str, Any]:
-    """Return the options of both loaders. batch_size is that of all processes together."""
+    order: options of a shuffled loader. Without any it delivers every sample once, in order. The
+    batch_size of a run is that of all processes together.
+    """
     if config.batch_size % distributed.size:
         raise UsageError(
             f"batch_size={config.batch_size} cannot be shared by {distributed.size} processes. "
             f"Use a multiple of {distributed.size}."
         )
-    return {
-        "batch_size": config.batch_size // distributed.size,
-        "num_workers": config.num_workers,
-        "rank": distributed.rank,
-        "world_size": distributed.size,
-        "on_error": config.on_error,
-        "max_errors": config.max_errors,
-        "cache_dir": config.cache_dir,
-        "cache_limit": config.cache_limit,
-    }
+    order = {"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})}
+    return Loader(
+        index,
+        **options,
+        **order,
+        batch_size=config.batch_size // distributed.size,
+        num_workers=config.num_workers,
+        rank=distributed.rank,
+        world_size=distributed.size,
+        max_errors=config.max_errors,
+        cache_dir=config.cache_dir,
+        cache_limit=config.cache_limit,
+    )
 
 
-def few_batches(
-    index: Index, options: Mapping[str, Any], config: Config, epochs: int
-) -> Iterator[Batch]:
-    """Yield a batch of the first samples in each of some epochs."""
+def whole_loader(
+    index: Index, options: Mapping[str, Any], config: Config, batch_size: int, num_workers: int = 0
+) -> Loader:
+    """Return a loader for one process, which goes on at bad samples."""
+    tolerant: dict[str, Any] = {"on_error": "replace", **options}
+    return Loader(
+        index,
+        **tolerant,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        shuffle=False,
+        tail="keep",
+        rank=0,
+        world_size=1,
+        max_errors=1.0,
+        cache_dir=config.cache_dir,
+        cache_limit=config.cache_limit,
+    )
+
+
+def few_samples(index: Index, options: Mapping[str, Any], config: Config, epoch: int = 0) -> Batch:
+    """Return a batch of the first samples. Raises SampleError if all are bad."""
     few = index.take(np.arange(min(_FEW_SAMPLES, len(index))))
-    with closing(
-        Loader(
-            few,
-            **options,
-            batch_size=len(few),
-            shuffle=False,
-            tail="keep",
-            rank=0,
-            world_size=1,
-            on_error="replace",
-            max_errors=1.0,
-            cache_dir=config.cache_dir,
-            cache_limit=config.cache_limit,
-        )
-    ) as loader:
-        for epoch in range(epochs):
-            yield next(iter(loader.epoch(epoch)))
+    with closing(whole_loader(few, options, config, len(few))) as loader:
+        return next(loader.epoch(epoch))
 
 
 def addresses(urls: Urls | Index) -> str | list[str]:
@@ -298,76 +211,60 @@ def addresses(urls: Urls | Index) -> str | list[str]:
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def class_counts(index: Index, head: Head, *, is_strict: bool = False) -> dict[str, int]:
-    """Return samples by class: of the index's columns, else of an even part of the samples.
+def label_column(index: Index, label: ColumnInfo, most: int | None = None) -> Column:
+    """Return the values of a label: its column, else one that is read from the shards.
 
-    is_strict: raise UsageError for masks with class numbers that are not learned.
+    most: samples that are read, an even part. A value that the label cannot have is null. Raises
+    UsageError for joined sets that number its classes differently.
     """
-    if is_strict and isinstance(head, MaskHead):
-        return _count_pixels(index, head, is_strict=True)[0]
-    return recorded_counts(index, head.target) or _count_labels(index, head)[0]
+    found = (column for column in index.columns if column.place == label.place)
+    column = next((column for column in found if column.kind == label.kind), None)
+    if column is not None and len(column) and (most is None or not column.values.null_count):
+        return column
+    if reason := index.disagreement(*label.place):  # a number means another class in each set
+        raise UsageError(f"{reason}. Pack the sets with one numbering.")
+    part = index if most is None else index.take(even_part(index, most))
+    return as_label(read_columns(part, [label.place]).columns[0], label)
 
 
 def class_weights(index: Index, head: Head, option: str, device: torch.device) -> Tensor | None:
     """Return weights for rare classes if the option asks for them and the head has classes."""
     if option == "none" or isinstance(head, NumberHead):
         return None
-    recorded = recorded_counts(index, head.target)
-    counts, samples = (recorded, len(index)) if recorded else _count_labels(index, head)
+    if isinstance(head, MaskHead):
+        counts = count_pixels(index, head)
+        samples = sum(counts.values())
+    else:
+        values = label_column(index, head.target, _COUNTED_LABELS).values.drop_null()
+        names = values.flatten() if head.target.kind == "multi" else values
+        found = {str(row["values"]): row["counts"] for row in pc.value_counts(names).to_pylist()}
+        counts, samples = {name: found.get(name, 0) for name in head.classes}, len(values)
     if not any(counts.values()):
         raise UsageError(
             f"class_weights={option}: no label {head.name!r} could be read. Leave it out."
         )
-    weights = head.class_weights(counts, samples)
-    return None if weights is None else weights.to(device)
+    return head.class_weights(counts, samples).to(device)
 
 
-def _scaled(task: Task, index: Index) -> Task:
-    """Return the task with mean and deviation of its numbers."""
-    scaled = (_scaled_head(h, index) if isinstance(h, NumberHead) else h for h in task.heads)
-    return Task(tuple(scaled))
-
-
-def _scaled_head(head: NumberHead, index: Index) -> NumberHead:
-    # the column of classes holds their names, while their entries may be numbers
-    column = complete_column(index, head.target) if head.target.kind == "number" else None
-    values = _read_numbers(index, head) if column is None else np.asarray(column.values)
-    if not len(values) and head.target.kind != "number":
+def _scaled(head: NumberHead, index: Index) -> NumberHead:
+    """Return the head with mean and deviation of its numbers."""
+    numbers = label_column(index, head.label, _AVERAGED_LABELS).values.drop_null()
+    if not len(numbers) and head.target.kind != "number":
         raise UsageError(
             f"label {head.name!r} cannot be learned as 'number': its values are names. Use class."
         )
-    finite = values[np.isfinite(values)] if len(values) else np.zeros(1)
+    values = numbers.to_numpy(zero_copy_only=False) if len(numbers) else np.zeros(1)
+    finite = values[np.isfinite(values)]
     mean, deviation = float(finite.mean()), float(finite.std())
     is_constant = deviation <= 1e-12 * abs(mean)  # rounding errors are no deviation
     return replace(head, mean=mean, deviation=1.0 if is_constant else deviation)
 
 
-def _read_numbers(index: Index, head: Head) -> npt.NDArray[np.float64]:
-    """Return the numbers of an even part of the samples, without unreadable ones."""
-    values = []
-    for _, data in label_bytes(index, head.target.field, even_part(index, _AVERAGED_LABELS)):
-        with suppress(WdstrainError, ValueError, TypeError):
-            values.append(float(scalar(data, head.target.entry)))
-    return np.array(values, np.float64)
+def count_pixels(index: Index, head: MaskHead, *, is_strict: bool = False) -> dict[str, int]:
+    """Return the pixels by class of an even part of the masks.
 
-
-def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
-    """Return (samples by class, number of labels that were read); of masks the pixels by class."""
-    if isinstance(head, MaskHead):
-        return _count_pixels(index, head)
-    counts: Counter[str] = Counter()
-    samples = 0
-    for i, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_LABELS)):
-        label = index.label_in_sample(head.target, i)
-        counts.update(set(classes_in(data, head.target.entry, label.classes)))
-        samples += 1
-    return {name: counts.get(name, 0) for name in head.classes}, samples
-
-
-def _count_pixels(
-    index: Index, head: MaskHead, *, is_strict: bool = False
-) -> tuple[dict[str, int], int]:
-    """Return (pixels by class, number of pixels) of an even part of the masks."""
+    is_strict: raise UsageError for masks with class numbers that are not learned.
+    """
     counts, learned = np.zeros(_MASK_NUMBERS, np.int64), len(head.classes)
     for _, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_MASKS)):
         with suppress(WdstrainError):
@@ -380,5 +277,4 @@ def _count_pixels(
             f"are learned, 0 to {learned - 1}. Name all of them with classes=, or store "
             f"{head.ignored} where a pixel has no class."
         )
-    by_class = dict(zip(head.classes, counts[:learned].tolist(), strict=True))
-    return by_class, sum(by_class.values())
+    return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

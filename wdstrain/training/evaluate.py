@@ -17,11 +17,12 @@ from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.resolve import open_shards
-from wdstrain.training.arguments import EvaluateArguments, check_cache, given_options
+from wdstrain.training.arguments import EvaluateArguments, given_options
 from wdstrain.training.config import Config
-from wdstrain.training.data import class_counts, val_loader, with_task_labels
+from wdstrain.training.data import count_pixels, run_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.fsdp import is_sharded
+from wdstrain.training.heads import MaskHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.metrics import EvalMetrics, class_shares
@@ -42,14 +43,13 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
     distributed, options = DistributedContext(), given_options(arguments)
     loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
     config, task = loaded.config, loaded.task
-    index = with_task_labels(open_shards(arguments.urls), task, undeclared=config.label is not None)
-    check_cache(options, index)
+    index = with_task_labels(open_shards(arguments.urls), task, config)
     task.check(index)
-    if task.is_dense and config.on_error == "raise":
-        class_counts(index, task.heads[0], is_strict=True)
-    source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=True)
+    if isinstance(task.heads[0], MaskHead) and config.on_error == "raise":
+        count_pixels(index, task.heads[0], is_strict=True)
+    source = loaded.source(arguments.fields, arguments.transform, index)
     device = device_of(config.device, distributed)
-    loader = val_loader(index, source.loader_options(task, index), config, distributed)
+    loader = run_loader(index, source.loader_options(task, index), config, distributed)
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)

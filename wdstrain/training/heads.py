@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wdstrain.decode.fields import Field, Image
-from wdstrain.decode.labels import field_of
+from wdstrain.decode.labels import LabelField, field_of
 from wdstrain.decode.masks import IGNORED, mask_like
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
@@ -47,6 +47,11 @@ class Head(ABC):
         return self.target.name
 
     @property
+    def label(self) -> ColumnInfo:
+        """The label as it is learned."""
+        return self.target
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; empty for numbers."""
         return self.target.classes
@@ -67,7 +72,8 @@ class Head(ABC):
     def checked_target(self, value: Any) -> Any:
         """Return a label that a transform returned as `field` reads it; SampleError if it is none."""
         plain = value.item() if hasattr(value, "item") and not value.shape else value
-        reader = field_of(self.target)
+        reader = self.field()
+        assert isinstance(reader, LabelField)
         target = reader.delivered(plain)
         if isinstance(plain, str) and target != replace(reader, by_name=True).delivered(plain):
             raise SampleError(
@@ -99,10 +105,10 @@ class Head(ABC):
         """Return (predictions, target) as torchmetrics expects them."""
         return self.probabilities(outputs), target.long()
 
-    def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor | None:
+    def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
         """Return weights with which rare classes count as much as frequent ones.
 
-        float32[classes], whose mean over the samples is 1. None for numbers.
+        float32[classes], whose mean over the samples is 1.
         """
         counted = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
         present = counted > 0
@@ -281,6 +287,10 @@ class NumberHead(Head):
     train_metric: ClassVar[str | None] = "target_mean"
 
     @property
+    def label(self) -> ColumnInfo:
+        return replace(self.target, kind="number", classes=())
+
+    @property
     def outputs(self) -> int:
         return 1
 
@@ -289,17 +299,7 @@ class NumberHead(Head):
 
         float32 is too coarse for times and coordinates before the mean is subtracted.
         """
-        target = replace(self.target, kind="number", classes=())
-        return field_of(target, is_finite=True, dtype="float64")
-
-    def checked_target(self, value: Any) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise SampleError(f"{self.name} is {str(value)[:80]}: must be a finite number")
-        return number
+        return field_of(self.label, is_finite=True, dtype="float64")
 
     def losses(
         self,
@@ -319,9 +319,6 @@ class NumberHead(Head):
 
     def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return self.values(outputs.double()), target.double()
-
-    def class_weights(self, counts: Mapping[str, int], samples: int) -> None:
-        return None
 
     def values(self, outputs: Tensor) -> Tensor:
         """Return predictions [b] on the scale of the labels."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wdstrain.augment.gpu import IMAGENET, RNG, Augmentation
+from wdstrain.augment.gpu import IMAGENET, Augmentation
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import Augment
@@ -281,13 +281,3 @@ def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], titl
                 f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
                 f"model, so each needs a name such as image."
             )
-        if name in ("__key__", RNG) or name.startswith(("target ", "true ")):
-            raise UsageError(
-                f"{title}= names an input {name!r}, as a batch names its keys or targets. "
-                f"Use another name, such as image."
-            )
-    if "label" in inputs and len(heads) > 1:
-        raise UsageError(
-            f"{title}= names an input 'label', and the run learns several labels. "
-            f"Name each label as it is: {', '.join(heads)}."
-        )

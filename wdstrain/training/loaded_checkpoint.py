@@ -86,23 +86,13 @@ class LoadedCheckpoint:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         index: Index | None,
-        *,
-        reads_labels: bool,
     ) -> InputSource:
         """Return the source of the inputs: the given one, or as validation had it in training.
 
-        index: the shards; None for image files. reads_labels: the shards have the labels. Raises UsageError for a source with other inputs,
-        and for a missing one of the user's.
+        index: the shards; None for image files. Raises UsageError for fields with other inputs, and
+        for a missing source of the user's.
         """
-        given = given_source(
-            fields,
-            transform,
-            self.task,
-            index,
-            self.config,
-            known=self.inputs.specs,
-            reads_labels=reads_labels,
-        )
+        given = given_source(fields, transform, self.task, index, known=self.inputs.specs)
         if given is not None:
             check_same_inputs(self.inputs.specs, given, f"{self.path} was trained on", sizes=True)
             return given

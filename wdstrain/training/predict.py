@@ -11,12 +11,13 @@ import csv
 import io
 import os
 import re
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,42 +29,37 @@ from torch import Tensor, nn
 from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
+from wdstrain.decode.fields import Example
 from wdstrain.decode.formats import EXTENSIONS
-from wdstrain.decode.labels import LabelField, numbered
 from wdstrain.decode.masks import IGNORED
-from wdstrain.decode.transforms import DRAWS, center_crop
+from wdstrain.decode.transforms import center_crop
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
-from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
-from wdstrain.training.arguments import (
-    PredictArguments,
-    check_cache,
-    given_options,
-    refuse_without_effect,
-)
-from wdstrain.training.data import with_task_labels
+from wdstrain.training.arguments import PredictArguments, given_options
+from wdstrain.training.data import label_column, whole_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
 from wdstrain.training.previews import Pixels, mask_png
-from wdstrain.training.sources import ERROR, InputSource, check_fields
+from wdstrain.training.sources import ERROR, FieldSource, InputSource
 
 _TABLES = (".csv", ".parquet")
 _GROUP_ROWS = 4096  # rows of a row group of Parquet
+_SIZE = "true size"  # entry of batches: height and width of the picture
 
 
 @dataclass(frozen=True)
 class PredictResult:
-    """rows: in all. bad: rows with an error: of the image, or of a target beside it."""
+    """rows: in all. bad: rows with an error in place of a prediction."""
 
     rows: int
     bad: int
@@ -79,164 +75,185 @@ def predict(arguments: PredictArguments) -> PredictResult:
     columns. Predicted masks are PNGs of the size of the pictures and named by their keys, in a
     folder named like `out` without its ending; a column has their paths in it.
     """
-    path, urls = os.fspath(arguments.out), arguments.urls
-    if arguments.fields is not None:
-        check_fields(arguments.fields, "fields")
+    path, distributed = os.fspath(arguments.out), DistributedContext()
     if os.path.splitext(path)[1].lower() not in _TABLES:
         raise UsageError(f"out={path}: must end in {' or '.join(_TABLES)}.")
-    check_file_output(path)
-    options = given_options(arguments)
-    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
-    heads, distributed = loaded.task.heads, DistributedContext()
-    for option in ("probabilities", "embeddings"):
-        if getattr(arguments, option) and loaded.task.is_dense:
-            raise UsageError(f"{option}: not available for masks. Leave it out.")
     if distributed.size > 1:
         raise UsageError(
             f"predict writes its table in one process, and this job has {distributed.size}. "
             f"Start it without torchrun or srun."
         )
-    if arguments.probabilities and all(isinstance(head, NumberHead) for head in heads):
-        raise UsageError("probabilities has no effect: no label has classes. Leave it out.")
+    check_file_output(path)
+    options = given_options(arguments)
+    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
+    for option in ("probabilities", "embeddings"):
+        if getattr(arguments, option) and loaded.task.is_dense:
+            raise UsageError(f"{option}: not available for masks. Leave it out.")
     device = device_of(loaded.config.device, distributed)
     with reporting(arguments.progress, True) as reporter:
-        images = _image_paths(urls, _extensions(arguments, loaded), reporter)
-        index = None if images else open_shards(urls)
-        source = loaded.source(arguments.fields, arguments.transform, index, reads_labels=False)
-        compares = False
+        images = _image_paths(arguments.urls, reporter)
+        index = None if images else open_shards(arguments.urls)
+        source = loaded.source(arguments.fields, arguments.transform, index)
         if index is None:
-            without = ("num_workers", "cache_dir", "cache_limit")
-            refuse_without_effect(options, without, "image files are read in threads")
-            batches = _batches_of_images(images, source, loaded.config.batch_size, reporter)
+            true: dict[str, pa.Array] = {}
+            batches = _batches_of_images(images, source, loaded, reporter)
         else:
-            check_cache(options, index)
-            compares = _has_targets(index, loaded, reporter)
-            known = heads if compares else ()
-            batches = _batches_of_shards(index, source, loaded, known, device, reporter)
-        predictor = _Predictor(loaded, device, arguments.embeddings)
-        table = _Table(loaded, compares, arguments, path)
+            true = _true_columns(index, loaded, reporter)
+            batches = _batches_of_shards(index, source, loaded, device, reporter)
+        table = _Table(loaded, arguments, device, true)
         with closing(batches), torch.inference_mode():
-            table.write(predictor.rows(batches))
-        return PredictResult(table.rows, table.bad)
+            return table.write(path, batches)
 
 
-def _has_targets(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> bool:
-    """Return whether the shards have the targets of the model."""
-    undeclared = loaded.config.label is not None
-    if loaded.task.is_dense or not (undeclared or index.labels or index.shard_labels):
-        return False
-    if not any(head.target.field in index.fields for head in loaded.task.heads):
-        return False
+def _true_columns(
+    index: Index, loaded: LoadedCheckpoint, reporter: Reporter
+) -> dict[str, pa.Array]:
+    """Return the values of the labels by name; of shards without or with other labels none."""
+    heads = loaded.task.heads
+    if loaded.task.is_dense or not any(head.target.field in index.fields for head in heads):
+        return {}
     try:
-        loaded.task.check(with_task_labels(index, loaded.task, undeclared=undeclared))
+        index = with_task_labels(index, loaded.task, loaded.config)
+        loaded.task.check(index)
+        return {head.name: label_column(index, head.label).values for head in heads}
     except UsageError as difference:
         reporter.line(f"The targets are left out: {difference}")
-        return False
-    return True
+        return {}
 
 
 class _Sample(NamedTuple):
-    """A sample to predict. true: targets by known head. picture: encoded; b"" if it is not known."""
+    """A sample to predict. error: why it has no inputs. size: of its picture, if it is known."""
 
     key: str
     error: str = ""
-    is_readable: bool = True
-    true: Sequence[Any] = ()
-    picture: bytes = b""
+    size: tuple[int, int] | None = None
 
 
 # inputs of the readable samples of a batch, and all its samples
 Batches = Generator[tuple[dict[str, Tensor], list[_Sample]], None, None]
 
-
-class _Row(NamedTuple):
-    """outputs: by head, [1, ...]; none of a sample without a prediction."""
-
-    sample: _Sample
-    outputs: Sequence[Tensor] = ()
-    embedding: Sequence[float] = ()
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
 class _Table:
-    """A table of predictions: its columns, its rows, and its file.
-
-    compares: the targets are in it. rows, bad: how many were written, and those with an error.
-    """
+    """The columns of a table of predictions, of one batch after the other. true: targets by label."""
 
     def __init__(
-        self, loaded: LoadedCheckpoint, compares: bool, arguments: PredictArguments, path: str
+        self,
+        loaded: LoadedCheckpoint,
+        arguments: PredictArguments,
+        device: torch.device,
+        true: Mapping[str, pa.Array],
     ) -> None:
-        self._heads, self._compares, self._path = loaded.task.heads, compares, path
+        self._loaded, self._device, self._true = loaded, device, true
         self._probabilities, self._embeds = arguments.probabilities, arguments.embeddings
+        path = os.fspath(arguments.out)
         self._masks = _MaskFolder(loaded, path) if loaded.task.is_dense else None
-        self.rows = self.bad = 0
-        columns: list[tuple[str, Any]] = [("key", pa.string())]
-        for head in self._heads:
-            own = self._columns(head)
-            columns += own
-            columns += [(f"{head.name}_true", own[0][1])] if compares else []
-        columns += [("embedding", pa.list_(pa.float32()))] if self._embeds else []
-        self._schema = pa.schema(_plain_names([*columns, ("error", pa.string())]))
+        self._embedding = torch.zeros(0, 0)
+        loaded.model.to(device)
+        if self._embeds:
+            last_layer(loaded.model)[1].register_forward_pre_hook(self._keep_input)
 
-    def _columns(self, head: Head) -> list[tuple[str, Any]]:
-        """Return (name, type) of the columns of a prediction."""
-        if isinstance(head, NumberHead):
-            return [(head.name, pa.float64())]
-        names = ["probability"] if head.kind in ("class", "binary") else []
-        names += head.classes if self._probabilities else []
-        shares = [(f"{head.name}_{name}", pa.float64()) for name in names]
-        return [(head.name, pa.string()), *shares]
+    def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def _cells(self, head: Head, outputs: Tensor, sample: _Sample) -> list[Any]:
-        """Return the cells of one prediction. outputs: [1, ...]"""
-        (value,) = head.predicted(outputs)
-        if isinstance(head, NumberHead):
-            return [value]
-        if self._masks is not None:
-            return [self._masks.write(value.numpy(), sample)]
-        shares = head.probabilities(outputs.double())[0].tolist()
-        cells = [max(shares)] if head.kind in ("class", "binary") else []
-        cells += shares if self._probabilities else []
-        return [head.text(value), *(float(f"{share:.9g}") for share in cells)]
-
-    def write(self, rows: Iterable[_Row]) -> None:
+    def write(self, path: str, batches: Batches) -> PredictResult:
         """Write all rows. The file appears when it is complete."""
-        lines = self._lines(rows)
-        with put_whole(self._path) as file:
-            if self._path.lower().endswith(".csv"):
+        types = ((name, kind) for name, kind, _ in self._columns({}, [], 0))
+        schema, counts = pa.schema(_plain_names(types)), [0, 0]
+        rows = self._rows(batches, counts)
+        with put_whole(path) as file:
+            if path.lower().endswith(".csv"):
                 text = io.TextIOWrapper(
                     file, "utf-8", errors="surrogateescape", newline="", write_through=True
                 )
                 writer = csv.writer(text, lineterminator="\n")
-                writer.writerow(self._schema.names)
-                writer.writerows(map(_csv_cell, line) for line in lines)
+                writer.writerow(schema.names)
+                writer.writerows(map(_csv_cell, row) for row in rows)
                 text.detach()
-                return
-            with pq.ParquetWriter(file, self._schema) as parquet:
-                while group := list(islice(lines, _GROUP_ROWS)):
-                    columns = (
-                        list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)
-                    )
-                    parquet.write_table(pa.table(list(columns), self._schema))
+            else:
+                with pq.ParquetWriter(file, schema) as parquet:
+                    while group := list(islice(rows, _GROUP_ROWS)):
+                        cells = (
+                            list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)
+                        )
+                        parquet.write_table(pa.table(list(cells), schema))
+        return PredictResult(*counts)
 
-    def _lines(self, rows: Iterable[_Row]) -> Iterator[list[Any]]:
-        """Yield the cells of each row."""
-        for sample, outputs, embedding in rows:
-            cells: list[Any] = [sample.key]
-            for i, head in enumerate(self._heads):
-                if outputs:
-                    cells += self._cells(head, outputs[i], sample)
-                else:
-                    kinds = (kind for _, kind in self._columns(head))
-                    cells += [None if kind == pa.float64() else "" for kind in kinds]
-                if self._compares:
-                    cells.append(sample.true[i] if sample.true else None)
-            cells += [embedding] if self._embeds else []
-            yield [*cells, sample.error or None]
-            self.rows, self.bad = self.rows + 1, self.bad + bool(sample.error)
+    def _rows(self, batches: Batches, counts: list[int]) -> Iterator[tuple[Any, ...]]:
+        """Yield the cells of each row. counts: rows so far, and those with an error."""
+        for inputs, samples in batches:
+            columns = [cells for *_, cells in self._columns(inputs, samples, counts[0])]
+            yield from zip(*columns, strict=True)
+            counts[0] += len(samples)
+            counts[1] += sum(error is not None for error in columns[-1])
+
+    def _columns(
+        self, inputs: Mapping[str, Tensor], samples: Sequence[_Sample], first: int
+    ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
+        """Yield (name, type, cells) of each column for some samples. first: number of the first."""
+        task = self._loaded.task
+        errors = [sample.error for sample in samples]
+        readable = [row for row, error in enumerate(errors) if not error]
+        outputs = (
+            self._outputs(inputs) if readable else torch.zeros(0, *task.output_shape((0, 1, 1)))
+        )
+        is_finite = outputs.flatten(1).isfinite().all(1)
+        for row, is_sound in zip(readable, is_finite.tolist(), strict=True):
+            errors[row] = "" if is_sound else "the output of the model is not finite"
+        rows = [row for row, error in enumerate(errors) if not error]
+
+        def placed(values: Iterable[Any]) -> list[Any]:
+            cells: list[Any] = [None] * len(samples)
+            for row, value in zip(rows, values, strict=True):
+                cells[row] = value
+            return cells
+
+        yield "key", pa.string(), [sample.key for sample in samples]
+        for head, own in zip(task.heads, task.split(outputs[is_finite]), strict=True):
+            for name, kind, values in self._predictions(head, own, [samples[row] for row in rows]):
+                yield name, kind, placed(values)
+            if head.name in self._true:
+                true = self._true[head.name].slice(first, len(samples)).to_pylist()
+                is_number = isinstance(head, NumberHead)
+                texts = [x if is_number or x is None else head.text(x) for x in true]
+                yield f"{head.name}_true", pa.float64() if is_number else pa.string(), texts
+        if self._embeds:
+            embedding = self._embedding[is_finite].tolist() if readable else []
+            yield "embedding", pa.list_(pa.float32()), placed(embedding)
+        yield "error", pa.string(), [error or None for error in errors]
+
+    def _outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the outputs of the model, on the CPU."""
+        loaded = self._loaded
+        on_device = {name: value.to(self._device) for name, value in inputs.items()}
+        with autocast(loaded.config, self._device):
+            outputs = loaded.inputs.call(loaded.model, on_device, channels_last=False)
+        return outputs.float().cpu()
+
+    def _predictions(
+        self, head: Head, outputs: Tensor, samples: Sequence[_Sample]
+    ) -> Iterator[tuple[str, pa.DataType, Iterable[Any]]]:
+        """Yield (name, type, values) of the columns of a prediction."""
+        values = head.predicted(outputs)
+        if isinstance(head, NumberHead):
+            yield head.name, pa.float64(), values
+            return
+        if self._masks is not None:
+            yield head.name, pa.string(), map(self._masks.write, values, samples)
+            return
+        yield head.name, pa.string(), map(head.text, values)
+        shares = head.probabilities(outputs.double())
+        if head.kind in ("class", "binary"):
+            yield f"{head.name}_probability", pa.float64(), map(_short, shares.amax(1).tolist())
+        if self._probabilities:
+            for name, column in zip(head.classes, shares.T, strict=True):
+                yield f"{head.name}_{name}", pa.float64(), map(_short, column.tolist())
+
+
+def _short(share: float) -> float:
+    """Return a share with nine digits."""
+    return float(f"{share:.9g}")
 
 
 def _plain_names(columns: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -261,26 +278,25 @@ def _parquet_cell(cell: Any) -> Any:
     return cell.encode("utf-8", "replace").decode() if isinstance(cell, str) else cell
 
 
+# --- masks ----------------------------------------------------------------------------------------
+
+
 class _MaskFolder:
     """Folder of predicted masks, named by the keys of their pictures."""
 
     def __init__(self, loaded: LoadedCheckpoint, path: str) -> None:
         self._folder, self._names = os.path.splitext(path)[0], set[str]()
         self._seen = loaded.inputs.image
-        if os.path.isdir(self._folder) and os.listdir(self._folder):
+        if os.path.isfile(self._folder) or (
+            os.path.isdir(self._folder) and os.listdir(self._folder)
+        ):
             raise UsageError(
                 f"{self._folder} has files already, and predicted masks would be written there. "
                 f"Name another out, or empty the folder."
             )
-        try:
-            os.makedirs(self._folder, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"{self._folder}: the folder for masks cannot be made ({error.strerror}). "
-                f"Name another out."
-            ) from error
+        os.makedirs(self._folder, exist_ok=True)
 
-    def write(self, numbers: Pixels, sample: _Sample) -> str:
+    def write(self, mask: Tensor, sample: _Sample) -> str:
         """Write a mask, uint8[h, w]. Returns its path from the folder of the table."""
         stem, ending = os.path.splitext(sample.key)
         stem = stem if ending[1:].lower() in EXTENSIONS else sample.key
@@ -288,181 +304,112 @@ class _MaskFolder:
         while name.lower() in self._names:
             name += f"-{len(self._names)}"
         self._names.add(name.lower())
-        png = mask_png(self._of_picture(numbers, sample.picture))
+        png = mask_png(self._of_picture(mask.numpy(), sample.size))
         write_whole(os.path.join(self._folder, f"{name}.png"), png)
         return f"{os.path.basename(self._folder)}/{name}.png"
 
-    def _of_picture(self, numbers: Pixels, picture: bytes) -> Pixels:
+    def _of_picture(self, numbers: Pixels, size: tuple[int, int] | None) -> Pixels:
         """Return a mask in the size of the picture, of which the model saw the center."""
-        if not picture or self._seen is None:
+        if size is None or self._seen is None:
             return numbers
-        image = open_picture(picture)
-        width, height = image.size
-        if image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED:
-            width, height = height, width
         aspect = numbers.shape[1] / numbers.shape[0]
-        top, left, h, w = center_crop(height, width, aspect, self._seen.augment["crop_pct"])
-        whole = np.full((height, width), IGNORED, np.uint8)
+        top, left, h, w = center_crop(*size, aspect, self._seen.augment["crop_pct"])
+        whole = np.full(size, IGNORED, np.uint8)
         seen = PillowImage.fromarray(numbers).resize((w, h), PillowImage.Resampling.NEAREST)
         whole[top : top + h, left : left + w] = np.asarray(seen)
         return whole
 
 
-# --- predictions ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _PictureSize:
+    """Field of height and width of a picture, upright. int64[2]"""
+
+    names: tuple[str, ...]
+    example: ClassVar[Example] = Example((2,), "int64")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        out[...] = _size_of(bytes(data))
 
 
-class _Predictor:
-    """A model on its device. embeds: rows have the input of the last layer."""
-
-    def __init__(self, loaded: LoadedCheckpoint, device: torch.device, embeds: bool) -> None:
-        self._loaded, self._device = loaded, device
-        self._embedding: Tensor | None = None
-        loaded.model.to(device)
-        if embeds:
-            last_layer(loaded.model)[1].register_forward_pre_hook(self._keep_input)
-
-    def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._embedding = inputs[0].detach().flatten(1).float().cpu()
-
-    def rows(self, batches: Batches) -> Iterator[_Row]:
-        """Yield a row for each sample."""
-        for inputs, samples in batches:
-            outputs = self._outputs(inputs) if any(one.is_readable for one in samples) else None
-            at = 0
-            for sample in samples:
-                if outputs is None or not sample.is_readable:
-                    yield _Row(sample, embedding=[])
-                    continue
-                own = [columns[at : at + 1] for columns in outputs]
-                if all(bool(columns.isfinite().all()) for columns in own):
-                    embedding = [] if self._embedding is None else self._embedding[at].tolist()
-                    yield _Row(sample, own, embedding)
-                else:
-                    error = "the output of the model is not finite"
-                    yield _Row(sample._replace(error=error), embedding=[])
-                at += 1
-
-    def _outputs(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the outputs of the model by head, on the CPU."""
-        loaded = self._loaded
-        on_device = {name: value.to(self._device) for name, value in inputs.items()}
-        with autocast(loaded.config, self._device):
-            outputs = loaded.inputs.call(loaded.model, on_device, channels_last=False)
-        return [columns.cpu() for columns in loaded.task.split(outputs)]
+def _size_of(picture: bytes) -> tuple[int, int]:
+    image = open_picture(picture)
+    width, height = image.size
+    is_turned = image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED
+    return (width, height) if is_turned else (height, width)
 
 
-def _true_cell(head: Head, index: Index, number: int, data: bytes) -> tuple[Any, str]:
-    """Return (target, error) of a sample. data: of the label; empty if it is missing."""
-    try:
-        if not data:
-            raise LookupError(f"it has no {head.target.field}")
-        reader = head.field()
-        if isinstance(reader, LabelField):  # joined sets may number their classes differently
-            label = index.label_in_sample(head.target, number)
-            reader = numbered(reader, label, is_alone=not index.shard_labels)
-        assert reader.example is not None
-        value = np.zeros((1, *reader.example.shape), reader.example.dtype)
-        reader.read(head.target.field, memoryview(data), value[0, ...], np.zeros(DRAWS))
-    except Exception as error:  # a bad target does not hide the prediction
-        return None, f"{head.name}: {error}"
-    (true,) = head.true(torch.from_numpy(value))
-    return (true if isinstance(head, NumberHead) else head.text(true)), ""
+# --- samples --------------------------------------------------------------------------------------
 
 
 def _batches_of_shards(
     index: Index,
     source: InputSource,
     loaded: LoadedCheckpoint,
-    known: Sequence[Head],
     device: torch.device,
     reporter: Reporter,
 ) -> Batches:
-    config = loaded.config
-    image = loaded.inputs.image if loaded.task.is_dense else None
-    encoded: dict[str, tuple[str, ...]] = {
-        f"true {i}": (head.target.field,) for i, head in enumerate(known)
-    }
-    encoded |= {} if image is None else {"true picture": image.names}
-    loader = Loader(
-        index,
-        **source.predict_options(encoded),
-        batch_size=config.batch_size,
-        num_workers=config.num_workers,
-        shuffle=False,
-        tail="keep",
-        rank=0,
-        world_size=1,
-        max_errors=1.0,
-        cache_dir=config.cache_dir,
-        cache_limit=config.cache_limit,
-    )
+    config, image = loaded.config, loaded.inputs.image
+    sized = loaded.task.is_dense and image is not None
+    options = source.predict_options({_SIZE: _PictureSize(image.names)} if sized and image else {})
+    loader = whole_loader(index, options, config, config.batch_size, config.num_workers)
     number = 0
     with closing(loader):
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, device)):
             samples, bad = [], iter(batches.bad)
+            sizes = batch[_SIZE].tolist() if _SIZE in batch else None
             errors = batch.get(ERROR) or [""] * len(batches.own)
             for row, is_own in enumerate(batches.own.tolist()):
-                key, reason = index.key(number), errors[row] if is_own else next(bad).reason
-                if reason:
-                    samples.append(_Sample(key, reason, is_readable=False))
-                else:
-                    cells = [
-                        _true_cell(head, index, number, batch[f"true {i}"][row])
-                        for i, head in enumerate(known)
-                    ]
-                    error = "; ".join(problem for _, problem in cells if problem)
-                    picture = batch["true picture"][row] if image is not None else b""
-                    samples.append(_Sample(key, error, True, [one for one, _ in cells], picture))
+                error = errors[row] if is_own else next(bad).reason
+                size = None if sizes is None else tuple(sizes[row])
+                samples.append(_Sample(index.key(number), error, size))
                 number += 1
-            inputs = {name: batch[name] for name in loaded.inputs.specs}
-            if not all(sample.is_readable for sample in samples):
-                rows = torch.tensor([sample.is_readable for sample in samples], device=device)
-                inputs = {name: value[rows] for name, value in inputs.items()}
-            yield inputs, samples
+            rows = torch.tensor([not sample.error for sample in samples], device=device)
+            yield {name: batch[name][rows] for name in loaded.inputs.specs}, samples
             reporter.step("predicting", step + 1, len(loader))
 
 
 def _batches_of_images(
-    images: Sequence[tuple[str, str]], source: InputSource, size: int, reporter: Reporter
+    images: Sequence[tuple[str, str]],
+    source: InputSource,
+    loaded: LoadedCheckpoint,
+    reporter: Reporter,
 ) -> Batches:
-    """Yield image files, `size` at a time. images: (key, path)."""
+    """Yield image files, a batch at a time. images: (key, path)."""
+    size, names = loaded.config.batch_size, loaded.inputs.specs
+    if isinstance(source, FieldSource) and len(names) > 1:
+        raise UsageError(
+            f"image files give one input, and the model has {len(names)}: {', '.join(names)}. "
+            f"Convert the files to shards."
+        )
+    sized = loaded.task.is_dense and isinstance(source, FieldSource)
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
         for first in range(0, len(images), size):
-            some = images[first : first + size]
-            read = list(pool.map(lambda image: _read_image(image[0], image[1], source), some))
-            good = [inputs for inputs, _ in read if inputs]
-            names = good[0] if good else ()
-            batch = {name: torch.stack([inputs[name] for inputs in good]) for name in names}
-            yield batch, [sample for _, sample in read]
+            read = partial(_read_image, source=source, sized=sized)
+            results = list(pool.map(read, images[first : first + size]))
+            good = [inputs for inputs, _ in results if inputs]
+            batch = {name: torch.stack([inputs[name] for inputs in good]) for name in names if good}
+            yield batch, [sample for _, sample in results]
             reporter.step("predicting", first // size + 1, -(-len(images) // size))
 
 
-def _read_image(key: str, path: str, source: InputSource) -> tuple[Mapping[str, Any], _Sample]:
-    """Return (inputs as a batch has them, the sample) of an image file."""
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
-        return {}, _Sample(key, "it is not a regular file", is_readable=False)
+def _read_image(
+    image: tuple[str, str], source: InputSource, sized: bool
+) -> tuple[Mapping[str, Any], _Sample]:
+    """Return (inputs as a batch has them, the sample) of an image file. sized: it has its size."""
+    key, path = image
     try:
+        if not os.path.isfile(path):  # opening a pipe would block
+            raise OSError("it is not a regular file")
         with open(path, "rb") as file:
             data = file.read()
         inputs = source.read_file(key, os.path.splitext(path)[1][1:].lower(), data)
-        return inputs, _Sample(key, picture=data)
-    except UsageError:
-        raise
+        return inputs, _Sample(key, size=_size_of(data) if sized else None)
     except Exception as error:  # decoders raise errors of many types
-        return {}, _Sample(key, str(error) or type(error).__name__, is_readable=False)
+        return {}, _Sample(key, str(error) or type(error).__name__)
 
 
-def _extensions(arguments: PredictArguments, loaded: LoadedCheckpoint) -> set[str]:
-    """Return the extensions of files that are an input on their own."""
-    names = [name for spec in loaded.inputs.specs.values() for name in spec.names]
-    names += [name for field in (arguments.fields or {}).values() for name in field.names]
-    return {*EXTENSIONS, *names}
-
-
-def _image_paths(
-    urls: Urls | Index, extensions: Collection[str], reporter: Reporter
-) -> list[tuple[str, str]]:
+def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]]:
     """Return (key, path) of each image of a folder or of one image file; empty for shards.
 
     Reports how many files of a folder are no images.
@@ -470,11 +417,10 @@ def _image_paths(
     if not isinstance(urls, (str, os.PathLike)):
         return []
     path = os.fspath(urls)
-    if os.path.splitext(path)[1][1:].lower() in extensions and os.path.exists(path):
+    if os.path.splitext(path)[1][1:].lower() in EXTENSIONS and os.path.exists(path):
         return [(os.path.basename(path), path)]
-    if not os.path.isdir(path) or any(
-        name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path)
-    ):
+    names = os.listdir(path) if os.path.isdir(path) else [INDEX_NAME]
+    if any(name.endswith(".tar") or name == INDEX_NAME for name in names):
         return []
     listing = list_folder(path, flat=True)
     if listing.ignored:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -17,9 +16,7 @@ from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
 from wdstrain.storage.files import write_whole
-from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config
-from wdstrain.training.data import class_counts
 from wdstrain.training.epoch_sums import STAGES
 from wdstrain.training.heads import Head, MaskHead, NumberHead
 from wdstrain.training.metrics import ByClass, head_texts, metric_text
@@ -43,30 +40,6 @@ _STAGE_NAMES = {
 History = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Data:
-    """A set of shards, and samples by class for each head, where they are known."""
-
-    index: Index
-    counts: dict[str, dict[str, int]]
-
-    @classmethod
-    def of(cls, index: Index, task: Task, is_strict: bool) -> Data:
-        """Count the classes. Labels of remote shards without columns are not read for it.
-
-        is_strict: raise UsageError for masks with other classes.
-        """
-        is_far = any(is_remote(shard.path) for shard in index.shards)
-        counts = {
-            head.name: recorded_counts(index, head.target)
-            if is_far
-            else class_counts(index, head, is_strict=is_strict)
-            for head in task.heads
-            if not isinstance(head, NumberHead)
-        }
-        return cls(index, counts)
-
-
 def pixels_sentence(counts: Mapping[str, int]) -> str:
     """Return the shares of the most frequent classes of masks, and the classes without pixels."""
     whole = max(1, sum(counts.values()))
@@ -83,7 +56,6 @@ def write_report(
     best: str,
     steps: History,
     details: Mapping[str, Any],
-    data: Mapping[str, Data],
 ) -> None:
     """Write the page.
 
@@ -104,8 +76,9 @@ def write_report(
             _gallery("Worst predictions", details["gallery"]["worst"], task),
             _gallery("Random predictions", details["gallery"]["random"], task),
         ]
+    sets = {"train": run.train_set, "val": run.val_set}
     sections += [
-        _cards(_data_card(name, part, task) for name, part in data.items()),
+        _cards(_data_card(n, index, task) for n, index in sets.items() if index is not None),
         _card("Options", pages.table(options)),
     ]
     page = pages.page(f"{title} - wdstrain", "".join(sections))
@@ -287,8 +260,7 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def _data_card(name: str, data: Data, task: Task) -> str:
-    index = data.index
+def _data_card(name: str, index: Index, task: Task) -> str:
     size = sum(shard.bytes for shard in index.shards)
     rows = {
         "samples": len(index),
@@ -298,11 +270,10 @@ def _data_card(name: str, data: Data, task: Task) -> str:
     }
     body = pages.table(rows)
     for head in task.heads:
-        counts = data.counts.get(head.name, {})
-        if len(counts) > _BARS:
-            counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:_BARS])
+        counts = recorded_counts(index, head.target)
         if counts:
-            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(counts)
+            some = sorted(counts.items(), key=lambda item: -item[1])[:_BARS]
+            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(dict(some))
     return _card(f"Data: {name}", body)
 
 

@@ -23,7 +23,7 @@ from wdstrain.training import weights as model_weights
 from wdstrain.training.arguments import TrainArguments, check_objects, check_validation
 from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
 from wdstrain.training.config import Config
-from wdstrain.training.data import TrainData, class_weights, train_loader, val_loader
+from wdstrain.training.data import class_weights, open_data, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
     device_of,
@@ -71,18 +71,18 @@ class Run:
         resume, self.arguments = arguments.resume, arguments
         if distributed.leads:  # other ranks may see files that it has written already
             check_out(self.folder, overwrite=arguments.overwrite, resume=resume)
-        self.data = data = TrainData.of(arguments.urls, arguments.val, config, arguments.fields)
-        self.config = config = replace(config, label=config.label or data.undeclared)
-        if data.val is None:
-            check_validation(arguments, config)
+        self.config = config
         self.checkpoint, self.unreadable = (
             read_last(os.path.join(self.folder, CHECKPOINTS)) if resume else (None, [])
         )
         checkpoint = self.checkpoint
-        self.task = task = data.task(checkpoint)
+        train, val, task = open_data(arguments.urls, arguments.val, config, checkpoint)
+        self.train_set, self.val_set, self.task = train, val, task
+        if val is None:
+            check_validation(arguments, config)
         check_objects(arguments, config, task)
         device = device_of(config.device, distributed)
-        train_source, val_source = run_sources(arguments, data, task, config)
+        train_source, val_source = run_sources(arguments, train, val, task, config)
         torch.manual_seed(config.seed)
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
         self.model = _model(arguments, config, task, ModelInputs(train_source.specs), weights)
@@ -94,12 +94,20 @@ class Run:
         self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
         # lanes of the run that is resumed, so that it may have another number of processes
         lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
-        options = train_source.loader_options(task, data.train)
-        self.loader = train_loader(data.train, options, config, distributed, lanes)
+        self.loader = run_loader(
+            train,
+            train_source.loader_options(task, train),
+            config,
+            distributed,
+            seed=config.seed,
+            shuffle_buffer=config.shuffle_buffer,
+            balance=config.balance,
+            lanes=lanes,
+        )
         self.val_loader = None
-        if data.val is not None:
-            options = val_source.loader_options(task, data.val)
-            self.val_loader = val_loader(data.val, options, config, distributed)
+        if val is not None:
+            options = val_source.loader_options(task, val)
+            self.val_loader = run_loader(val, options, config, distributed)
         if checkpoint is not None:
             normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
         else:
@@ -130,8 +138,7 @@ class Run:
         distributed, checkpoint = self.setup.distributed, self.checkpoint
         state = None if checkpoint is None else checkpoint["state"]
         position = None if state is None else (state["epoch"], state["step"])
-        val = self.data.val and self.data.val.fingerprint
-        facts = (position, self.data.train.fingerprint, val, vars(self.config))
+        facts = (position, self.train_set.fingerprint, self.val_fingerprint, vars(self.config))
         if any(other != facts for other in distributed.gather(facts)):
             raise UsageError(
                 f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
@@ -164,7 +171,7 @@ class Run:
         distributed.broadcast(self.setup.criterion_modules.state_dict().values())
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [
-            class_weights(self.data.train, head, config.class_weights, device)
+            class_weights(self.train_set, head, config.class_weights, device)
             for head in self.task.heads
         ]
         batch_augmentation(self.task, self.setup.inputs, config, 0)  # raises UsageError
@@ -248,6 +255,11 @@ class Run:
             return "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
         return reason
 
+    @property
+    def val_fingerprint(self) -> str | None:
+        """Fingerprint of the validation set."""
+        return None if self.val_set is None else self.val_set.fingerprint
+
     def total_sums(self) -> dict[str, float]:
         """Return the sums of the epoch so far, of all processes."""
         return self.sums.reduced(self.setup.distributed)
@@ -312,7 +324,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "state": dict(vars(state)),
         "sums": dict(sums),
         "loader": {**run.loader.state_dict(), **position},
-        "val": run.val_loader.index.fingerprint if run.val_loader is not None else None,
+        "val": run.val_fingerprint,
         "config": vars(run.config),
         "task": run.task.state(),
         "inputs": run.setup.inputs.state(),
@@ -378,8 +390,7 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     saved = [name for name, _ in checkpoint.get("callbacks", ())]
     if saved and saved != [type(callback).__name__ for callback in _stateful(run)]:
         differences.append(f"callbacks with a state were {', '.join(saved)}, in this order")
-    val = run.val_loader.index.fingerprint if run.val_loader is not None else None
-    if checkpoint["val"] != val:
+    if checkpoint["val"] != run.val_fingerprint:
         differences.append("the validation data differ")
     if differences:
         raise UsageError(

@@ -8,8 +8,9 @@ from typing import Any
 
 from wdstrain.errors import StorageError
 from wdstrain.training.checkpoint import Checkpoints
-from wdstrain.training.data import addresses
-from wdstrain.training.report import Data, pixels_sentence, write_report
+from wdstrain.training.data import addresses, count_pixels
+from wdstrain.training.heads import MaskHead
+from wdstrain.training.report import pixels_sentence, write_report
 from wdstrain.training.run import Run
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 
@@ -18,19 +19,19 @@ _STEP_VALUES = ("loss", "lr", "samples_per_second")
 
 def open_log(run: Run, stack: ExitStack) -> RunLog:
     """Open the folder of a run, and return its log. stack: closes both."""
-    arguments, data = run.arguments, run.data
-    indexes = {"train": data.train} | ({"val": data.val} if data.val is not None else {})
-    is_strict = run.config.on_error == "raise"
-    sets = {name: Data.of(index, run.task, is_strict) for name, index in indexes.items()}
-    if run.task.is_dense:
-        counts = sets["train"].counts[run.task.heads[0].name]
+    arguments, head = run.arguments, run.task.heads[0]
+    if isinstance(head, MaskHead):
+        is_strict = run.config.on_error == "raise"
+        counts = count_pixels(run.train_set, head, is_strict=is_strict)
         run.setup.reporter.line(pixels_sentence(counts))
+        if run.val_set is not None and is_strict:
+            count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None
     text = run.config.toml({"train": addresses(arguments.urls), "val": val})
     run_dir = RunDir(run.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
     stack.callback(run_dir.close)
     run.checkpoints = Checkpoints(run_dir.path(CHECKPOINTS), run.config.keep)
-    log = RunLog(run_dir, run, sets)
+    log = RunLog(run_dir, run)
     stack.callback(log.close)
     return log
 
@@ -41,11 +42,11 @@ class RunLog:
     Steps of events count from the start of the run.
     """
 
-    def __init__(self, run_dir: RunDir, run: Run, data: Mapping[str, Data]) -> None:
+    def __init__(self, run_dir: RunDir, run: Run) -> None:
         """Remove lines and events after the position of the run."""
         state = run.state
         run_dir.rewind(state.history, (state.epoch, state.step))
-        self._dir, self._run, self._data = run_dir, run, data
+        self._dir, self._run = run_dir, run
         self._board: Any = None  # opened with the first event, and again after a failure
         self._next = state.epoch * run.steps + state.step + 1  # step of the next event
 
@@ -77,7 +78,7 @@ class RunLog:
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps, flush=True)
         with self._going_on():
             path, steps = self._dir.path(REPORT), self._dir.lines(STEPS)
-            write_report(path, self._run, best, steps, details, self._data)
+            write_report(path, self._run, best, steps, details)
 
     def close(self) -> None:
         """Write the last events."""

@@ -119,15 +119,15 @@ def train(arguments: TrainArguments) -> TrainResult:
 
 def _start_lines(run: Run) -> Iterator[str]:
     """Yield what a run trains, on which data and where."""
-    config, data, loaded = run.config, run.data, run.weights
+    config, loaded = run.config, run.weights
     parameters = list(run.model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     millions = f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
     yield f"model {config.model}: {millions} parameters, on {run.setup.device}"
     yield f"task: {run.task}"
-    yield f"training: {samples_sentence(data.train, run.task)}"
-    if data.val is not None:
-        yield f"validation: {samples_sentence(data.val, run.task)}"
+    yield f"training: {samples_sentence(run.train_set, run.task)}"
+    if run.val_set is not None:
+        yield f"validation: {samples_sentence(run.val_set, run.task)}"
     else:
         yield "no validation: give val=, a split val, or fold="
     if loaded is not None:
