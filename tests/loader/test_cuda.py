@@ -15,9 +15,9 @@ from wdstrain.augment.gpu import DRAWS
 from wdstrain.decode.batch_slots import PageLock
 from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.heads import ClassHead
 from wdstrain.training.inputs import Normalization, normalize
+from wdstrain.training.state import EpochSums
 from wdstrain.training.tasks import Task
 
 pytestmark = [
@@ -176,7 +176,7 @@ def test_loss_and_metrics_of_a_step_do_not_synchronize_with_the_device() -> None
         torch.cuda.set_sync_debug_mode("error")
         images = normalize(on_device, Normalization())
         losses = task.losses(outputs, [target])
-        sums.add(outputs, [target], losses, may_overflow=False)
+        sums.add(outputs, [target], losses)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.allclose(images.cpu(), normalize(pixels, Normalization()), atol=1e-5)

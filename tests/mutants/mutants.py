@@ -192,6 +192,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
         "tests/training/test_scores.py",
     ),
+    "training/state.py": ("tests/training/test_recipes.py", "tests/training/test_objects.py"),
     "training/train.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
@@ -706,28 +707,30 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "training/metrics.py": [
         (
-            "error-is-minimized",
-            '_MINIMIZED = ("loss", "mse", "mae", "ece")',
-            '_MINIMIZED = ("loss", "mae", "ece")',
-        ),
-        (
-            "least-improvement",
-            "value > best + min_delta if maximize",
-            "value >= best + min_delta if maximize",
-        ),
-        ("patience-resets", "best, waited = value, 0", "best, waited = value, 1"),
-        (
-            "plateau-patience",
-            "waited > 0 and waited % patience == 0",
-            "waited > 0 and waited % patience == 1",
-        ),
-        (
             "ranks-half",
             "below = without.cumsum(1) - without / 2",
             "below = without.cumsum(1) - without",
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
         ("variance-of-labels", "square - mean_offset**2)", "square - mean_offset)"),
+    ],
+    "training/state.py": [
+        (
+            "error-is-minimized",
+            '_MINIMIZED = ("loss", "mse", "mae", "ece")',
+            '_MINIMIZED = ("loss", "mae", "ece")',
+        ),
+        (
+            "least-improvement",
+            "value > best + min_delta if self.maximizes",
+            "value >= best + min_delta if self.maximizes",
+        ),
+        ("patience-resets", "best, waited = value, 0", "best, waited = value, 1"),
+        (
+            "plateau-patience",
+            "waited > 0 and waited % every == 0",
+            "waited > 0 and waited % every == 1",
+        ),
         (
             "patience-ends",
             "if not 0 < self._config.patience <= since_best:",
@@ -747,8 +750,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "finite-loss",
-            "if not math.isfinite(loss) or not is_sound:",
-            "if not math.isfinite(loss) and not is_sound:",
+            'if not is_sound or (sums["overflowed"]',
+            'if not is_sound and (sums["overflowed"]',
         ),
     ],
     "training/weights.py": [

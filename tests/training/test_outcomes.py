@@ -327,7 +327,7 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
     page.feed(text)
     assert page.open == []
     assert page.fetched == []
-    assert page.pictures == 48
+    assert page.pictures == 24
     assert {
         "Loss",
         "kind/accuracy",
@@ -337,13 +337,11 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
         "Learning rate",
         "kind: Confusion matrix",
         "light: Prediction by true value",
-        "light: Residuals",
     } <= set(page.titles)
     for words in ("total time", "balanced accuracy", "Predicting always"):
         assert words in text
     assert {
         "Worst predictions",
-        "Random predictions",
         "Data: train",
         "Data: val",
         "Options",

@@ -25,15 +25,9 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.training.config import OPTIONS, Config, read_config
-from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead
+from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.inputs import Normalization
-from wdstrain.training.metrics import (
-    EvalMetrics,
-    count_plateaus,
-    default_monitor,
-    is_better,
-    is_maximized,
-)
+from wdstrain.training.metrics import EvalMetrics
 from wdstrain.training.models import build, last_layer
 from wdstrain.training.optim import (
     ModelEMA,
@@ -41,6 +35,7 @@ from wdstrain.training.optim import (
     make_optimizer,
     parameter_groups,
 )
+from wdstrain.training.state import Monitor
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import freeze, load, train_mode
 
@@ -169,20 +164,26 @@ def test_metrics_of_every_kind_equal_scikit_learn_for_any_batches() -> None:
     assert metrics["light/r2"] == pytest.approx(r2_score(true[3], light[:, 0]), rel=1e-4)
 
 
+def monitor(*heads: Head, **options: Any) -> Monitor:
+    return Monitor(Config(**options), Task(heads), {})
+
+
 def test_the_main_metric_of_the_task_selects_the_best_epoch() -> None:
-    assert default_monitor(Task((ClassHead(KIND),))) == "accuracy"
-    assert default_monitor(Task((MultiLabelHead(TAGS),))) == "mAP"
-    assert default_monitor(Task((NumberHead(LIGHT),))) == "mse"
-    assert default_monitor(Task((ClassHead(KIND), NumberHead(LIGHT)))) == "loss"
-    assert is_maximized("accuracy")
-    assert is_maximized("kind/f1")
-    assert not is_maximized("loss")
-    assert not is_maximized("light/mse")
-    assert is_better(0.6, 0.5, maximize=True)
-    assert not is_better(0.6, 0.5, maximize=True, min_delta=0.2)
-    assert is_better(0.4, 0.5, maximize=False)
-    assert not is_better(math.nan, 0.5, maximize=False)
-    assert is_better(0.5, math.nan, maximize=True)
+    for heads, name, maximizes in (
+        ((ClassHead(KIND),), "accuracy", True),
+        ((MultiLabelHead(TAGS),), "mAP", True),
+        ((NumberHead(LIGHT),), "mse", False),
+        ((ClassHead(KIND), NumberHead(LIGHT)), "loss", False),
+    ):
+        assert (monitor(*heads).name, monitor(*heads).maximizes) == (name, maximizes)
+    assert monitor(ClassHead(KIND), monitor="kind/f1").maximizes
+    assert not monitor(ClassHead(KIND), monitor="light/mse").maximizes
+    most, least = monitor(ClassHead(KIND)), monitor(NumberHead(LIGHT))
+    assert most.improves(0.6, 0.5)
+    assert not most.improves(0.6, 0.5, min_delta=0.2)
+    assert least.improves(0.4, 0.5)
+    assert not least.improves(math.nan, 0.5)
+    assert most.improves(0.5, math.nan)
 
 
 # --- recipes ---
@@ -443,9 +444,14 @@ def test_help_lists_every_option_with_its_text() -> None:
 
 
 def test_a_plateau_schedule_lowers_the_rate_after_epochs_without_improvement() -> None:
-    assert count_plateaus([0.1, 0.2, 0.2, 0.2], 2, maximize=True) == 1
-    assert count_plateaus([0.1, 0.2, 0.2, 0.3, 0.3], 2, maximize=True) == 0
-    assert count_plateaus([3.0, 3.0, 3.0, 3.0, 3.0], 2, maximize=False) == 2
+    options: dict[str, Any] = {"schedule": "plateau", "plateau_epochs": 2}
+    most, least = monitor(ClassHead(KIND), **options), monitor(NumberHead(LIGHT), **options)
+    for one, name, values, count in (
+        (most, "accuracy", [0.1, 0.2, 0.2, 0.2], 1),
+        (most, "accuracy", [0.1, 0.2, 0.2, 0.3, 0.3], 0),
+        (least, "mse", [3.0] * 5, 2),
+    ):
+        assert one.plateaus([{"val": {name: value}} for value in values]) == count
     rate = Schedule(Config(schedule="plateau", lr=1.0, min_lr=0.05), 7, 1.0)
     assert [rate(100, plateaus) for plateaus in range(3)] == pytest.approx([1.0, 0.145, 0.0595])
 

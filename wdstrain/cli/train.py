@@ -163,7 +163,7 @@ def _train(arguments: argparse.Namespace) -> int:
     val = arguments.val or (None if arguments.urls else data.get("val"))
     _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])
     from wdstrain.training.distributed import DistributedContext, last_words
-    from wdstrain.training.metrics import metric_text, metrics_text
+    from wdstrain.training.epoch_report import metric_text, metrics_text
     from wdstrain.training.stop_signals import Stopped
     from wdstrain.training.train import train
 
@@ -236,8 +236,8 @@ def _check_checkpoint(path: str) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.distributed import DistributedContext
+    from wdstrain.training.epoch_report import metrics_text
     from wdstrain.training.evaluate import evaluate
-    from wdstrain.training.metrics import metrics_text
 
     task, metrics = evaluate(
         arguments.checkpoint,

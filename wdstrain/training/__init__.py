@@ -6,7 +6,7 @@ run, data                                    a run: its shards, model, loaders, 
 inputs, sources                              inputs of the model
 tasks, heads                                 labels, outputs of the model, and losses
 models, weights, optim                       models by name, weights to start from, optimizers
-epoch_sums, metrics, previews                sums of an epoch; metrics of a pass
+state, metrics, previews                     position and sums of a run; metrics of a pass
 distributed, fsdp                            the processes of a run
 stop_signals, callbacks                      signals, and code of the user's during a run
 checkpoint, loaded_checkpoint                atomic checkpoints; a trained model

@@ -1,30 +1,26 @@
-"""Reports of an epoch of training: progress, lines of steps.jsonl, metrics, the verdict."""
+"""An epoch in figures and in words: its line of metrics.jsonl, and the sentences of the log."""
 
 from __future__ import annotations
 
-import math
 import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wdstrain.errors import WdstrainError
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
-from wdstrain.training.epoch_sums import STAGES, StageTimer
 from wdstrain.training.heads import NumberHead
-from wdstrain.training.metrics import Monitor, class_shares, metric_text
+from wdstrain.training.metrics import class_shares
 from wdstrain.training.run import Run
-from wdstrain.training.run_log import RunLog
+from wdstrain.training.state import Monitor
 from wdstrain.training.tasks import Task
 
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
-
-_LOOK_SECONDS = 0.5  # between looks at the loss, for which a GPU is waited for
-_MOST_CLASSES = 8  # classes whose samples are counted in the first lines of a run
+_NAMED = 8  # classes in a sentence
+_TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2"}
+_SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
 
 # (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
 Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
@@ -45,51 +41,37 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
 
     Seconds and verdict are those of the first process.
     """
-    state, sums = run.state, run.total_sums()
-    metrics = {"epoch": state.epoch, **_training_figures(run.task, sums, state.seconds)}
-    metrics["left_out"] = run.loader.plan(state.epoch).left_out
-    metrics["lr"] = run.lr
-    metrics["verdict"] = state.verdict
-    if run.scaler.is_enabled():
-        metrics["skipped_steps"] = int(sums["skipped"])
-    if not passes:
-        return metrics
-    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
-    _add_baselines(run.task, metrics)
-    classes = class_shares(passes["val"][1]["heads"])
-    return metrics | ({"classes": classes} if classes else {})
-
-
-def _training_figures(
-    task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return loss, rates and times of an epoch. sums: of all processes. seconds: by stage."""
-    samples, total = sums["samples"], sum(seconds.values())
+    state, task, sums = run.state, run.task, run.total_sums()
+    samples, seconds = sums["samples"], sum(state.seconds.values())
     metrics: dict[str, Any] = {
+        "epoch": state.epoch,
         "loss": mean_loss(sums),
         "samples": int(samples),
         "bad": int(sums["bad"]),
-        "seconds": total,
-        **{f"{name}_seconds": value for name, value in seconds.items()},
-        "samples_per_second": samples / max(1e-9, total),
-        "stall": stall_share(seconds),
+        "seconds": seconds,
+        **{f"{name}_seconds": value for name, value in state.seconds.items()},
+        "samples_per_second": samples / max(1e-9, seconds),
+        "stall": stall_share(state.seconds),
+        "left_out": run.loader.plan(state.epoch).left_out,
+        "lr": run.lr,
+        "verdict": state.verdict,
     }
     for head in task.heads:
         if head.train_metric is not None:
             value = sums[f"head {head.name}"] / max(1.0, samples)
             metrics[task.metric_name(head, head.train_metric)] = value
+    if run.scaler.is_enabled():
+        metrics["skipped_steps"] = int(sums["skipped"])
+    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
+    for head in task.heads if passes else ():
+        if isinstance(head, NumberHead):  # the squared error of predicting the mean of training
+            names = ("mean", "variance", "mse_of_mean", "target_mean")
+            mean, variance, error, target = (task.metric_name(head, name) for name in names)
+            val = metrics["val"]
+            val[error] = val[variance] + (val[mean] - metrics[target]) ** 2
+    if passes and (classes := class_shares(passes["val"][1]["heads"])):
+        metrics["classes"] = classes
     return metrics
-
-
-def _add_baselines(task: Task, metrics: dict[str, Any]) -> None:
-    """Add to metrics["val"] the squared error of predicting the training data's mean."""
-    val = metrics["val"]
-    for head in task.heads:
-        if isinstance(head, NumberHead):
-            names = (task.metric_name(head, name) for name in ("mean", "variance"))
-            mean, variance = (val[name] for name in names)
-            offset = mean - metrics[task.metric_name(head, "target_mean")]
-            val[task.metric_name(head, "mse_of_mean")] = variance + offset**2
 
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
@@ -104,19 +86,14 @@ def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, f
 def epoch_lines(title: str, history: Sequence[Mapping[str, Any]], monitor: str) -> Iterator[str]:
     """Yield the lines on the last epoch: its figures, and a verdict that differs from the last."""
     metrics = history[-1]
-    yield f"{title}: {_epoch_sentence(metrics, monitor)}"
+    val = metrics.get("val", {})
+    validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""
+    rate = f"{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
+    yield f"{title}: loss {metrics['loss']:.3f}, {validation}{rate}"
     if metrics.get("skipped_steps"):
         yield f"  {metrics['skipped_steps']} steps overflowed 16 bits and were skipped"
     if metrics["verdict"] not in [epoch["verdict"] for epoch in history[-2:-1]]:
         yield textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  ")
-
-
-def _epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
-    """Return an epoch in one line."""
-    val = metrics.get("val", {})
-    validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""
-    rate, stall = metrics["samples_per_second"], metrics["stall"]
-    return f"loss {metrics['loss']:.3f}, {validation}{rate:.0f} samples/s, stall {stall:.1%}"
 
 
 def best_sentence(
@@ -142,12 +119,22 @@ def samples_sentence(index: Index, task: Task) -> str:
     for head in task.heads:
         counts = recorded_counts(index, head.target) if head.classes else {}
         if counts:
-            some = sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CLASSES]
+            some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
             rest = len(counts) - len(some)
             named = ", ".join(f"{printable(name)} {count}" for name, count in some)
             more = f", and {rest} classes more" if rest else ""
             text += f"; {printable(head.name)}: {named}{more}"
     return text
+
+
+def pixels_sentence(counts: Mapping[str, int]) -> str:
+    """Return the shares of the most frequent classes of masks, and the classes without pixels."""
+    whole = max(1, sum(counts.values()))
+    some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
+    shares = ", ".join(f"{printable(name)} {n / whole:.1%}" for name, n in some if n)
+    missing = ", ".join([printable(name) for name, n in counts.items() if not n][:_NAMED])
+    text = f"pixels: {shares or 'none has a class'}"
+    return f"{text}. No pixel was found of: {missing}" if missing else text
 
 
 def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:
@@ -164,77 +151,42 @@ def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: s
     return stats.verdict_of(consumer, seconds["compute"] + seconds["optimizer"])
 
 
-# --- while it runs --------------------------------------------------------------------------------
+# --- metrics in words -----------------------------------------------------------------------------
 
 
-class StepLog:
-    """Looks at the sums of an epoch now and then: progress, lines of steps.jsonl, checks.
+def figure(value: float) -> str:
+    """Return a number with four decimals, or four digits where these would say little."""
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
 
-    seconds: by stage since the epoch was started here, as the loader's report has them.
-    """
 
-    def __init__(self, run: Run, log: RunLog | None) -> None:
-        self._run, self._log = run, log
-        self.timer = StageTimer(run.setup.device)
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._shown_at = self._recorded_at = time.monotonic()
-        self._recorded = run.sums.read()
-        self._window = dict.fromkeys(STAGES, 0.0)  # seconds since the last record
-        self._text = ""
+def metric_text(name: str, value: float) -> str:
+    """Return one metric in words: shares in percent, errors as numbers."""
+    is_share = name.rpartition("/")[2] in _SHARES
+    title = _TITLES.get(name, name.replace("_", " "))
+    return f"{title} {f'{value:.2%}' if is_share else figure(value)}"
 
-    def update(self) -> None:
-        """Show progress; look at the sums where enough time passed."""
-        run, state, now = self._run, self._run.state, time.monotonic()
-        is_last = state.step >= run.steps
-        if now - self._shown_at >= _LOOK_SECONDS or is_last:
-            self._shown_at = now
-            self._look(now, is_last)
-        done, total = (
-            state.epoch * run.steps + state.step,
-            run.config.epochs * run.steps,
-        )
-        run.setup.reporter.step(
-            "training", done, total, ", ".join(filter(None, (run.title, self._text))), ""
-        )
 
-    def _look(self, now: float, is_last: bool) -> None:
-        run, state = self._run, self._run.state
-        window = self.timer.window(run.loader.report()["copy_seconds"])
-        for seconds in (state.seconds, self.seconds, self._window):
-            for name in STAGES:
-                seconds[name] += window[name]
-        sums = run.sums.read()
-        self._check(sums)
-        new = sums["samples"] - self._recorded["samples"]
-        rate = new * run.setup.distributed.size / max(1e-9, sum(self._window.values()))
-        self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f}/s"
-        seconds_between = 1.0 + (now - run.started_at) / 300
-        if now - self._recorded_at >= seconds_between or is_last:
-            self._record(sums, rate)
-            self._recorded_at, self._recorded = now, sums
-            self._window = dict.fromkeys(STAGES, 0.0)
+def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the metrics of each head in a few words, by its name."""
+    texts = {}
+    for head in task.heads:
+        prefix = task.metric_name(head, "")
+        own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
+        parts = [metric_text(name, own[name]) for name in head.shown_metrics if name in own]
+        if "mse_of_mean" in own:
+            parts[0] += f" (predicting the mean gives {figure(own['mse_of_mean'])})"
+        for name, count in own.items():
+            if name.startswith("classes_without_") and count:
+                lacking = name.removeprefix("classes_without_")
+                plural = "class" if count == 1 else "classes"
+                parts.append(f"{count:.0f} {plural} without {lacking} left out of means")
+        texts[head.name] = ", ".join(parts) or "no pixel has a class"
+    if not task.has_several and not isinstance(task.heads[0], NumberHead):
+        texts[task.heads[0].name] += f", loss {figure(metrics['loss'])}"
+    return texts
 
-    def _check(self, sums: Mapping[str, float]) -> None:
-        """Raise WdstrainError if the loss is not finite, or no scale fits into 16 bits."""
-        run = self._run
-        if not math.isfinite(sums["loss"]):
-            run.check_loss(sums["loss"])
-        if sums["skipped"] and run.scaler.get_scale() < 1:
-            raise WdstrainError(
-                f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
-                f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
-                f"checkpoints are intact."
-            )
 
-    def _record(self, sums: Mapping[str, float], rate: float) -> None:
-        run, state = self._run, self._run.state
-        line = {
-            "epoch": state.epoch,
-            "step": state.step,
-            "loss": mean_loss({name: sums[name] - self._recorded[name] for name in sums}),
-            "lr": run.lr,
-            "samples_per_second": rate,
-            **{f"{name}_seconds": round(value, 6) for name, value in self._window.items()},
-        }
-        if self._log is not None:
-            self._log.step(line)
+def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a pass in a few words."""
+    texts = head_texts(task, metrics).items()
+    return ", ".join(f"{name}: {text}" if task.has_several else text for name, text in texts)

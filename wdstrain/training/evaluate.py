@@ -27,7 +27,7 @@ from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.metrics import EvalMetrics, class_shares
 from wdstrain.training.optim import autocast
-from wdstrain.training.previews import PreviewCollector
+from wdstrain.training.previews import Previews
 from wdstrain.training.tasks import Criterion, Task
 
 
@@ -111,14 +111,14 @@ def evaluate_pass(
     """Return (metrics, details) of one pass over a loader, of all processes together.
 
     Each sample counts once. A sample that cannot be read counts as bad, and its substitute not at
-    all. details: "heads" with confusion matrices and the like, "gallery" with the worst and random
+    all. details: "heads" with confusion matrices and the like, "worst" with
     predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
     """
     task, gather = setup.task, setup.distributed.gather
     model.eval()
     setup.criterion_modules.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
-    previews = PreviewCollector(task, setup.inputs.picture)
+    previews = Previews(task, setup.inputs.picture)
     steps = len(loader) if limit is None else min(limit, len(loader))
     # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
     is_split = is_sharded(model)
@@ -142,10 +142,9 @@ def evaluate_pass(
     values, details = metrics.compute(setup.distributed.reduce)
     bad = torch.tensor([loader.report()["bad"]], device=setup.device)
     values["bad"] = int(setup.distributed.reduce(bad).item())
-    gallery = PreviewCollector.merged(gather(previews.best))
-    for name, numbers in previews.numbers.items():
-        details[name]["points"] = [point for part in gather(numbers.points) for point in part]
-    return values, {"heads": details, "gallery": gallery}
+    for name, points in previews.points.items():
+        details[name]["points"] = [point for part in gather(points) for point in part]
+    return values, {"heads": details, "worst": Previews.merged(gather(previews.worst))}
 
 
 def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -38,7 +38,9 @@ class Head(ABC):
     deviation: float = 1.0
 
     kind: ClassVar[str]
+    about: ClassVar[str]  # with the number of classes for {}
     main_metric: ClassVar[str]  # chooses the best checkpoint
+    shown_metrics: ClassVar[tuple[str, ...]]  # in a sentence on a pass
     train_metric: ClassVar[str | None] = None  # of the training epoch, if there is one
 
     @property
@@ -135,9 +137,9 @@ class Head(ABC):
         """Return a prediction or a target in words."""
         return str(value)
 
-    @abstractmethod
     def describe(self) -> str:
         """Return the kind of the label in words, such as "one of 10 classes"."""
+        return self.about.format(len(self.classes))
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class ClassHead(Head):
     """
 
     kind: ClassVar[str] = "class"
+    about: ClassVar[str] = "one of {} classes"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "top5", "balanced_accuracy")
     main_metric: ClassVar[str] = "accuracy"
     train_metric: ClassVar[str | None] = "accuracy"
     ignored: ClassVar[int] = -1
@@ -182,15 +186,14 @@ class ClassHead(Head):
     def true(self, target: Tensor) -> list[Any]:
         return [self.classes[number] for number in target.tolist()]
 
-    def describe(self) -> str:
-        return f"one of {len(self.classes)} classes"
-
 
 @dataclass(frozen=True)
 class BinaryHead(ClassHead):
     """One of two classes: one logit, for the second class."""
 
     kind: ClassVar[str] = "binary"
+    about: ClassVar[str] = "one of two classes"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "auroc", "f1", "balanced_accuracy")
 
     @property
     def outputs(self) -> int:
@@ -221,15 +224,14 @@ class BinaryHead(ClassHead):
         second = outputs.sigmoid()
         return torch.cat([1 - second, second], 1)
 
-    def describe(self) -> str:
-        return "one of two classes"
-
 
 @dataclass(frozen=True)
 class MultiLabelHead(Head):
     """Any number of classes at once: one logit per class. Targets are float32[b, classes], 0 or 1."""
 
     kind: ClassVar[str] = "multi"
+    about: ClassVar[str] = "any of {} classes"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mAP", "f1", "auroc", "accuracy")
     main_metric: ClassVar[str] = "mAP"
 
     def checked_target(self, value: Any) -> Tensor:
@@ -274,15 +276,14 @@ class MultiLabelHead(Head):
     def text(self, value: Any) -> str:
         return "|".join(value)
 
-    def describe(self) -> str:
-        return f"any of {len(self.classes)} classes"
-
 
 @dataclass(frozen=True)
 class NumberHead(Head):
     """A number: squared error of the standardized number."""
 
     kind: ClassVar[str] = "number"
+    about: ClassVar[str] = "a number"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2")
     main_metric: ClassVar[str] = "mse"
     train_metric: ClassVar[str | None] = "target_mean"
 
@@ -336,9 +337,6 @@ class NumberHead(Head):
     def text(self, value: Any) -> str:
         return f"{value:.4g}"
 
-    def describe(self) -> str:
-        return "a number"
-
 
 @dataclass(frozen=True)
 class MaskHead(ClassHead):
@@ -349,6 +347,8 @@ class MaskHead(ClassHead):
     """
 
     kind: ClassVar[str] = "mask"
+    about: ClassVar[str] = "one of {} classes per pixel"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mIoU", "pixel_accuracy")
     main_metric: ClassVar[str] = "mIoU"
     train_metric: ClassVar[str | None] = None
     ignored: ClassVar[int] = IGNORED
@@ -403,9 +403,6 @@ class MaskHead(ClassHead):
         shares = (counts / counts.sum().clamp(min=1)).tolist()
         order = sorted(range(len(shares)), key=lambda number: -shares[number])[:_SHOWN]
         return ", ".join(f"{self.classes[i]} {shares[i]:.0%}" for i in order if shares[i])
-
-    def describe(self) -> str:
-        return f"one of {len(self.classes)} classes per pixel"
 
 
 def _binary_losses(

@@ -1,4 +1,4 @@
-"""Metrics of one pass over samples, of all processes together, and the one that is monitored.
+"""Metrics of one pass over samples, of all processes together.
 
 Every state is a sum (counts of a confusion matrix, squared errors). So memory does not grow with
 the samples, a process without samples adds nothing, and processes add up to what a single one
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wdstrain.errors import UsageError
-from wdstrain.training.config import Config
 from wdstrain.training.heads import (
     BinaryHead,
     ClassHead,
@@ -33,7 +31,6 @@ Reduce = Callable[[Tensor], Tensor]  # a tensor -> its sum over all processes
 Metrics = dict[str, float]
 ByClass = dict[str, dict[str, float | None]]  # figures of each class; None: undefined
 
-_MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
 _MOST_CURVES = 100  # classes with AUROC and average precision of each
 _MOST_SHARES = 100  # classes whose recalls are in the line of an epoch
 _MOST_MATRIX = 2000  # classes with a confusion matrix
@@ -108,7 +105,7 @@ class _Classes(HeadMetrics):
             more, details = _matrix_metrics(self.head, sums["confusion"], "samples")
             metrics |= more
         if "ranks" in sums:
-            metrics |= _rank_metrics(sums["ranks"], ("auroc",))
+            metrics |= _mean("auroc", _auroc(sums["ranks"]))
         count, confidence, right = sums["calibration"]
         metrics["ece"] = float((confidence - right).abs().sum() / count.sum().clamp(min=1))
         return metrics, details
@@ -161,9 +158,9 @@ class _MultiLabel(HeadMetrics):
         metrics["exact"] = float(sums["exact"]) / max(1, samples)
         if (true > 0).any():
             metrics["f1"] = float((2 * hits / (predicted + true))[true > 0].mean())
-        metrics |= _rank_metrics(sums["ranks"], ("auroc", "mAP"))
-        metrics["classes_without_positives"] = int((true == 0).sum())
         precision = _average_precision(sums["ranks"])
+        metrics |= _mean("auroc", _auroc(sums["ranks"])) | _mean("mAP", precision)
+        metrics["classes_without_positives"] = int((true == 0).sum())
         more = {"average precision": precision}
         return metrics, {"by_class": _by_class(self.head, "positives", hits, predicted, true, more)}
 
@@ -204,16 +201,9 @@ METRICS_OF_HEAD: dict[type[Head], type[HeadMetrics]] = {
 def _add_counts(counts: Tensor, positions: Tensor) -> None:
     """Add 1 at each flat position of a tensor.
 
-    Whole numbers add up to the same in any order, so this is deterministic where torch's bincount
-    is refused by deterministic algorithms.
+    Deterministic algorithms refuse torch's bincount.
     """
-    mode = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("default")
-    try:
-        ones = torch.ones(len(positions), dtype=counts.dtype, device=counts.device)
-        counts.view(-1).index_add_(0, positions, ones)
-    finally:
-        torch.set_deterministic_debug_mode(mode)
+    counts.view(-1).index_add_(0, positions, torch.ones_like(positions, dtype=counts.dtype))
 
 
 def _shape_of_ranks(classes: int) -> tuple[int, int, int]:
@@ -257,11 +247,10 @@ def _average_precision(ranks: Tensor) -> Tensor:
     return (having * precision).sum(1) / having.sum(1)
 
 
-def _rank_metrics(ranks: Tensor, names: Sequence[str]) -> Metrics:
-    """Return means of AUROC and average precision over the classes for which they are defined."""
-    curves = {"auroc": _auroc, "mAP": _average_precision}
-    means = {name: float(curves[name](ranks).nanmean()) for name in names}
-    return {name: value for name, value in means.items() if not math.isnan(value)}
+def _mean(name: str, values: Tensor) -> Metrics:
+    """Return the mean over the classes for which a metric is defined; nothing if none is."""
+    mean = float(values.nanmean())
+    return {} if math.isnan(mean) else {name: mean}
 
 
 def _add_calibration(sums: Tensor, confidence: Tensor, right: Tensor) -> None:
@@ -285,17 +274,15 @@ def _matrix_metrics(head: Head, counts: Tensor, counted: str) -> tuple[Metrics, 
     if not present.any():
         return {}, details
     recall, f1 = right / true.clamp(min=1), 2 * right / (predicted + true).clamp(min=1)
-    metrics = {"balanced_accuracy": float(recall[present].mean())}
+    metrics: Metrics = {"balanced_accuracy": float(recall[present].mean())}
     if not present.all():
         metrics["classes_without_samples"] = int((~present).sum())
-    if counted == "pixels" or len(head.classes) > 2:
-        return metrics | {"f1": float(f1[present].mean())}, details
-    precision = float(right[1] / predicted[1].clamp(min=1))
-    return metrics | {
-        "precision": precision,
-        "recall": float(recall[1]),
-        "f1": float(f1[1]),
-    }, details
+    if counted == "samples" and len(head.classes) == 2:
+        metrics["precision"] = float(right[1] / predicted[1].clamp(min=1))
+        metrics |= {"recall": float(recall[1]), "f1": float(f1[1])}
+    else:
+        metrics["f1"] = float(f1[present].mean())
+    return metrics, details
 
 
 def _by_class(
@@ -376,155 +363,3 @@ class EvalMetrics:
             metrics |= {self._task.metric_name(part.head, n): v for n, v in values.items()}
         metrics |= {name: float(metric.compute()) for name, metric in self._user.items()}
         return metrics, details
-
-
-# --- choosing the best ----------------------------------------------------------------------------
-
-
-def default_monitor(task: Task) -> str:
-    """Return the metric that chooses the best checkpoint: of the only head, else the loss."""
-    return "loss" if task.has_several else task.heads[0].main_metric
-
-
-def is_maximized(name: str) -> bool:
-    """Return whether more of a metric is better."""
-    return name.rpartition("/")[2] not in _MINIMIZED
-
-
-def is_better(value: float, best: float | None, *, maximize: bool, min_delta: float = 0.0) -> bool:
-    """Return whether a value improves on the best by more than min_delta. NaN never does."""
-    if math.isnan(value):
-        return False
-    if best is None or math.isnan(best):
-        return True
-    return value > best + min_delta if maximize else value < best - min_delta
-
-
-def _waits(values: Sequence[float], *, maximize: bool, min_delta: float = 0.0) -> list[int]:
-    """Return for each epoch how many epochs up to it did not improve on the best before."""
-    best, waited, waits = None, 0, []
-    for value in values:
-        waited += 1
-        if is_better(value, best, maximize=maximize, min_delta=min_delta):
-            best, waited = value, 0
-        waits.append(waited)
-    return waits
-
-
-def count_plateaus(values: Sequence[float], patience: int, *, maximize: bool) -> int:
-    """Return how often `patience` epochs in a row did not improve on the best value before."""
-    waits = _waits(values, maximize=maximize)
-    return sum(waited > 0 and waited % patience == 0 for waited in waits)
-
-
-class Monitor:
-    """Metric of validation that chooses the best epoch, and ends a run that improves no longer."""
-
-    def __init__(self, config: Config, task: Task, metrics: Mapping[str, Any]) -> None:
-        """metrics: of the user's. Raises UsageError for one without a direction."""
-        self._config = config
-        self.name = config.monitor or default_monitor(task)
-        name, _, direction = self.name.rpartition(":")
-        maximizes: bool | None = is_maximized(self.name)
-        if direction in ("min", "max"):
-            self.name, maximizes = name, direction == "max"
-        elif self.name in metrics:
-            maximizes = getattr(metrics[self.name], "higher_is_better", None)
-        if maximizes is None:
-            raise UsageError(
-                f"monitor={self.name!r}: the metric has no higher_is_better. Say whether less or "
-                f"more is better: {self.name}:min or {self.name}:max."
-            )
-        self.maximizes = maximizes
-
-    def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
-        """Return whether an epoch is the best so far. Without validation every epoch is."""
-        if val is None or best is None:
-            return True
-        value = val.get(self.name, math.nan)
-        return is_better(value, best.get(self.name), maximize=self.maximizes)
-
-    def since_best(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many epochs did not improve on those before by more than min_delta."""
-        values, min_delta = self._values(history), self._config.min_delta
-        return _waits(values, maximize=self.maximizes, min_delta=min_delta)[-1]
-
-    def plateaus(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Return how often the schedule "plateau" dropped the learning rate."""
-        if self._config.schedule != "plateau":
-            return 0
-        every = self._config.plateau_epochs
-        return count_plateaus(self._values(history), every, maximize=self.maximizes)
-
-    def _values(self, history: Sequence[Mapping[str, Any]]) -> list[float]:
-        return [line.get("val", {}).get(self.name, math.nan) for line in history]
-
-    def stop_reason(self, since_best: int) -> str | None:
-        """Return why training ends early; None if it goes on. since_best: epochs."""
-        if not 0 < self._config.patience <= since_best:
-            return None
-        return (
-            f"{self.name} did not improve for {since_best} epochs "
-            f"(patience={self._config.patience}). Raise patience, or set it to 0, to go on."
-        )
-
-    def check(self, val: Mapping[str, float]) -> str | None:
-        """Return a warning if validation lacks the metric. Raises UsageError if it was asked for."""
-        if self.name in val:
-            return None
-        if self._config.monitor is not None:
-            raise UsageError(
-                f"monitor={self.name!r} is not among the metrics of validation. Use one of: "
-                f"{', '.join(sorted(val))}."
-            )
-        return f"{self.name} is undefined on this validation data."
-
-
-# --- metrics in words -----------------------------------------------------------------------------
-
-_SHOWN = {  # metrics in a sentence on a pass, by kind of head
-    "class": ("accuracy", "top5"),
-    "binary": ("accuracy", "auroc", "f1"),
-    "multi": ("mAP", "f1", "auroc", "accuracy"),
-    "number": ("mse", "mae", "r2"),
-    "mask": ("mIoU", "pixel_accuracy"),
-}
-_TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2"}
-
-
-def figure(value: float) -> str:
-    """Return a number with four decimals, or four digits where these would say little."""
-    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def metric_text(name: str, value: float) -> str:
-    """Return one metric in words: shares in percent, errors as numbers."""
-    plain = name.rpartition("/")[2]
-    is_share = plain in ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
-    return f"{_TITLES.get(name, name)} {f'{value:.2%}' if is_share else figure(value)}"
-
-
-def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics of each head in a few words, by its name."""
-    texts = {}
-    for head in task.heads:
-        prefix = f"{head.name}/" if task.has_several else ""
-        own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
-        parts = [metric_text(name, own[name]) for name in _SHOWN[head.kind] if name in own]
-        if "mse_of_mean" in own:
-            parts[0] += f" (predicting the mean gives {figure(own['mse_of_mean'])})"
-        for name in own:
-            count, lacking = own[name], name.removeprefix("classes_without_")
-            if lacking != name and count:
-                plural = "class" if count == 1 else "classes"
-                parts.append(f"{count:.0f} {plural} without {lacking} left out of means")
-        texts[head.name] = ", ".join(parts) or "no pixel has a class"
-    if not task.has_several and not isinstance(task.heads[0], NumberHead):
-        texts[task.heads[0].name] += f", loss {figure(metrics['loss'])}"
-    return texts
-
-
-def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
-    """Return the metrics of a pass in a few words."""
-    texts = head_texts(task, metrics).items()
-    return ", ".join(f"{name}: {text}" if task.has_several else text for name, text in texts)

@@ -1,17 +1,15 @@
-"""Samples of a validation pass: the worst and random ones with images, and predicted numbers.
+"""Samples of a validation pass for the report: the worst with images, and predicted numbers.
 
-A hash of the key chooses the random ones, so they are the same samples after every epoch and for
-any number of processes. Masks are shown in the colors of Pascal VOC.
+Masks are shown in the colors of Pascal VOC.
 """
 
 from __future__ import annotations
 
-import heapq
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +19,7 @@ from torch import Tensor
 from wdstrain.training.heads import MaskHead, NumberHead
 from wdstrain.training.tasks import Task
 
-_KEPT = 24  # samples of each kind
+_KEPT = 24  # worst samples
 _POINTS = 1000  # numbers of each label
 
 Pixels = npt.NDArray[np.uint8]
@@ -44,71 +42,45 @@ class PreviewSample:
     said: dict[str, Said]
     pixels: Pixels | None
 
-
-class NumberPoints:
-    """(true, predicted) numbers of an even part of the samples of a pass.
-
-    Every `stride`-th sample is kept. The stride doubles when there are too many, so memory is
-    bounded without knowing the number of samples.
-    """
-
-    def __init__(self) -> None:
-        self.points: list[tuple[float, float]] = []
-        self._stride, self._seen = 1, 0
-
-    def add(self, true: Tensor, predicted: Tensor) -> None:
-        """Add a batch. float[b] each"""
-        rows = slice(-self._seen % self._stride, None, self._stride)
-        self._seen += len(true)
-        self.points += zip(true[rows].tolist(), predicted[rows].tolist(), strict=True)
-        while len(self.points) > _POINTS:
-            self.points, self._stride = self.points[::2], 2 * self._stride
+    @property
+    def order(self) -> tuple[float, str]:
+        return -self.loss, self.key
 
 
-Ranked = tuple[float, str, int, PreviewSample]
-
-
-class PreviewCollector:
-    """Collects such samples over a pass."""
+class Previews:
+    """The worst samples of a pass, and (true, predicted) numbers of its first samples by label."""
 
     def __init__(self, task: Task, picture: str | None) -> None:
         """picture: name of RGB images in the batch."""
         self._task, self._picture = task, picture
-        # (rank, key, position, sample), heaps with the lowest rank first; keys may be equal
-        self.best: dict[str, list[Ranked]] = {"worst": [], "random": []}
-        self._seen = 0
-        self.numbers = {
-            head.name: NumberPoints() for head in task.heads if isinstance(head, NumberHead)
-        }
+        self.worst: list[PreviewSample] = []
+        heads = (head for head in task.heads if isinstance(head, NumberHead))
+        self.points: dict[str, list[tuple[float, float]]] = {head.name: [] for head in heads}
 
     def add(
         self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
     ) -> None:
         """Add a batch: outputs [b, outputs], targets of each head, losses [b]."""
-        keys, rows = batch["__key__"], losses.tolist()
-        hashes = [-float(crc32(key.encode("utf-8", "surrogateescape"))) for key in keys]
-        for heap, ranks in zip(self.best.values(), (rows, hashes), strict=True):
-            for row in heapq.nlargest(_KEPT, range(len(keys)), key=ranks.__getitem__):
-                if len(heap) == _KEPT and (ranks[row], keys[row]) <= heap[0][:2]:
-                    break
-                sample = self._preview(batch, outputs, targets, row, rows[row])
-                ranked = ranks[row], keys[row], self._seen + row, sample
-                (heapq.heappushpop if len(heap) == _KEPT else heapq.heappush)(heap, ranked)
-        self._seen += len(keys)
+        ranks = losses.nan_to_num(nan=math.inf).tolist()
+        order = list(zip((-rank for rank in ranks), batch["__key__"], strict=True))
+        last = self.worst[-1].order if len(self.worst) == _KEPT else (math.inf, "")
+        rows = sorted(range(len(order)), key=order.__getitem__)[:_KEPT]
+        new = [
+            self._preview(batch, outputs, targets, row, ranks[row])
+            for row in rows
+            if order[row] < last
+        ]
+        self.worst = self.merged([self.worst, new])
         columns = self._task.split(outputs)
         for head, own, target in zip(self._task.heads, columns, targets, strict=True):
-            if isinstance(head, NumberHead):
-                self.numbers[head.name].add(target, head.values(own.double()))
+            if isinstance(head, NumberHead) and len(self.points[head.name]) < _POINTS:
+                predicted = head.values(own.double()).tolist()
+                self.points[head.name] += zip(target.tolist(), predicted, strict=True)
 
     @staticmethod
-    def merged(parts: Sequence[Mapping[str, list[Ranked]]]) -> dict[str, list[PreviewSample]]:
-        """Return {"worst": samples by falling loss, "random": samples} of `best` of all processes."""
-        merged = {}
-        for name in ("worst", "random"):
-            every = [ranked for part in parts for ranked in part[name]]
-            best = heapq.nlargest(_KEPT, every, key=lambda ranked: ranked[:2])
-            merged[name] = [sample for *_, sample in best]
-        return merged
+    def merged(parts: Iterable[Iterable[PreviewSample]]) -> list[PreviewSample]:
+        """Return the worst samples of several parts, the worst first."""
+        return sorted((s for part in parts for s in part), key=lambda s: s.order)[:_KEPT]
 
     def _preview(
         self,

@@ -6,27 +6,25 @@ It is rewritten after every epoch, and loads nothing from elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
-from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import recorded_counts
 from wdstrain.storage.files import write_whole
-from wdstrain.training.config import Config
-from wdstrain.training.epoch_sums import STAGES
+from wdstrain.training.epoch_report import head_texts
 from wdstrain.training.heads import Head, MaskHead, NumberHead
-from wdstrain.training.metrics import ByClass, head_texts, metric_text
+from wdstrain.training.metrics import ByClass
 from wdstrain.training.previews import PreviewSample, color_of
 from wdstrain.training.run import Run
+from wdstrain.training.state import STAGES
 from wdstrain.training.tasks import Task
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
-_NAMED = 8  # classes in a sentence
 _CLASSES = 200  # rows of a table of classes
 _PAIRS = 20  # mistaken pairs of classes in a list
 _STAGE_NAMES = {
@@ -40,47 +38,31 @@ _STAGE_NAMES = {
 History = Sequence[Mapping[str, Any]]
 
 
-def pixels_sentence(counts: Mapping[str, int]) -> str:
-    """Return the shares of the most frequent classes of masks, and the classes without pixels."""
-    whole = max(1, sum(counts.values()))
-    some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
-    shares = ", ".join(f"{printable(name)} {n / whole:.1%}" for name, n in some if n)
-    missing = ", ".join([printable(name) for name, n in counts.items() if not n][:_NAMED])
-    text = f"pixels: {shares or 'none has a class'}"
-    return f"{text}. No pixel was found of: {missing}" if missing and counts else text
-
-
 def write_report(
-    path: str,
-    run: Run,
-    best: str,
-    steps: History,
-    details: Mapping[str, Any],
+    path: str, run: Run, best: str, steps: History, details: Mapping[str, Any]
 ) -> None:
     """Write the page.
 
     best: sentence on the best epoch. steps: lines of steps.jsonl. details: of the last validation.
     """
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
-    task, config, history = run.task, run.config, run.state.history
-    best = f"These figures are of the last epoch. {best}." if len(history) > 1 else ""
-    options = {name: value for name, value in vars(config).items() if value not in (None, "")}
+    task, history = run.task, run.state.history
+    options = {name: value for name, value in vars(run.config).items() if value not in (None, "")}
     sections = [
-        _header(title, task, config, history, best),
+        _header(title, run, best),
         _cards(_curves(task, run.monitor.name, history, steps)),
     ]
     if details:
         heads = details["heads"]
-        sections += [
-            _cards(card for head in task.heads for card in _head_cards(head, heads[head.name])),
-            _gallery("Worst predictions", details["gallery"]["worst"], task),
-            _gallery("Random predictions", details["gallery"]["random"], task),
-        ]
+        sections.append(
+            _cards(card for head in task.heads for card in _head_cards(head, heads[head.name]))
+        )
+        sections.append(_gallery("Worst predictions", details["worst"], task))
     sets = {"train": run.train_set, "val": run.val_set}
-    sections += [
-        _cards(_data_card(n, index, task) for n, index in sets.items() if index is not None),
-        _card("Options", pages.table(options)),
-    ]
+    sections.append(
+        _cards(_data_card(n, index, task) for n, index in sets.items() if index is not None)
+    )
+    sections.append(_cards([_card("Options", pages.table(options))]))
     page = pages.page(f"{title} - wdstrain", "".join(sections))
     write_whole(path, page.encode("utf-8", "replace"))
 
@@ -88,49 +70,26 @@ def write_report(
 # --- header and curves ----------------------------------------------------------------------------
 
 
-def _header(title: str, task: Task, config: Config, history: History, best: str) -> str:
+def _header(title: str, run: Run, best: str) -> str:
+    task, history = run.task, run.state.history
     last = history[-1]
-    val = last.get("val", {})
-    seconds = sum(line["seconds"] for line in history)
-    whole = seconds + sum(line.get("val_seconds", 0.0) for line in history)
+    seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
     facts = {
-        "epochs": f"{len(history)} of {config.epochs}",
-        "total time": _duration(whole),
-        "training time": _duration(seconds),
+        "epochs": f"{len(history)} of {run.config.epochs}",
+        "total time": f"{seconds // 3600:.0f} h {seconds // 60 % 60:.0f} min {seconds % 60:.0f} s",
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
+        "bad samples": str(last["bad"]),
     }
-    for name in () if task.has_several else (task.heads[0].main_metric, "balanced_accuracy"):
-        if name in val:
-            label, _, value = metric_text(name, val[name]).rpartition(" ")
-            facts[label.replace("_", " ")] = value
-    if last["bad"]:
-        facts["bad samples"] = str(last["bad"])
     cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
-    text = ""
-    if val:
-        texts = head_texts(task, val)
-        for head in task.heads if task.has_several else ():
-            name = task.metric_name(head, "balanced_accuracy")
-            texts[head.name] += f", balanced accuracy {val[name]:.2%}" if name in val else ""
-        text = (
-            pages.table(texts)
-            if task.has_several
-            else f"<p>{escape(texts[task.heads[0].name])}</p>"
-        )
+    metrics = pages.table(head_texts(task, last["val"])) if "val" in last else ""
     verdict = last["verdict"][:1].upper() + last["verdict"][1:]
     return (
         f"<h1>{escape(title)}</h1>"
-        f"<p class=soft>model {escape(config.model)}, task {escape(str(task))}</p>"
-        f'<div class="facts">{cells}</div>{text}<p>{escape(best)}</p>'
-        f"<p>{escape(verdict)}.</p>"
+        f"<p class=soft>model {escape(run.config.model)}, task {escape(str(task))}</p>"
+        f'<div class="facts">{cells}</div>{metrics}'
+        f"<p>These figures are of the last epoch. {escape(best)}.</p><p>{escape(verdict)}.</p>"
     )
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _curves(task: Task, monitor: str, history: History, steps: History) -> list[str]:
@@ -139,30 +98,28 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> list[
     at = [line["epoch"] + line["step"] / longest for line in steps]
     epochs = [line["epoch"] + 1.0 for line in history]
 
-    def over_steps(title: str, name: str) -> str:
-        line = Line("training", at, [step[name] for step in steps])
-        return _card(title, charts.lines([line], across="epoch"))
+    def over_steps(name: str) -> Line:
+        return Line("training", at, [line[name] for line in steps])
 
-    loss = [Line("training", at, [line["loss"] for line in steps])]
-    loss += _val_lines(history, epochs, "loss")
+    loss = [over_steps("loss"), *_val_lines(history, epochs, "loss")]
     cards = [_card("Loss", charts.lines(loss, across="epoch", log=True))]
     names = {task.metric_name(head, head.main_metric): head for head in task.heads}
-    if monitor not in names and monitor != "loss":
-        names[monitor] = task.heads[0]
+    if monitor != "loss":
+        names.setdefault(monitor, task.heads[0])
     for name, head in names.items():
         lines = _val_lines(history, epochs, name)
         if name in history[-1]:
             lines.insert(0, Line("training", epochs, [line[name] for line in history], dots=True))
-        if isinstance(head, NumberHead):
+        is_share = not isinstance(head, NumberHead)
+        if not is_share:
             mean = _val_lines(history, epochs, name.replace("mse", "mse_of_mean"))
             lines += [line._replace(name="predicting the mean", dots=False) for line in mean[:1]]
         if lines:
-            share = not isinstance(head, NumberHead)
-            cards.append(_card(name, charts.lines(lines, across="epoch", share=share)))
+            cards.append(_card(name, charts.lines(lines, across="epoch", share=is_share)))
     spent = {_STAGE_NAMES[s]: [line[f"{s}_seconds"] for line in steps] for s in STAGES}
     cards.append(_card("Training time by stage", charts.shares(at, spent, across="epoch")))
-    cards.append(over_steps("Samples per second", "samples_per_second"))
-    cards.append(over_steps("Learning rate", "lr"))
+    for title, name in (("Samples per second", "samples_per_second"), ("Learning rate", "lr")):
+        cards.append(_card(title, charts.lines([over_steps(name)], across="epoch")))
     return cards
 
 
@@ -183,20 +140,13 @@ def _head_cards(head: Head, details: Mapping[str, Any]) -> list[str]:
     """Return the cards of one head's mistakes on the validation data."""
     cards = []
     if "points" in details:
-        cards += _number_cards(head, details["points"])
+        shown = charts.scatter(details["points"], across="true value", up="prediction")
+        cards.append(_card(f"{head.name}: Prediction by true value", shown))
     if "confusion" in details:
         cards.append(_confusion_card(head, details["confusion"]))
     if "by_class" in details:
         cards.append(_card(f"{head.name}: classes", _class_table(details["by_class"])))
     return cards
-
-
-def _number_cards(head: Head, points: Sequence[tuple[float, float]]) -> list[str]:
-    """Return a scatter plot and a histogram of errors. points: (true, predicted)"""
-    title = f"{head.name}: Prediction by true value"
-    shown = charts.scatter(points, across="true value", up="prediction")
-    errors = charts.histogram([p - t for t, p in points], across="prediction - true value")
-    return [_card(title, shown), _card(f"{head.name}: Residuals", errors)]
 
 
 def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
@@ -215,21 +165,19 @@ def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
         f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
-    mistakes = pages.table(table) if table else "<p>none</p>"
-    return _card(f"{head.name}: most frequent mistakes", mistakes)
+    return _card(f"{head.name}: most frequent mistakes", pages.table(table))
 
 
 def _class_table(by_class: ByClass) -> str:
     """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
     names = list(next(iter(by_class.values())))
-    table, whole = {}, sum(row[names[0]] or 0 for row in by_class.values())
+    rows = []
     for name, row in sorted(by_class.items(), key=lambda item: -(item[1][names[0]] or 0)):
         count, *shares = row.values()
-        table[name] = [f"{count:.0f}", *("-" if x is None else f"{x:.3f}" for x in shares)]
-    rows = [[name, *cells] for name, cells in table.items()][:_CLASSES]
-    share = float(rows[0][1]) / max(1, whole)
+        rows.append([name, f"{count:.0f}", *("-" if x is None else f"{x:.3f}" for x in shares)])
+    share = float(rows[0][1]) / max(1, sum(row[names[0]] or 0 for row in by_class.values()))
     baseline = f"Predicting always {rows[0][0]!r} would be right for {share:.2%} of {names[0]}."
-    return f"<p>{escape(baseline)}</p>{pages.grid(('class', *names), rows)}"
+    return f"<p>{escape(baseline)}</p>{pages.grid(('class', *names), rows[:_CLASSES])}"
 
 
 def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
@@ -238,15 +186,13 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
         image = pages.picture(sample.pixels) if sample.pixels is not None else ""
         lines = []
         for name, (prediction, target, is_wrong) in sample.said.items():
-            prefix = f"{name}: " if len(sample.said) > 1 else ""
+            prefix = f"{name}: " if task.has_several else ""
             differs = is_wrong or target not in (prediction, prediction.rpartition(" ")[0])
             style = "wrong" if is_wrong else "soft"
             true = f" <span class={style}>({escape(target or 'none')})</span>" if differs else ""
             lines.append(f"{escape(prefix + (prediction or 'none'))}{true}")
         caption = f'{"<br>".join(lines)}<div class="key">{escape(sample.key)}</div>'
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
-    if not figures:
-        return ""
     head, style = task.heads[0], "shown"
     legend = '<p class="soft">prediction (true label if different)</p>'
     if isinstance(head, MaskHead):
@@ -261,11 +207,10 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
 
 
 def _data_card(name: str, index: Index, task: Task) -> str:
-    size = sum(shard.bytes for shard in index.shards)
     rows = {
         "samples": len(index),
         "shards": len(index.shards),
-        "MB": f"{size / 1e6:.1f}",
+        "MB": f"{sum(shard.bytes for shard in index.shards) / 1e6:.1f}",
         "fields": ", ".join(index.fields),
     }
     body = pages.table(rows)
@@ -277,7 +222,7 @@ def _data_card(name: str, index: Index, task: Task) -> str:
     return _card(f"Data: {name}", body)
 
 
-def _cards(cards: Any) -> str:
+def _cards(cards: Iterable[str]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 

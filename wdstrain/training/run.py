@@ -29,7 +29,6 @@ from wdstrain.training.distributed import (
     device_of,
     synchronize_batch_norms,
 )
-from wdstrain.training.epoch_sums import EpochSums, TrainerState
 from wdstrain.training.evaluate import Setup
 from wdstrain.training.fsdp import (
     load_model_state,
@@ -43,11 +42,11 @@ from wdstrain.training.inputs import (
     Normalization,
     batch_augmentation,
 )
-from wdstrain.training.metrics import Monitor
 from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
 from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_sources
+from wdstrain.training.state import EpochSums, Monitor, TrainerState
 from wdstrain.training.stop_signals import CheckpointSchedule
 from wdstrain.training.tasks import Task
 
@@ -262,17 +261,17 @@ class Run:
 
     def total_sums(self) -> dict[str, float]:
         """Return the sums of the epoch so far, of all processes."""
-        return self.sums.reduced(self.setup.distributed)
+        return self.sums.read(self.setup.distributed)
 
-    def check_loss(self, loss: float) -> None:
-        """Raise WdstrainError if the loss or a weight is not finite.
+    def check_finite(self, sums: Mapping[str, float]) -> None:
+        """Raise WdstrainError if a loss or a weight is not finite. With 16 bits losses may be so.
 
         The last loss may be finite although its step made weights that are not.
         """
         # Waits for the device.
         finite = [local(weight.detach()).isfinite().all() for weight in self.model.parameters()]
         is_sound = bool(torch.stack(finite).all()) if finite else True
-        if not math.isfinite(loss) or not is_sound:
+        if not is_sound or (sums["overflowed"] and not self.scaler.is_enabled()):
             hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
             raise WdstrainError(
                 f"the loss is not finite at step {self.state.step} of {self.title}. {hint} "
@@ -285,7 +284,7 @@ class Run:
         """Write a checkpoint. A failure is reported, and kept in `write_error`. Collective."""
         self.checkpoints_due.restart()
         sums, state = self.total_sums(), self.state
-        self.check_loss(sums["loss"])
+        self.check_finite(sums)
         checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
         if self.checkpoints is None:
             return

@@ -1,20 +1,30 @@
-"""Writes what a run tells about itself: lines, TensorBoard events and the report."""
+"""What a run writes about itself while it runs: progress, steps.jsonl, TensorBoard events, the report.
+
+What cannot be written is reported, and the run goes on.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from wdstrain.errors import StorageError
+import torch
+
+from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.data import addresses, count_pixels
+from wdstrain.training.epoch_report import mean_loss, pixels_sentence, progress_text
 from wdstrain.training.heads import MaskHead
-from wdstrain.training.report import pixels_sentence, write_report
+from wdstrain.training.report import write_report
 from wdstrain.training.run import Run
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
+from wdstrain.training.state import STAGES
 
 _STEP_VALUES = ("loss", "lr", "samples_per_second")
+_ON_DEVICE = ("compute", "optimizer")
+_SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
 
 
 def open_log(run: Run, stack: ExitStack) -> RunLog:
@@ -37,10 +47,7 @@ def open_log(run: Run, stack: ExitStack) -> RunLog:
 
 
 class RunLog:
-    """Writes to the folder of a run. What cannot be written is reported, and the run goes on.
-
-    Steps of events count from the start of the run.
-    """
+    """Writes to the folder of a run. Steps of events count from the start of the run."""
 
     def __init__(self, run_dir: RunDir, run: Run) -> None:
         """Remove lines and events after the position of the run."""
@@ -54,10 +61,10 @@ class RunLog:
         """Write the figures of the last second or so: position, loss, rates."""
         with self._going_on():
             self._dir.log(STEPS, line)
-        seconds = {name: line[name] for name in line if name.endswith("_seconds")}
+        seconds = {stage: line[f"{stage}_seconds"] for stage in STAGES}
         whole = max(1e-9, sum(seconds.values()))
         values = {f"step/{name}": line[name] for name in _STEP_VALUES}
-        values |= {f"time/{n.removesuffix('_seconds')}": s / whole for n, s in seconds.items()}
+        values |= {f"time/{stage}": spent / whole for stage, spent in seconds.items()}
         self._add_events(values, line["epoch"] * self._run.steps + line["step"])
 
     def epoch(self, details: Mapping[str, Any], best: str) -> None:
@@ -77,8 +84,7 @@ class RunLog:
         }
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps, flush=True)
         with self._going_on():
-            path, steps = self._dir.path(REPORT), self._dir.lines(STEPS)
-            write_report(path, self._run, best, steps, details)
+            write_report(self._dir.path(REPORT), self._run, best, self._dir.lines(STEPS), details)
 
     def close(self) -> None:
         """Write the last events."""
@@ -109,3 +115,119 @@ class RunLog:
             self._run.setup.reporter.line(
                 f"{self._dir.folder} cannot be written: {cause}. Training goes on."
             )
+
+
+class StepLog:
+    """Looks at the sums of an epoch now and then: progress, lines of steps.jsonl, checks.
+
+    seconds: by stage since the epoch was started here, as the loader's report has them.
+    """
+
+    def __init__(self, run: Run, log: RunLog | None) -> None:
+        self._run, self._log = run, log
+        self.timer = StageTimer(run.setup.device)
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._at, self._sums, self._text = time.monotonic(), run.sums.read(), ""
+
+    def update(self) -> None:
+        """Show progress; look at the sums if enough time passed."""
+        run, state, now = self._run, self._run.state, time.monotonic()
+        pause = min(_LONGEST, _SHORTEST + (now - run.started_at) / 300)
+        if now - self._at >= pause or state.step >= run.steps:
+            self._look(now)
+        done, total = state.epoch * run.steps + state.step, run.config.epochs * run.steps
+        text = ", ".join(filter(None, (run.title, self._text)))
+        run.setup.reporter.step("training", done, total, text, "")
+
+    def _look(self, now: float) -> None:
+        run, state = self._run, self._run.state
+        window = self.timer.window(run.loader.report()["copy_seconds"])
+        for seconds in (state.seconds, self.seconds):
+            for name in STAGES:
+                seconds[name] += window[name]
+        sums = run.sums.read()
+        self._check(sums)
+        new = {name: sums[name] - self._sums[name] for name in sums}
+        rate = new["samples"] * run.setup.distributed.size / max(1e-9, sum(window.values()))
+        self._at, self._sums = now, sums
+        self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f}/s"
+        if self._log is None:
+            return
+        line = {
+            "epoch": state.epoch,
+            "step": state.step,
+            "loss": mean_loss(new),
+            "lr": run.lr,
+            "samples_per_second": rate,
+        }
+        self._log.step(line | {f"{name}_seconds": round(s, 6) for name, s in window.items()})
+
+    def _check(self, sums: Mapping[str, float]) -> None:
+        """Raise WdstrainError if the loss is not finite, or no scale fits into 16 bits."""
+        run = self._run
+        if sums["overflowed"]:
+            run.check_finite(sums)
+        if sums["skipped"] and run.scaler.get_scale() < 1:
+            raise WdstrainError(
+                f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
+                f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
+                f"checkpoints are intact."
+            )
+
+
+class StageTimer:
+    """Adds up seconds by stage: `lap` adds the time since the lap before to a stage.
+
+    On a CPU the clock times each stage. A CUDA device works asynchronously, so events in its stream
+    time the stages that run there. Its idle time, up to the wait of the loop, is waiting for data,
+    and as much of it as batches were being copied is waiting for copies. Events are read once per
+    window, so steps do not wait for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._copied = 0.0
+        self._start(time.perf_counter())
+
+    def _start(self, now: float) -> None:
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._events: list[tuple[str, Any, Any]] = []
+        self._begun = self._at = now
+        self._event = self._mark()
+
+    def lap(self, stage: str) -> None:
+        """Add the time since the lap before to a stage."""
+        now = time.perf_counter()
+        self._seconds[stage] += now - self._at
+        before, self._at, self._event = self._event, now, self._mark()
+        if self._cuda and stage in _ON_DEVICE:
+            self._events.append((stage, before, self._event))
+
+    def window(self, copied: float) -> dict[str, float]:
+        """Return seconds by stage since the last window. Waits for a CUDA device.
+
+        copied: seconds for which batches were being copied to the device, since the start.
+        """
+        if self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        whole, seconds = now - self._begun, self._seconds
+        if self._cuda:
+            device = dict.fromkeys(_ON_DEVICE, 0.0)
+            for stage, begin, end in self._events:
+                device[stage] += begin.elapsed_time(end) / 1e3
+            waited = min(seconds["data"], max(0.0, whole - sum(device.values())))
+            copy = min(waited, copied - self._copied)
+            seconds = {**seconds, **device, "data": waited - copy, "copy": copy}
+        self._copied = copied
+        seconds["other"] = max(0.0, whole - sum(seconds.values()))
+        self._start(now)
+        return seconds
+
+    def _mark(self) -> Any:
+        """Return an event in the stream of the device; None on a CPU."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -33,7 +33,6 @@ from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.epoch_report import (
     Passes,
-    StepLog,
     best_sentence,
     epoch_lines,
     epoch_metrics,
@@ -44,7 +43,7 @@ from wdstrain.training.evaluate import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.models import checkpointed
 from wdstrain.training.run import Run, resume
-from wdstrain.training.run_log import RunLog, open_log
+from wdstrain.training.run_log import RunLog, StepLog, open_log
 from wdstrain.training.stop_signals import SignalHandler, Stopped, raise_stopped
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import set_trainable, train_mode
@@ -234,14 +233,14 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     former, is_best = state.best, run.monitor.is_best(metrics.get("val"), state.best)
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
-    state.since_best = run.monitor.since_best(state.history)
+    state.since_best = run.monitor.waits(state.history, run.config.min_delta)[-1]
     if log is not None:
         best = best_sentence(state.history, state.best, run.monitor)
         log.epoch(passes["val"][1] if passes else {}, best)
     for line in epoch_lines(title, state.history, run.monitor.name):
         report(line)
     run.call("on_epoch_end", metrics)
-    run.sums.clear()
+    run.sums.values.zero_()
     run.save(best=is_best)  # last: it has what callbacks changed
     if is_best and run.write_error is not None:
         state.best = former
@@ -304,7 +303,7 @@ def _take_step(
         try:
             with signals.waiting() if may_stop else nullcontext():
                 batch = next(batches)
-            run.sums.add_bad(len(epoch.bad))
+            run.sums.count("bad", len(epoch.bad))
         except WdstrainError as error:
             run.data_error = error
             for tensor, value in zip(changing, before, strict=True):
@@ -334,9 +333,7 @@ def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
         )
         loss = run.scaler.scale(losses.mean() / group)
         loss.backward()  # type: ignore[no-untyped-call]
-    # The scaler skips a step that overflows 16 bits, and tries a smaller scale.
-    may_overflow = run.scaler.is_enabled()
-    run.sums.add(outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
+    run.sums.add(outputs.detach(), targets, losses.detach())
 
 
 def _update_weights(run: Run, update: int) -> None:
@@ -357,7 +354,7 @@ def _update_weights(run: Run, update: int) -> None:
     run.scaler.step(run.optimizer)
     run.scaler.update()
     if scale is not None and run.is_leader:  # other ranks skip the same steps
-        run.sums.add_skipped(cast(Tensor, _loss_scale(run)) < scale)
+        run.sums.count("skipped", cast(Tensor, _loss_scale(run)) < scale)
     if run.average is not None:
         run.average.update(run.model, update)
 

@@ -1,0 +1,164 @@
+"""Position of a run, the sums of its epoch, and the metric that chooses its best epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wdstrain.errors import UsageError
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.tasks import Task
+
+# Stages of a step: data, copy to the device, forward and backward, optimizer, other.
+STAGES = ("data", "copy", "compute", "optimizer", "other")
+
+_MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
+
+
+@dataclass
+class TrainerState:
+    """Position and history of a run.
+
+    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs
+    that did not improve on it by more than min_delta.
+    lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    since_best: int = 0
+    lr_scale: float = 1.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    verdict: str = ""
+
+    def finish_epoch(self, metrics: dict[str, Any]) -> None:
+        """Add an epoch to the history, and go to the start of the next."""
+        self.history.append(metrics)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+
+class EpochSums:
+    """Sums of the epoch so far on this process. values: of `names`, in float64.
+
+    They stay on the device, so that a step does not wait for it. Names: loss (of finite losses),
+    samples, overflowed (losses that are not finite), skipped (steps whose gradient 16 bits could not
+    hold), bad (samples that cannot be read), "head NAME".
+    """
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        heads = [f"head {head.name}" for head in task.heads if head.train_metric is not None]
+        self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
+        """Add a batch."""
+        losses = losses.double()
+        is_finite, none = losses.isfinite(), losses.new_zeros(())
+        # len(losses) would be copied from the host, which waits for the device
+        count = torch.ones_like(losses).sum()
+        sums = [losses.masked_fill(~is_finite, 0.0).sum(), count, (~is_finite).double().sum()]
+        sums += [none, none]
+        columns = self._task.split(outputs)
+        for head, own, target in zip(self._task.heads, columns, targets, strict=True):
+            if head.train_metric is not None:
+                sums.append(head.train_values(own, target).double().sum())
+        self.values += torch.stack(sums)
+
+    def count(self, name: str, number: int | Tensor) -> None:
+        """Add to "bad" or "skipped". number: on the device, or 0 as a rule."""
+        if isinstance(number, Tensor) or number:
+            self.values[self.names.index(name)] += number
+
+    def read(self, distributed: DistributedContext | None = None) -> dict[str, float]:
+        """Return the sums by name, of this process or of all. Waits for the device."""
+        values = self.values if distributed is None else distributed.reduce(self.values)
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+    def load(self, sums: Mapping[str, float]) -> None:
+        """Set the sums, of all processes together, on one of them."""
+        values = [sums.get(name, 0.0) for name in self.names]
+        self.values.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+class Monitor:
+    """Metric of validation that chooses the best epoch, and ends a run that improves no longer."""
+
+    def __init__(self, config: Config, task: Task, metrics: Mapping[str, Any]) -> None:
+        """metrics: of the user's. Raises UsageError for one without a direction."""
+        self._config = config
+        self.name = config.monitor or ("loss" if task.has_several else task.heads[0].main_metric)
+        name, _, direction = self.name.rpartition(":")
+        maximizes: bool | None = self.name.rpartition("/")[2] not in _MINIMIZED
+        if direction in ("min", "max"):
+            self.name, maximizes = name, direction == "max"
+        elif self.name in metrics:
+            maximizes = getattr(metrics[self.name], "higher_is_better", None)
+        if maximizes is None:
+            raise UsageError(
+                f"monitor={self.name!r}: the metric has no higher_is_better. Say whether less or "
+                f"more is better: {self.name}:min or {self.name}:max."
+            )
+        self.maximizes = maximizes
+
+    def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+        """Return whether a value improves on the best by more than min_delta. NaN never does."""
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        return value > best + min_delta if self.maximizes else value < best - min_delta
+
+    def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
+        """Return whether an epoch is the best so far. Without validation every epoch is."""
+        if val is None or best is None:
+            return True
+        return self.improves(val.get(self.name, math.nan), best.get(self.name))
+
+    def waits(self, history: Sequence[Mapping[str, Any]], min_delta: float = 0.0) -> list[int]:
+        """Return for each epoch how many epochs up to it did not improve on the best before."""
+        best, waited, waits = None, 0, []
+        for line in history:
+            value = line.get("val", {}).get(self.name, math.nan)
+            waited += 1
+            if self.improves(value, best, min_delta):
+                best, waited = value, 0
+            waits.append(waited)
+        return waits
+
+    def plateaus(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return how often the schedule "plateau" dropped the learning rate."""
+        if self._config.schedule != "plateau":
+            return 0
+        every = self._config.plateau_epochs
+        return sum(waited > 0 and waited % every == 0 for waited in self.waits(history))
+
+    def stop_reason(self, since_best: int) -> str | None:
+        """Return why training ends early; None if it goes on. since_best: epochs."""
+        if not 0 < self._config.patience <= since_best:
+            return None
+        return (
+            f"{self.name} did not improve for {since_best} epochs "
+            f"(patience={self._config.patience}). Raise patience, or set it to 0, to go on."
+        )
+
+    def check(self, val: Mapping[str, float]) -> str | None:
+        """Return a warning if validation lacks the metric. Raises UsageError if it was asked for."""
+        if self.name in val:
+            return None
+        if self._config.monitor is not None:
+            raise UsageError(
+                f"monitor={self.name!r} is not among the metrics of validation. Use one of: "
+                f"{', '.join(sorted(val))}."
+            )
+        return f"{self.name} is undefined on this validation data."
