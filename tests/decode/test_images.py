@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import simplejpeg
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import write_tar
+from tests.conftest import quick_and_slow, write_tar
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.jpeg_batch import EncodedImages
@@ -121,8 +122,19 @@ class Batch:
         assert np.array_equal(self.out[row], self.expected(row)), row
 
 
-@pytest.mark.parametrize("augment", ["none", "flip", "rrc", "rrc+flip", "rrc+flip+trivialaugment"])
-@pytest.mark.parametrize("size", [(1, 1), (48, 64), (77, 129), (224, 224)])
+@pytest.mark.parametrize(
+    ("size", "augment"),
+    quick_and_slow(
+        sorted(
+            itertools.product(
+                [(1, 1), (48, 64), (77, 129), (224, 224)],
+                ["none", "flip", "rrc", "rrc+flip", "rrc+flip+trivialaugment"],
+            ),
+            key=lambda pair: (pair[0][0] + len(pair[1])) % 3,
+        ),
+        7,
+    ),
+)
 def test_a_batch_has_the_pixels_of_whole_images_cropped_and_resized(
     size: tuple[int, int], augment: str
 ) -> None:

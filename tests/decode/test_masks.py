@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -78,21 +77,6 @@ def test_every_class_number_of_a_mask_is_delivered(mode: str) -> None:
     numbers = np.arange(256, dtype=np.uint8).reshape(16, 16)
     out = wt.mask().read("mask.png", memoryview(png(numbers, mode)), None, np.zeros(27))
     assert np.array_equal(out, numbers)
-
-
-def test_masks_of_1_to_16_bits_are_delivered() -> None:
-    wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 3
-    assert np.array_equal(_read(png(wide)), wide)
-    bits = np.arange(256, dtype=np.uint8).reshape(16, 16) % 2
-    assert np.array_equal(_read(png(bits * 255, "1")), bits)
-    gray = bytes([137]) + b"PNG\r\n\x1a\n" + _chunk(b"IHDR", b"\0\0\0\4\0\0\0\1\2\0\0\0\0")
-    gray += _chunk(b"IDAT", zlib.compress(b"\0\x1b")) + _chunk(b"IEND", b"")
-    assert _read(gray).tolist() == [[0, 1, 2, 3]]
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    checksum = zlib.crc32(name + data).to_bytes(4, "big")
-    return len(data).to_bytes(4, "big") + name + data + checksum
 
 
 def _read(data: bytes, **options: Any) -> npt.NDArray[Any]:

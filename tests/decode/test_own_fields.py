@@ -298,9 +298,8 @@ class Given(Own):
         return KINDS[self._kind] if bytes(data) == b"odd" else np.arange(4)
 
 
-@WORKERS
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("among", [1, 4])
+@pytest.mark.parametrize(("among", "num_workers"), [(1, 1), (4, 0)])
 def test_arrays_are_delivered_as_tensors_of_their_values(
     tmp_path: Path, kind: str, among: int, num_workers: int
 ) -> None:

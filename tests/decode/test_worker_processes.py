@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import write_shards
+from tests.conftest import quick_and_slow, write_shards
 from wdstrain.decode import workers
 from wdstrain.decode.worker_processes import MessageMemory, interruptible_context
 from wdstrain.runtime.machine import cores
@@ -49,9 +49,7 @@ class WaitsForLaterBatch:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="before 2.7 torch gives tasks by turns")
-def test_a_slow_batch_blocks_no_other_worker_and_keeps_the_order(
-    tmp_path: Path,
-) -> None:
+def test_a_slow_batch_blocks_no_other_worker_and_keeps_the_order(tmp_path: Path) -> None:
     write_shards(tmp_path / "s", [12 * SIZE])
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -113,9 +111,9 @@ def test_what_cannot_be_pickled_is_an_error_and_the_place_can_be_used_again() ->
     assert memory.read(memory.write(0, "next")) == "next"
 
 
-@pytest.fixture
-def context() -> Any:
-    return interruptible_context(multiprocessing.get_context("spawn"), [])
+@pytest.fixture(params=quick_and_slow(["fork", "spawn"], 1))
+def context(request: pytest.FixtureRequest) -> Any:
+    return interruptible_context(multiprocessing.get_context(request.param), [])
 
 
 def answer(questions: Any, answers: Any, memory: Any) -> None:
@@ -238,3 +236,26 @@ def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: in
             assert before <= (taken + most) * size
         assert sum(1 for _ in passed) == batches - 3
     assert file.stat().st_size == size * batches
+
+
+def look(event: Any, end: Any) -> None:
+    end.put("begun")
+    while not event.is_set():
+        pass
+    end.put("notified")
+
+
+def test_workers_end_on_request_after_a_worker_was_killed_while_polling() -> None:
+    """A killed process keeps the lock of a multiprocessing event, so `set` would wait forever."""
+    context = interruptible_context(multiprocessing.get_context("fork"), [])
+    event, end = context.Event(), context.Queue()
+    for is_last in [False] * 20 + [True]:
+        worker = context.Process(target=look, args=(event, end))
+        worker.start()
+        assert end.get(timeout=20) == "begun"
+        if not is_last:
+            worker.kill()
+            worker.join()
+    event.set()
+    assert end.get(timeout=20) == "notified"
+    worker.join()

@@ -85,7 +85,7 @@ def inside(
     try:
         if kill is not None and kill.after is not None:
             late = select.select([receiving], [], [], kill.after)[0]  # it told how it ended already
-            victims = [] if late else [child] if kill.alone else [child, *_descendants(child)]
+            victims = [] if late else [child] if kill.alone else [child, *descendants(child)]
             for pid in victims:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def inside(
     finally:
         os.close(receiving)
     if answer is None:
-        for pid in [*_descendants(child), child]:
+        for pid in [*descendants(child), child]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -170,10 +170,10 @@ def _children(pid: int | None = None) -> list[int]:
         for task in os.listdir(f"/proc/{pid or os.getpid()}/task"):
             with open(f"/proc/{pid or os.getpid()}/task/{task}/children") as file:
                 children += [int(word) for word in file.read().split()]
-    return [child for child in children if _is_alive(child)]
+    return [child for child in children if is_alive(child)]
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -181,7 +181,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     descendants = _children(pid)
     for child in descendants:
         descendants += _children(child)

@@ -10,45 +10,31 @@ import sys
 import pytest
 
 
-def load(**words: object) -> str:
-    """Return the printed table of a load that has ended with all its processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fault_injection.stress",
-        *(f"--{name}={value}" for name, value in words.items()),
-    ]
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_readers_that_are_killed_or_break_off_are_exact_and_flat_for_half_a_minute() -> None:
+    command = [sys.executable, "-m", "tests.fault_injection.stress", "--minutes", "0.5"]
+    command += ["--processes", "4", "--workers", "2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             table, _ = process.communicate()
-        except (
-            BaseException
-        ):  # the patience of a test is over: it ends what it started, as on Ctrl-C
+        except BaseException:  # the time of a test is over: the load ends what it started
             process.send_signal(signal.SIGINT)
             process.wait(60)
             raise
     assert process.returncode == 0, table
     assert table.rstrip().endswith("exact, and flat")
     assert max(map(len, table.splitlines())) <= 80
-    return table
-
-
-def number(table: str, name: str) -> int:
-    row = re.search(rf"^ *{name}[^\d]* (\d+)", table, re.MULTILINE)
-    assert row, table
-    return int(row[1])
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(600)
-def test_readers_that_are_killed_or_break_off_are_exact_and_flat_for_half_a_minute() -> None:
-    table = load(minutes=0.5, processes=4, workers=2)
-    assert number(table, "epochs from their first batch to their last") > 4
-    assert number(table, "readers killed and started again") > 0
-    assert number(table, "passes that began within an epoch") > 0
-    assert number(table, "faults") > 10
-    assert number(table, "wrong epochs") == 0
+    for name, least in {
+        "epochs from their first batch to their last": 5,
+        "readers killed and started again": 1,
+        "passes that began within an epoch": 1,
+        "faults": 11,
+    }.items():
+        row = re.search(rf"^ *{name}[^\d]* (\d+)", table, re.MULTILINE)
+        assert row is not None and int(row[1]) >= least, table  # noqa: PT018
+    assert re.search(r"wrong epochs +0$", table, re.MULTILINE)
     assert re.search(r"all readers +\d+ +\d+ +\d+ \d+ +\d+ \d+ +\d+ \d+", table)

@@ -27,11 +27,11 @@ import tempfile
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import groupby
 from random import Random
 from typing import Any
 
@@ -106,14 +106,14 @@ _SAMPLES: list[tuple[str, dict[str, bytes]]] = [
 ]
 
 
+def _member(name: str, data: bytes) -> bytes:
+    return header(name, len(data)) + data + bytes(padding(len(data)))
+
+
 def tar_of(given_samples: list[tuple[str, dict[str, bytes]]]) -> bytes:
     """Return a shard of these samples, by the header writer of the package."""
-    parts = [
-        header(f"{key}.{name}", len(data)) + data + bytes(padding(len(data)))
-        for key, of in given_samples
-        for name, data in of.items()
-    ]
-    return b"".join(parts) + END
+    members = [(f"{key}.{name}", of[name]) for key, of in given_samples for name in of]
+    return b"".join(_member(*member) for member in members) + END
 
 
 def _tar_seeds() -> list[bytes]:
@@ -149,93 +149,62 @@ def _mutated_tar(data: bytes, random: Random) -> bytes:
 
 
 def run_tar(data: bytes) -> None:
-    """The tar reader reports members that lie inside, apart and once, as Python's tarfile reads
-    them.
-    """
+    """The tar reader reports members that lie inside, apart and once, as tarfile reads them."""
     skipped = SkippedMembers()
     try:
-        read_samples = list(samples(_reading(data), len(data), "it", skipped))
+        found = list(samples(_reading(data), len(data), "it", skipped))
     except ShardError:
         return
-    at = 0
-    for sample in read_samples:
-        _must(
-            at <= sample.start < sample.stop <= len(data),
-            "samples lie apart, in order and inside",
-            sample,
-        )
+    at, members = 0, []
+    for sample in found:
+        _must(at <= sample.start < sample.stop <= len(data), "samples lie apart and inside", sample)
         at = sample.start
-        for _, offset, size in sample.fields:
-            _must(
-                at < offset and size >= 0 and offset + size <= sample.stop,
-                "members lie apart, in order and inside",
-                sample,
-            )
+        for name, offset, size in sample.fields:
+            inside = at < offset and size >= 0 and offset + size <= sample.stop
+            _must(inside, "members lie apart, in order and inside", sample)
             at = offset + size
+            members.append((f"{sample.key}.{name}", offset, size))
         at = sample.stop
-        _must(
-            len({name for name, *_ in sample.fields}) == len(sample.fields),
-            "fields have one name each",
-            sample,
-        )
-    _must(
-        len({sample.key for sample in read_samples}) == len(read_samples),
-        "keys come once",
-        read_samples,
-    )
-    _compare_with_tarfile(
-        data, [member for sample in read_samples for member in _members_of(sample)], skipped
-    )
+        _must(_differ(name for name, *_ in sample.fields), "fields have one name each", sample)
+    _must(_differ(sample.key for sample in found), "keys come once", found)
+    _compare_with_tarfile(data, members, skipped)
 
 
-def _members_of(sample: Any) -> list[tuple[str, int, int]]:
-    return [(f"{sample.key}.{name}", offset, size) for name, offset, size in sample.fields]
+def _differ(names: Iterable[Any]) -> bool:
+    listed = list(names)
+    return len(set(listed)) == len(listed)
 
 
 def _compare_with_tarfile(
-    data: bytes, own_members: list[tuple[str, int, int]], skipped: SkippedMembers
+    data: bytes, members: list[tuple[str, int, int]], skipped: SkippedMembers
 ) -> None:
     """Check that accepted members equal tarfile's, which stops without an error at some damage."""
-    tarfile_members = []
+    theirs = []
     with suppress(tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError):
         tar = tarfile.TarFile(fileobj=io.BytesIO(data))
         while (info := tar.next()) is not None:
             if info.isreg():
-                tarfile_members.append((info.name, info.offset_data, info.size))
+                theirs.append((info.name, info.offset_data, info.size))
         if not any(data[tar.offset :]):
-            aside = skipped.get(NO_KEY, 0) + skipped.get(NOT_A_SAMPLE, 0)
-            slashed = skipped.get(
-                "a directory", 0
-            )  # tarfile takes it for a regular file despite its type
-            _must(
-                aside <= len(tarfile_members) - len(own_members) <= aside + slashed,
-                "tarfile finds as many",
-                (own_members, tarfile_members),
-            )
-    places = {(offset, size): name for name, offset, size in own_members}
-    for name, offset, size in tarfile_members:
-        own_member = places.pop((offset, size), None)
-        parts = split_name(name)
-        plain = data[offset - BLOCK + 257 : offset - BLOCK + 263] == b"ustar\0" or not any(
-            data[offset - 167 : offset - 12]
-        )
-        if own_member is not None:  # tarfile uses this place as ustar's prefix in any header
-            _must(
-                (parts is not None and ".".join(parts) == own_member) or not plain,
-                "tarfile reads the same name",
-                (own_member, name),
-            )
+            least = skipped.get(NO_KEY, 0) + skipped.get(NOT_A_SAMPLE, 0)
+            most = least + skipped.get("a directory", 0)  # of which tarfile takes some for files
+            count = len(theirs) - len(members)
+            _must(least <= count <= most, "tarfile finds as many", (members, theirs))
+    places = {(offset, size): name for name, offset, size in members}
+    for name, offset, size in theirs:
+        own, parts = places.pop((offset, size), None), split_name(name)
+        # tarfile uses the place of ustar's prefix in any header
+        is_ustar = data[offset - BLOCK + 257 : offset - BLOCK + 263] == b"ustar\0"
+        if not is_ustar and any(data[offset - 167 : offset - 12]):
+            continue
+        if own is not None:
+            is_same = parts is not None and ".".join(parts) == own
+            _must(is_same, "tarfile reads the same name", (own, name))
         else:
-            _must(
-                parts is None or is_not_sample(name) or name.endswith("/") or not plain,
-                "no member is passed over",
-                (name, offset),
-            )
-    _must(
-        not tarfile_members or all(offset > tarfile_members[-1][1] for offset, _ in places),
-        "tarfile finds the same",
-        places,
-    )
+            is_no_sample = parts is None or is_not_sample(name) or name.endswith("/")
+            _must(is_no_sample, "no member is passed over", (name, offset))
+    last = theirs[-1][1] if theirs else -1
+    _must(not theirs or all(at > last for at, _ in places), "tarfile finds the same", places)
 
 
 def run_written(data: bytes) -> None:
@@ -245,54 +214,30 @@ def run_written(data: bytes) -> None:
         name, _, body = line.partition(b"=")
         if name and b"\0" not in name:
             contents[name.decode("utf-8", "surrogateescape")] = body
-    tar_bytes = (
-        b"".join(
-            header(name, len(body)) + body + bytes(padding(len(body)))
-            for name, body in contents.items()
-        )
-        + END
-    )
+    tar_bytes = b"".join(map(_member, contents, contents.values())) + END
     with tarfile.open(fileobj=io.BytesIO(tar_bytes), mode="r:", errors="surrogateescape") as tar:
-        tarfile_members = [
-            (info.name, tar_bytes[info.offset_data : info.offset_data + info.size])
-            for info in tar
-            if info.isreg()
-        ]
-    _must(
-        [data_of_member for _, data_of_member in tarfile_members] == list(contents.values()),
-        "tarfile reads the data back",
-        tarfile_members,
-    )
-    for (read, _), meant in zip(tarfile_members, contents, strict=True):
-        _must(read.rstrip("/") == meant.rstrip("/"), "tarfile reads the names back", (read, meant))
+        theirs = [info for info in tar if info.isreg()]
+    bodies = [tar_bytes[info.offset_data : info.offset_data + info.size] for info in theirs]
+    _must(bodies == list(contents.values()), "tarfile reads the data back", theirs)
+    for info, meant in zip(theirs, contents, strict=True):
+        is_same = info.name.rstrip("/") == meant.rstrip("/")
+        _must(is_same, "tarfile reads the names back", (info.name, meant))
     expected = {
         name: body
         for name, body in contents.items()
         if split_name(name) and not is_not_sample(name) and not name.endswith("/")
     }
+    parts = [split_name(name) or ("", "") for name in expected]
     try:
-        read_samples = list(samples(_reading(tar_bytes), len(tar_bytes), "it"))
+        found = list(samples(_reading(tar_bytes), len(tar_bytes), "it"))
     except ShardError as error:
-        keys = [split_name(name) for name in expected]
-        runs = [
-            key
-            for i, (key, _) in enumerate(filter(None, keys))
-            if i == 0 or (before := keys[i - 1]) is None or key != before[0]
-        ]
-        _must(
-            len(set(runs)) < len(runs) or len(set(keys)) < len(keys),
-            "written tars can be read",
-            error,
-        )
+        runs = [key for key, _ in groupby(key for key, _ in parts)]
+        _must(not _differ(runs) or not _differ(parts), "written tars can be read", error)
         return
-    own_data = [
-        tar_bytes[offset : offset + size]
-        for sample in read_samples
-        for _, offset, size in sample.fields
-    ]
-    _must(own_data == list(expected.values()), "the data comes back", read_samples)
-    names = [(sample.key, name) for sample in read_samples for name, *_ in sample.fields]
-    _must(names == [split_name(name) for name in expected], "the names come back", names)
+    places = [(sample.key, *field) for sample in found for field in sample.fields]
+    data_read = [tar_bytes[offset : offset + size] for *_, offset, size in places]
+    _must(data_read == list(expected.values()), "the data comes back", found)
+    _must([place[:2] for place in places] == parts, "the names come back", places)
 
 
 def _damaged_shard(data: bytes) -> str:
@@ -311,23 +256,21 @@ def run_salvage(data: bytes) -> None:
             found = scan_shard(reader)
     except CompressedError:
         return
-    keys = found.offsets.keys_of(np.arange(len(found.offsets)))
-    places = list(zip(found.offsets.start.tolist(), found.offsets.stop.tolist(), strict=True))
+    table = found.offsets
+    keys = table.keys_of(np.arange(len(table)))
+    places = list(zip(table.start.tolist(), table.stop.tolist(), strict=True))
     at = 0
-    for (start, stop), members in zip(places, members_of(found.offsets), strict=True):
+    for (start, stop), members in zip(places, members_of(table), strict=True):
         _must(at <= start < stop <= len(data), "samples lie apart and inside", (start, stop))
         at = stop
         for _, offset, size, crc in members:
             _must(start < offset and offset + size <= stop, "members lie in their sample", members)
             _must(crc == crc32(data[offset : offset + size]), "a checksum is right", members)
+    at = 0
     for damage in found.damages:
-        _must(
-            0 <= damage.start <= damage.stop <= len(data) and bool(damage.reason),
-            "damages lie inside",
-            damage,
-        )
-    for damage, after in pairwise(found.damages):
-        _must(damage.stop <= after.start, "damages lie apart", damage)
+        _must(at <= damage.start <= damage.stop <= len(data), "damages lie apart, inside", damage)
+        _must(bool(damage.reason), "damages have reasons", damage)
+        at = damage.stop
     faults = found.damages or found.twice or found.again
     try:
         intact = list(samples(_reading(data), len(data), "it"))
@@ -335,21 +278,14 @@ def run_salvage(data: bytes) -> None:
         _must(bool(faults), "refused tars are damaged", error)
         return
     _must(not faults, "accepted tars are intact", faults)
-    fields = [found.offsets.members_at(number) for number in range(len(keys))]
-    _must(
-        [(key, *place, of) for key, place, of in zip(keys, places, fields, strict=True)]
-        == list(map(tuple, intact)),
-        "both walks agree",
-        (keys, places, fields),
-    )
+    fields = [table.members_at(number) for number in range(len(keys))]
+    walked = [(key, *place, of) for key, place, of in zip(keys, places, fields, strict=True)]
+    _must(walked == list(map(tuple, intact)), "both walks agree", walked)
 
 
 def run_rescue(data: bytes) -> None:
-    """Repair saves samples of a damaged shard as they were packed with an index, and inside
-    without.
-    """
-    index = _indexed()
-    path = _damaged_shard(data)
+    """Repair saves samples of a damaged shard as they were packed with an index, and inside without."""
+    index, path = _indexed(), _damaged_shard(data)
     known = {(key, name): body for key, of in _SAMPLES for name, body in of.items()}
     for promised in (index, None):
         try:
@@ -359,18 +295,11 @@ def run_rescue(data: bytes) -> None:
             return
         for sample in intact:
             for name, offset, size, crc in sample.members:
+                body = data[offset : offset + size]
                 _must(offset >= 0 and offset + size <= len(data), "members lie inside", sample)
-                _must(
-                    crc32(data[offset : offset + size]) == crc,
-                    "a checksum is that of its member",
-                    sample,
-                )
-                if promised is not None:
-                    _must(
-                        data[offset : offset + size] == known[sample.key, name],
-                        "copied samples equal packed samples",
-                        sample,
-                    )
+                _must(crc32(body) == crc, "a checksum is that of its member", sample)
+                is_packed = promised is None or body == known[sample.key, name]
+                _must(is_packed, "copied samples equal packed samples", sample)
         if promised is not None:
             lost = [finding.key for finding in findings if finding.key]
             _must(len(intact) + len(lost) == len(index), "each sample is saved or reported", lost)
@@ -465,85 +394,35 @@ def _part_seeds() -> list[bytes]:
 
 def _check_index(index: Index, folder: str) -> None:
     """Check that no value of an index leads outside of its shards, or fails when it is used."""
-    table, count = index.offsets, len(index)
-    _must(
-        sum(shard.samples for shard in index.shards) == count, "the shards hold the samples", index
-    )
-    sizes = np.repeat(
-        [shard.bytes for shard in index.shards], [shard.samples for shard in index.shards]
-    )
-    for shard in index.shards:
-        _must(
-            os.path.dirname(shard.path) == folder and os.path.basename(shard.path) == shard.name,
-            "shards lie beside",
-            shard,
-        )
+    table, count, shards = index.offsets, len(index), index.shards
+    _must(sum(shard.samples for shard in shards) == count, "the shards hold the samples", index)
+    sizes = np.repeat([shard.bytes for shard in shards], [shard.samples for shard in shards])
+    for shard in shards:
+        place, name = os.path.split(shard.path)
+        _must(place == folder and name == shard.name, "shards lie beside", shard)
         os.path.exists(shard.path)
-        _must(
-            isinstance(shard.split, str) and isinstance(shard.sha256, str),
-            "values of a shard have the right type",
-            shard,
-        )
+        _must(isinstance(shard.split, str), "a split is text", shard)
+        _must(isinstance(shard.sha256, str), "a checksum is text", shard)
     for i in range(count):
-        members = index.members(i)
+        low, high = table.start[i], table.stop[i]
         _must(isinstance(index.key(i), str), "a key is text", i)
-        _must(0 <= table.start[i] < table.stop[i] <= sizes[i], "a sample lies in its shard", i)
-        for name, offset, size in members:
+        _must(0 <= low < high <= sizes[i], "a sample lies in its shard", i)
+        for name, offset, size in index.members(i):
             _must(isinstance(name, str), "a field is text", name)
-            _must(
-                table.start[i] <= offset <= offset + size <= table.stop[i] and size >= 0,
-                "a member lies in its sample",
-                i,
-            )
-    _must(len(set(index.fields)) == len(index.fields), "fields have one name each", index.fields)
+            _must(low <= offset <= offset + size <= high, "a member lies in its sample", i)
+            _must(size >= 0, "a size is not negative", i)
+    _must(_differ(index.fields), "fields have one name each", index.fields)
     for label in index.labels:
-        words = (
-            label.name,
-            label.field,
-            *label.classes,
-            *([] if label.entry is None else [label.entry]),
-        )
+        words = [label.name, label.field, *label.classes, label.entry or ""]
         _must(all(isinstance(word, str) for word in words), "labels are words", label)
         _must(label.kind in ("class", "flag", "number", "multi"), "labels are of a kind", label)
     _must(isinstance(index.fingerprint, str) and bool(repr(index)), "an index can be shown", index)
 
 
 _ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1,
-        2,
-        1 << 31,
-        1 << 61,
-        (1 << 62) - 1,
-        1 << 63,
-        10**30,
-        0.5,
-        1e308,
-        float("inf"),
-        float("nan"),
-    ),
-    *(
-        "",
-        "a",
-        "..",
-        "../it.tar",
-        "/it.tar",
-        "a\0b",
-        "\ud800",
-        "it.tar",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        [None],
-        {"a": {}},
-        ["cls"],
-    ),
-)
+    *(None, True, -1, 0, 1, 2, 1 << 31, 1 << 61, (1 << 62) - 1, 1 << 63, 10**30, 0.5, 1e308, float("inf"), float("nan")),
+    *("", "a", "..", "../it.tar", "/it.tar", "a\0b", "\ud800", "it.tar", "x" * 5000, [], {}, [[]], [None], {"a": {}}, ["cls"]),
+)  # fmt: skip
 
 
 def _mutated_index(data: bytes, random: Random) -> bytes:
@@ -660,21 +539,10 @@ def run_http(data: bytes) -> None:
             with suppress(WdstrainError), remote.RemoteFile(_ADDRESS, size) as source:
                 for offset, length in ((0, 700), (700, 300), (1500, 100), (10, 20)):
                     delivered = source.read(offset, length)
-                    _must(
-                        len(delivered) <= length,
-                        "no more comes than was asked for",
-                        (offset, len(delivered)),
-                    )
-                    _must(
-                        delivered == _OBJECT[offset : offset + len(delivered)],
-                        "bytes are those of the object",
-                        (size, offset, delivered[:40]),
-                    )
-                    _must(
-                        len(delivered) == min(length, max(0, source.size - offset)),
-                        "all comes that is there",
-                        (offset, len(delivered)),
-                    )
+                    count, meant = len(delivered), _OBJECT[offset : offset + len(delivered)]
+                    _must(delivered == meant, "bytes are those of the object", (size, offset))
+                    whole = min(length, max(0, source.size - offset))
+                    _must(count == whole, "all comes that was asked for", (offset, count))
             pool.clear()
         _Script.answers = iter(parts)
         with suppress(WdstrainError):
@@ -779,43 +647,30 @@ def run_label(data: bytes) -> None:
     """Labels and numbers: the value in the bytes, or a bad sample."""
     for column, classes in _LABELS:
         name = "cls" if column is None else f"json.{column}"
+        is_text = column is None and data[:6] != b"\x93NUMPY"
         out = np.full((), -1, np.int64)
         if _read(labels.label(name, classes=classes), data, out):
             value = int(out)
-            _must(
-                value >= 0 and (not classes or value < len(classes)),
-                "a class is one of them",
-                value,
-            )
-            if column is None and data[:6] != b"\x93NUMPY":
+            is_class = value >= 0 and (not classes or value < len(classes))
+            _must(is_class, "a class is one of them", value)
+            if is_text:
                 text = data.decode("utf-8-sig").strip()
-                named = classes.index(text) if text in classes else None
-                _must(
-                    named == value
-                    or (re.fullmatch(r"[+-]?\d+", text) is not None and int(text) == value),
-                    "a class equals its text",
-                    value,
-                )
+                is_named = text in classes and classes.index(text) == value
+                is_number = re.fullmatch(r"[+-]?\d+", text) is not None and int(text) == value
+                _must(is_named or is_number, "a class equals its text", value)
         many = np.full((len(_CLASSES),), -1, np.float32)
-        if column is not None and _read(
-            labels.label(name, classes=_CLASSES, multi=True), data, many
-        ):
+        several = labels.label(name, classes=_CLASSES, multi=True) if column is not None else None
+        if several is not None and _read(several, data, many):
             _must(set(many.tolist()) <= {0.0, 1.0}, "several classes are ones and zeros", many)
         real = np.full((), -7, np.float32)
-        if _read(labels.number(name), data, real) and column is None and data[:6] != b"\x93NUMPY":
+        if _read(labels.number(name), data, real) and is_text:
             text = data.decode("utf-8-sig").strip()
             expected = float(text)
             _must("_" not in text, "a number is written as numbers are", text)
-            _must(
-                np.isinf(expected) or not np.isinf(real), "a number does not become infinite", text
-            )
-            _must(
-                bool(np.isnan(expected))
-                or bool(np.isinf(expected))
-                or abs(float(real) - expected) <= 1e-6 * abs(expected) + 1e-44,
-                "a number is that number",
-                text,
-            )
+            if np.isfinite(expected):
+                _must(bool(np.isfinite(real)), "a number does not become infinite", text)
+                distance = abs(float(real) - expected)
+                _must(distance <= 1e-6 * abs(expected) + 1e-44, "a number is that number", text)
 
 
 def run_document(data: bytes) -> None:
@@ -824,11 +679,8 @@ def run_document(data: bytes) -> None:
         with suppress(ValueError, RecursionError):
             value = field.read(field.names[0], memoryview(data), None, _DRAWS)
             if isinstance(value, str) and isinstance(field, labels.LabelField):
-                _must(
-                    value.encode() in (data, data.removeprefix(b"\xef\xbb\xbf")),
-                    "a text is its bytes",
-                    value,
-                )
+                stored = (data, data.removeprefix(b"\xef\xbb\xbf"))
+                _must(value.encode() in stored, "a text is its bytes", value)
 
 
 def run_array(data: bytes) -> None:
@@ -846,22 +698,11 @@ def run_array(data: bytes) -> None:
             continue
         value = value if out is None else out
         assert value is not None
-        _must(
-            not value.dtype.hasobject and value.nbytes <= len(data),
-            "an array has no more bytes than its file",
-            value.dtype,
-        )
+        is_small = not value.dtype.hasobject and value.nbytes <= len(data)
+        _must(is_small, "an array has no more bytes than its file", value.dtype)
         expected = np.load(io.BytesIO(data), allow_pickle=False)
-        same = (
-            expected.dtype == value.dtype
-            and expected.shape == value.shape
-            and expected.tobytes() == value.tobytes()
-        )
-        _must(
-            same,
-            "an array equals that of numpy",
-            (expected.dtype, expected.shape, value.dtype, value.shape),
-        )
+        pairs = [(array.dtype, array.shape, array.tobytes()) for array in (expected, value)]
+        _must(pairs[0] == pairs[1], "an array equals that of numpy", [pair[:2] for pair in pairs])
 
 
 def _read(field: Field, data: bytes, out: np.ndarray[Any, Any]) -> bool:
@@ -878,53 +719,20 @@ def _read(field: Field, data: bytes, out: np.ndarray[Any, Any]) -> bool:
 
 
 def _label_seeds() -> list[bytes]:
-    texts = [
-        b"3",
-        b" 12\n",
-        b"cat",
-        b"7",
-        b"-1",
-        b"1e3",
-        b"nan",
-        b"-0.5",
-        b"1_0",
-        b"\xef\xbb\xbf2",
-        "\u0663".encode(),
-        b"9" * 30,
-    ]
-    rows = [
-        b'{"n": %b}' % value
-        for value in (
-            b"3",
-            b'"dog"',
-            b"[]",
-            b'["cat", "7"]',
-            b"1.0",
-            b"1e400",
-            b"null",
-            b"true",
-            b"{}",
-        )
-    ]
+    texts = [b"3", b" 12\n", b"cat", b"7", b"-1", b"1e3", b"nan", b"-0.5", b"1_0", b"9" * 30]
+    texts += [b"\xef\xbb\xbf2", "\u0663".encode()]
+    values = b'3|"dog"|[]|["cat", "7"]|1.0|1e400|null|true|{}'.split(b"|")
+    rows = [b'{"n": %b}' % value for value in values]
     return texts + rows + [_npy(np.array(3)), _npy(np.array([1.5]))]
 
 
 def _array_seeds() -> list[bytes]:
-    seeds = [
-        _npy(np.arange(6).astype(kind).reshape(2, 3)) for kind in ("f4", ">i2", "c16", "?", "u1")
-    ]
-    seeds += [
-        _npy(np.asfortranarray(np.ones((2, 3), "f4"))),
-        _npy(np.array(["a", "bc"])),
-        _npy(np.zeros((0, 7))),
-        _npy(np.array(1.0)),
-    ]
-    seeds += [
-        _npy(np.zeros(2, [("a", "i4"), ("b", "S3")])),
-        _npy(np.zeros(2, "M8[s]")),
-        _npy(np.ones((2, 3), "f4"), version=(2, 0)),
-    ]
-    return seeds + [_npy(np.ones(3, "f4"), version=(3, 0))]
+    ones = np.ones((2, 3), "f4")
+    kinds = ("f4", ">i2", "c16", "?", "u1")
+    arrays: list[Any] = [np.arange(6).astype(kind).reshape(2, 3) for kind in kinds]
+    arrays += [np.asfortranarray(ones), np.array(["a", "bc"]), np.zeros((0, 7)), np.array(1.0)]
+    arrays += [np.zeros(2, [("a", "i4"), ("b", "S3")]), np.zeros(2, "M8[s]")]
+    return [*map(_npy, arrays), _npy(ones, version=(2, 0)), _npy(ones[0], version=(3, 0))]
 
 
 def _npy(value: np.ndarray[Any, Any], version: tuple[int, int] = (1, 0)) -> bytes:
@@ -952,14 +760,8 @@ def run_image(data: bytes) -> None:
         pixels_ = None
         with suppress(SampleError):
             pixels_ = decode_image(data)
-            _must(
-                pixels_.dtype == np.uint8
-                and pixels_.ndim == 3
-                and pixels_.shape[2] == 3
-                and 0 < pixels_.size <= 3 * MOST_PIXELS,
-                "pixels",
-                pixels_.shape,
-            )
+            is_rgb = pixels_.dtype == np.uint8 and pixels_.ndim == 3 and pixels_.shape[2] == 3
+            _must(is_rgb and 0 < pixels_.size <= 3 * MOST_PIXELS, "pixels", pixels_.shape)
         with suppress(SampleError):
             numbers = codecs.decode_mask(data)
             is_whole = numbers.ndim == 2 and numbers.dtype.kind in "iu"
@@ -981,11 +783,8 @@ def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: An
     _must(is_read or not in_batch, "an image that decodes in a batch decodes alone", field)
     _must(not in_batch or np.array_equal(alone, batch), "a row of a batch is the same", field)
     if whole is None:  # damage of a JPEG may be below the region
-        _must(
-            not is_read or data[:2] == b"\xff\xd8",
-            "data that is not an image gives no value",
-            field,
-        )
+        is_jpeg = data[:2] == b"\xff\xd8"
+        _must(not is_read or is_jpeg, "data that is not an image gives no value", field)
         return
     _must(is_read, "a picture makes a value", field)
     assert field.size is not None

@@ -70,12 +70,7 @@ def test_seeds_of_a_fuzzer_pass_and_are_within_its_size_limit(name: str) -> None
             lambda offset, *_: offset == offset,
             "part/member-outside-its-sample",
         ),
-        (
-            http,
-            "_RANGE",
-            re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"),
-            "http/range-of-5000-digits",
-        ),
+        (http, "_RANGE", re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"), "http/range-of-5000-digits"),
         (
             labels,
             "number_of",
@@ -125,9 +120,7 @@ _parts = st.dictionaries(
 
 @some
 @given(st.dictionaries(_keys, _parts, max_size=5))
-def test_any_written_names_and_sizes_are_read_back(
-    written: dict[str, dict[str, bytes]],
-) -> None:
+def test_any_written_names_and_sizes_are_read_back(written: dict[str, dict[str, bytes]]) -> None:
     data = targets.tar_of(list(written.items()))
     targets.run_tar(data)
     read_samples = list(
@@ -184,9 +177,7 @@ def test_odd_values_in_an_index_never_point_outside_its_shards(seed: int) -> Non
         max_size=3,
     )
 )
-def test_contradictory_response_headers_deliver_no_wrong_bytes(
-    answers: list[Any],
-) -> None:
+def test_contradictory_response_headers_deliver_no_wrong_bytes(answers: list[Any]) -> None:
     parts = []
     for status, first, last, length, count, chunked in answers:
         head = f"HTTP/1.1 {status} So\nContent-Range: bytes {first}-{last}/2048\n"

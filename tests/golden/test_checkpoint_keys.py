@@ -87,12 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = [wt.Label("angle", "number", "json", "angle")]
     split = {"train": 0.7, "val": 0.3}
     wt.pack(
-        samples,
-        folder / "set",
-        classes=["no", "yes"],
-        labels=labels,
-        split=split,
-        stratify="label",
+        samples, folder / "set", classes=["no", "yes"], labels=labels, split=split, stratify="label"
     )
     for name, options in RUNS.items():
         shared = {"epochs": 2, "batch_size": 4, "image_size": 8, "device": "cpu"}

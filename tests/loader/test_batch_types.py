@@ -97,6 +97,43 @@ def test_a_batch_without_rows_has_the_containers_of_full_batches(kind: str, tmp_
     assert skeleton(batches[2], rows=0) == skeleton(batches[0], rows=0)
 
 
+class Squared:
+    """A field type of the user, without a fixed size."""
+
+    names, example = ("cls",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.arange(3) * int(bytes(data))
+
+
+def test_a_batch_without_rows_has_the_types_of_fields(tmp_path: Path) -> None:
+    rows = [(f"k{n}", {"png": picture(n), "cls": b"%d" % n, "txt": b"x"}) for n in range(4)]
+    write_tar(tmp_path / "a.tar", rows)
+    fields = {
+        "image": wt.image(size=8),
+        "images": wt.image(),
+        "text": wt.text(),
+        "array": Squared(),
+        "label": wt.label(),
+    }
+    last = {}
+    for rank in (0, 2):
+        options: dict[str, Any] = {"batch_size": 1, "tail": "keep", "rank": rank, "world_size": 3}
+        for given in (fields, None):
+            with closing(wt.Loader(tmp_path, given, **options)) as loader:
+                last[rank, given is None] = list(loader)[-1]
+                assert loader.report()["samples"] == (2 if rank == 0 else 1)
+    for raw in (False, True):
+        full, empty = last[0, raw], last[2, raw]
+        assert empty["__key__"] == []
+        for name, value in full.items():
+            assert type(empty[name]) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert skeleton(empty[name]) == skeleton(value, rows=0), name
+            else:
+                assert len(empty[name]) == 0
+
+
 # --- bad samples ----------------------------------------------------------------------------------
 
 
@@ -147,8 +184,17 @@ def test_a_marked_row_does_not_change_the_type_of_a_batch(
     assert "mark" in outcome if isinstance(outcome, str) else len(outcome) == 1
 
 
-def test_masks_without_a_size_are_a_list_also_if_their_sizes_agree(tmp_path: Path) -> None:
-    """The type of a batch value does not depend on its samples; so are images."""
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "field", [wt.mask("mask.png"), wt.image("mask.png")], ids=["mask", "image"]
+)
+def test_images_without_a_size_are_a_list_also_if_their_sizes_agree(
+    tmp_path: Path, field: Any, num_workers: int
+) -> None:
+    """The type of a batch value does not depend on its samples."""
     wt.pack(({"__key__": f"k{n}", "mask.png": _mask()} for n in range(2)), tmp_path / "out")
-    with closing(wt.Loader(tmp_path / "out", {"mask": wt.mask()}, batch_size=2)) as loader:
-        assert isinstance(next(iter(loader))["mask"], list)
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
+    with closing(wt.Loader(tmp_path / "out", {"x": field}, **options)) as loader:
+        values = next(iter(loader))["x"]
+    assert isinstance(values, list)
+    assert [value.shape[-2:] for value in values] == [(8, 8)] * 2

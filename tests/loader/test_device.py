@@ -99,24 +99,6 @@ def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
     loader.close()
 
 
-def test_epochs_are_consecutive_and_a_state_after_a_break_counts_delivered_batches(
-    pictures: Path,
-) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=8)
-    expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
-    assert [
-        [batch["__key__"] for batch in copied_ahead(loader.epoch(number))] for number in range(2)
-    ] == expected
-    for step, _ in enumerate(copied_ahead(loader.epoch(0))):
-        if step == 2:
-            break
-    state = loader.state_dict()
-    assert state["step"] == 3
-    loader.load_state_dict(state)
-    assert [batch["__key__"] for batch in copied_ahead(loader)] == expected[0][3:]
-    loader.close()
-
-
 def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
@@ -184,15 +166,6 @@ def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> 
         list(copied_ahead(loader))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     assert live_threads_and_children() == []  # the error closed the loader
-
-
-def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=2)
-    batches = copied_ahead(loader)
-    next(batches)
-    loader.close()
-    with pytest.raises(wt.WdstrainError):
-        list(batches)
 
 
 def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:

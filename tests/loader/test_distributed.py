@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_shards
+from tests.support.children import Program
 
 RANK = """
 import json, sys
@@ -54,15 +53,11 @@ def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
         (str(write_shards(tmp_path / f"shards{number}", counts)), workers, tail)
         for number, (counts, workers, tail) in enumerate(cases)
     ]
-    words = [str(world), str(tmp_path / "meeting"), json.dumps(runs)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *words], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    printed = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world
+    words = [world, tmp_path / "meeting", json.dumps(runs)]
+    programs = [Program(RANK, rank, *words) for rank in range(world)]
+    ranks = [program.end() for program in programs]
+    assert [rank.status for rank in ranks] == [0] * world, ranks
+    printed = [rank.out.splitlines() for rank in ranks]
     for number, (counts, _, tail) in enumerate(cases):
         epochs = [json.loads(lines[number]) for lines in printed]
         for epoch in range(3):

@@ -6,18 +6,13 @@ import gc
 import inspect
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import re
+import select
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +22,11 @@ import torch
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import (
-    Sample,
-    picture,
-    quick_and_slow,
-    write_class_folder,
-    write_shards,
-    write_tar,
-)
+from tests.conftest import Sample, picture, quick_and_slow, write_shards, write_tar
+from tests.support.children import Program, ended
 from tests.support.os_faults import recorded_reads
-from wdstrain.conversion.options import Options
-from wdstrain.conversion.runner import convert
-from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
 from wdstrain.native import kernels
-from wdstrain.order import rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -77,87 +62,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_sample_is_delivered_once_and_unchanged(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4, tail="keep")
-    assert len(loader) == 6
-    delivered = {}
-    for batch in loader:
-        for key, number, text in zip(batch["__key__"], batch["cls"], batch["txt"], strict=True):
-            assert text == b"sample " + number
-            delivered[key] = int(number)
-    assert delivered == {f"s{i:06d}": i for i in range(21)}
-    assert loader.report()["samples"] == 21
-
-
-def refusal_of_sizes(samples: int, world: int, lanes: int, size: int, tail: str) -> str | None:
-    """Return the words of the error for sizes that do not fit together; None if they do."""
-    if size * world % lanes:
-        return f"cannot be taken equally from {lanes} lanes"
-    if tail == "drop" and samples < size * world:
-        return f"{samples} samples cannot give {world} rank"
-    return None
-
-
-@pytest.mark.parametrize(
-    "counts", quick_and_slow([[7, 13, 1], [5, 0, 3], [1], [0, 0, 2], [40, 3, 17]], 2)
-)
-def test_every_sample_is_delivered_for_any_sizes(tmp_path: Path, counts: list[int]) -> None:
-    folder = write_shards(tmp_path / "s", counts)
-    index = wt.index(folder)
-    tried = 0
-    tails: list[Any] = ["drop", "pad", "keep"]
-    for world, lanes, size, tail, buffer in itertools.product(
-        [1, 2, 4], [None, 4], [1, 3, 8], tails, [1, 9, None]
-    ):
-        options: dict[str, Any] = {
-            "batch_size": size,
-            "lanes": lanes,
-            "tail": tail,
-            "shuffle_buffer": buffer,
-        }
-        refusal = refusal_of_sizes(sum(counts), world, lanes or world, size, tail)
-        if refusal is not None:
-            with pytest.raises(UsageError, match=refusal):
-                wt.Loader(index, rank=0, world_size=world, **options)
-            continue
-        loaders = [
-            wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)
-        ]
-        tried += 1
-        for epoch in range(2):
-            delivered = []
-            for loader in loaders:
-                batches = list(loader.epoch(epoch))
-                assert len(batches) == len(loader) == len(loaders[0])
-                for batch in batches:
-                    valid = (
-                        batch["__valid__"].tolist()
-                        if tail == "pad"
-                        else [True] * len(batch["__key__"])
-                    )
-                    for key, number, text, ok in zip(
-                        batch["__key__"], batch["cls"], batch["txt"], valid, strict=True
-                    ):
-                        assert (f"s{int(number):06d}", b"sample " + number) == (key, text)
-                        delivered += [key] if ok else []
-            assert len(set(delivered)) == len(delivered)
-            assert len(delivered) == (
-                sum(counts) if tail != "drop" else len(loaders[0]) * size * world
-            )
-        for loader in loaders:
-            loader.close()
-    assert tried > 5
-
-
-def test_shuffle_false_delivers_file_order(shards: Path) -> None:
-    delivered = [
-        key
-        for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep"))
-        for key in batch
-    ]
-    assert delivered == [f"s{i:06d}" for i in range(21)]
-
-
 def test_each_loop_is_the_next_epoch_and_a_new_loader_repeats_the_epochs(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     epochs = [keys(loader) for _ in range(3)]
@@ -168,45 +72,6 @@ def test_each_loop_is_the_next_epoch_and_a_new_loader_repeats_the_epochs(shards:
     assert keys(repeated) == epochs[2]
     assert [batch["__key__"] for batch in repeated.epoch(1, start=2)] == epochs[1][2:]
     assert keys(repeated) == epochs[2]  # the epoch after epoch 1
-
-
-@pytest.mark.parametrize("num_workers", [1, 3, 8])
-def test_any_number_of_workers_gives_the_same_batches_and_pixels(
-    pictures: Path, num_workers: int
-) -> None:
-    def epochs(workers: int) -> list[Any]:
-        loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=workers, shuffle_buffer=11)
-        actual = [
-            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone())
-            for _ in range(3)
-            for b in loader
-        ]
-        loader.close()
-        return actual
-
-    assert [batch[:3] for batch in epochs(0)] == [batch[:3] for batch in epochs(0)]
-    for in_threads, in_processes in zip(epochs(0), epochs(num_workers), strict=True):
-        assert in_threads[:3] == in_processes[:3]
-        assert torch.equal(in_threads[3], in_processes[3])
-
-
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
-def test_every_start_method_delivers_the_same_batches(pictures: Path, context: Any) -> None:
-    expected = keys(wt.Loader(pictures, FIELDS, batch_size=8))
-    loader = wt.Loader(
-        pictures, FIELDS, batch_size=8, num_workers=1, multiprocessing_context=context
-    )
-    assert keys(loader) == expected
-    loader.close()
-
-
-def test_a_batch_holds_one_tensor_per_field_in_the_documented_shape(pictures: Path) -> None:
-    batch = next(iter(wt.Loader(pictures, FIELDS, batch_size=8)))
-    assert batch["image"].shape == (8, 3, 16, 20)
-    assert batch["image"].dtype == torch.uint8
-    assert batch["image"].is_contiguous(memory_format=torch.channels_last)
-    assert batch["label"].dtype == torch.int64
-    assert batch["text"] == [f"n{i}" for i in batch["label"].tolist()]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -241,126 +106,10 @@ def test_memory_of_released_batches_is_reused(pictures: Path) -> None:
     assert loader.report()["copies"] == 0
 
 
-def test_ranks_share_the_epoch_without_overlap(shards: Path) -> None:
-    loaders = [wt.Loader(shards, batch_size=2, rank=rank, world_size=4) for rank in range(4)]
-    assert {len(loader) for loader in loaders} == {2}
-    delivered = [key for loader in loaders for batch in keys(loader) for key in batch]
-    assert len(delivered) == len(set(delivered)) == 16
-    assert loaders[0].report()["left_out"] == 5
-
-
-def test_lanes_give_the_same_global_batches_for_any_world_size(shards: Path) -> None:
-    def steps(world: int) -> list[list[str]]:
-        loaders = [
-            wt.Loader(
-                shards, batch_size=8 // world, lanes=4, rank=r, world_size=world, shuffle_buffer=3
-            )
-            for r in range(world)
-        ]
-        return [
-            sorted(key for batch in batches for key in batch)
-            for batches in zip(*map(keys, loaders), strict=True)
-        ]
-
-    assert steps(1) == steps(2) == steps(4)
-
-
-def test_padding_is_marked_and_every_sample_is_delivered_once(shards: Path) -> None:
-    delivered: list[str] = []
-    for rank in range(2):
-        loader = wt.Loader(
-            shards, {"label": wt.label()}, batch_size=4, tail="pad", rank=rank, world_size=2
-        )
-        for batch in loader:
-            assert batch["__valid__"].dtype == torch.bool
-            assert len(batch["label"]) == 4
-            delivered += [
-                key
-                for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
-                if valid
-            ]
-        assert loader.report()["padded"] == (1 if rank == 0 else 2)
-    assert sorted(delivered) == [f"s{i:06d}" for i in range(21)]
-
-
-def test_more_ranks_than_samples_can_pad(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "few", [2])
-    delivered = []
-    for rank in range(4):
-        for batch in wt.Loader(folder, batch_size=3, tail="pad", rank=rank, world_size=4):
-            delivered += [
-                key
-                for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
-                if valid
-            ]
-    assert sorted(delivered) == ["s000000", "s000001"]
-
-
-def test_the_rank_is_read_from_the_environment(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    loader = wt.Loader(shards, batch_size=2)
-    assert (loader.rank, loader.world_size) == (1, 3)
-
-
-def test_the_rank_is_read_from_the_environment_of_srun(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("JOB_ID", "7"), ("STEP_ID", "0"), ("NTASKS", "3"), ("PROCID", "1")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SLURM_NODELIST", "node[3-5]")
-    loader = wt.Loader(shards, batch_size=2)
-    assert (loader.rank, loader.world_size) == (1, 3)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("step", [0, 1, 4, 9, 10])
-def test_a_state_resumes_at_the_step_where_it_was_taken(
-    pictures: Path, num_workers: int, step: int
-) -> None:
-    def batches(loader: wt.Loader) -> list[Any]:
-        return [(batch["__key__"], batch["image"].clone()) for batch in loader]
-
-    uninterrupted = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
-    undisturbed = batches(uninterrupted) + batches(uninterrupted)
-    first = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9, num_workers=num_workers)
-    for taken, _ in enumerate(first, start=1):
-        if taken == step:
-            break
-    state = json.loads(
-        json.dumps(
-            first.state_dict()
-            if step
-            else wt.Loader(pictures, batch_size=4, shuffle_buffer=9).state_dict()
-        )
-    )
-    first.close()
-    second = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
-    second.load_state_dict(state)
-    resumed = batches(second)
-    resumed += batches(second) if step < 10 else []
-    assert [key for key, _ in resumed] == [key for key, _ in undisturbed[step:]]
-    assert all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(resumed, undisturbed[step:], strict=True)
-    )
-
-
 def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
     state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
     with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):
         wt.Loader(shards, batch_size=5, seed=2).load_state_dict(state)
-
-
-def test_a_loop_after_a_break_is_the_next_epoch(shards: Path) -> None:
-    expected_values = wt.Loader(shards, batch_size=4)
-    expected_values.set_epoch(1)
-    expected = keys(expected_values)
-    loader = wt.Loader(shards, batch_size=4)
-    for _ in loader:
-        break
-    assert keys(loader) == expected
 
 
 def test_two_loops_over_one_loader_are_refused(shards: Path) -> None:
@@ -448,14 +197,6 @@ def test_bad_samples_are_replaced_equally_by_any_worker_and_counted(tmp_path: Pa
     assert sum(report["bad_reasons"].values()) == 3
     assert {bad["key"] for bad in report["bad_samples"]} == {"k003", "k004", "k017"}
     assert json.loads(json.dumps(report)) == report
-
-
-def test_a_bad_sample_of_a_transform_is_replaced_by_a_complete_example(shards: Path) -> None:
-    loader = wt.Loader(shards, transform=picky, batch_size=7, on_error="replace", max_errors=0.5)
-    for batch in loader:
-        assert batch["n"].tolist() == [int(key[1:]) for key in batch["__key__"]]
-        assert all(number % 3 for number in batch["n"].tolist())
-    assert loader.report()["bad"] == 7
 
 
 def picky(sample: dict[str, Any]) -> dict[str, Any]:
@@ -579,56 +320,6 @@ def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_an_empty_last_batch_has_the_types_of_full_batches(pictures: Path) -> None:
-    def complete_example(sample: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "n": int(sample["cls"]),
-            "pair": (np.ones(3), "word"),
-            "deep": {"x": 1.5},
-            "text": "word",
-        }
-
-    fields = {"image": wt.image(size=8), "text": wt.text(), "array": Squared()}
-    for options in ({"fields": fields}, {"transform": complete_example}, {}):
-        loaders = [
-            wt.Loader(pictures, batch_size=1, rank=i, world_size=3, tail="keep", **options)
-            for i in range(3)
-        ]  # type: ignore[arg-type]
-        assert [len(loader) for loader in loaders] == [14, 14, 14]  # 41 samples
-        actual = [list(loader) for loader in loaders]
-        assert sorted(
-            key for batches in actual for batch in batches for key in batch["__key__"]
-        ) == [f"s{i:06d}" for i in range(41)]
-        last = actual[2][-1]
-        assert last["__key__"] == []
-        assert loaders[2].report()["samples"] == 13
-        assert loaders[2].report()["padded"] == 0
-        for name, value in actual[0][-1].items():
-            assert same_kind(last[name], value), name
-
-
-def same_kind(empty: Any, full: Any) -> bool:
-    """Return whether `empty` has the types of `full`, without its rows."""
-    if isinstance(full, torch.Tensor):
-        return bool(empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:]))
-    if isinstance(full, dict):
-        return all(same_kind(empty[name], full[name]) for name in full)
-    if isinstance(full, np.ndarray):
-        return same_kind(torch.from_numpy(empty), torch.from_numpy(full))
-    if isinstance(full, list) and isinstance(full[0], torch.Tensor):
-        return same_kind(empty[0], full[0])
-    return bool(empty == [])
-
-
-class Squared:
-    """A field type of the user, without a fixed size."""
-
-    names, example = ("cls",), None
-
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
-        return np.arange(3) * int(bytes(data))
-
-
 def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
     with pytest.raises(
         UsageError, match="field 'image' looks for jpg, png; these shards hold cls, txt"
@@ -674,13 +365,6 @@ def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
         list(wt.Loader(tmp_path / "s", **{**options, "max_errors": 0.01}))
 
 
-def test_a_shard_truncated_during_an_epoch_raises(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=1, shuffle=False)
-    os.truncate(shards / "part-001.tar", 2048)
-    with pytest.raises(ShardError, match="part-001.tar was written to or replaced"):
-        keys(loader)
-
-
 def varied(sample: dict[str, Any]) -> dict[str, Any]:
     crop = v2.RandomResizedCrop(8)(torch.arange(300, dtype=torch.uint8).view(1, 15, 20))
     return {"crop": crop, "numpy": np.random.random(2), "python": random.random()}
@@ -696,26 +380,6 @@ def drawn(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 def failing(sample: dict[str, Any]) -> dict[str, Any]:
     raise KeyError("no such thing")
-
-
-def test_a_transform_makes_the_examples(shards: Path) -> None:
-    for workers in (0, 2):
-        loader = wt.Loader(shards, transform=double, batch_size=4, num_workers=workers)
-        for batch in loader:
-            assert batch["double"].tolist() == [2 * int(key[1:]) for key in batch["__key__"]]
-            assert batch["name"] == batch["__key__"]
-        loader.close()
-
-
-def test_a_transform_gets_equal_random_numbers_in_any_worker(shards: Path) -> None:
-    def draws(workers: int) -> list[Any]:
-        loader = wt.Loader(shards, transform=drawn, batch_size=4, num_workers=workers)
-        actual = [batch["x"].tolist() for _ in range(2) for batch in loader]
-        loader.close()
-        return actual
-
-    assert draws(0) == draws(2)
-    assert draws(0)[0] != draws(0)[5]
 
 
 def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
@@ -734,38 +398,9 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
     assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
 
 
-def seeded(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"noise": torch.rand(3)}
-
-
-def test_torch_randomness_of_a_sample_follows_from_seed_epoch_and_id(
-    shards: Path,
-) -> None:
-    loader = wt.Loader(shards, transform=seeded, batch_size=1, num_workers=1, seed=7)
-    batches = loader.epoch(0)
-    for batch in batches:
-        torch_s_own = torch.Generator().manual_seed(rng.key("sample", 7, 0, int(batches.ids[0])))
-        assert torch.equal(batch["noise"][0], torch.rand(3, generator=torch_s_own))
-    loader.close()
-
-
 def test_an_exception_of_a_transform_names_the_sample(shards: Path) -> None:
     with pytest.raises(SampleError, match="transform raised KeyError: 'no such thing'"):
         keys(wt.Loader(shards, transform=failing, batch_size=4))
-
-
-def test_a_lambda_that_cannot_be_pickled_is_a_usage_error(shards: Path) -> None:
-    with pytest.raises(
-        UsageError, match="transform cannot be sent to worker processes.*num_workers=0"
-    ):
-        wt.Loader(
-            shards,
-            transform=lambda sample: {"n": 1},
-            num_workers=1,
-            multiprocessing_context="spawn",
-        )
-    local = wt.Loader(shards, transform=lambda sample: {"n": 1}, batch_size=4)
-    assert len(keys(local)) == 5
 
 
 @pytest.mark.parametrize(
@@ -817,15 +452,6 @@ def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
     )
 
 
-def test_to_device_gives_the_same_batches(pictures: Path) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=8)
-    copied = [
-        (batch["__key__"], batch["label"].tolist())
-        for batch in wt.to_device(loader.epoch(0), "cpu")
-    ]
-    assert copied == [(batch["__key__"], batch["label"].tolist()) for batch in loader.epoch(0)]
-
-
 @pytest.mark.skipif(
     kernels.library is not None,
     reason="Python does not see the system calls of compiled code; a test in tests/memory runs this",
@@ -869,19 +495,6 @@ def test_an_image_field_reads_mixed_and_upper_case_extensions(tmp_path: Path) ->
     assert len({int(image.sum()) for image in batch["image"]}) == 4
 
 
-def test_a_new_process_delivers_the_same_order(shards: Path) -> None:
-    code = "import json, sys, wdstrain as wt; print(json.dumps([b['__key__'] for b in wt.Loader(sys.argv[1], batch_size=4)]))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(shards)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    assert json.loads(done.stdout) == keys(wt.Loader(shards, batch_size=4))
-
-
 def test_a_state_resumes_on_another_number_of_ranks(shards: Path) -> None:
     def loaders(world: int) -> list[wt.Loader]:
         return [
@@ -921,51 +534,6 @@ def test_interrupted_loops_leave_no_threads_or_processes(pictures: Path, num_wor
     assert not os.path.exists("/dev/shm") or not [
         name for name in os.listdir("/dev/shm") if "wdstrain" in name
     ]
-
-
-def test_a_forked_child_does_not_stop_the_threads_of_its_parent(shards: Path) -> None:
-    expected = keys(wt.Loader(shards, {"label": wt.label()}, batch_size=4))
-    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=1)
-    batches = iter(loader)
-    actual = [next(batches)["__key__"]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside threads
-        child = multiprocessing.get_context("fork").Process(target=loader.close)
-        child.start()
-    child.join(30)
-    assert child.exitcode == 0
-    assert actual + [batch["__key__"] for batch in batches] == expected
-    loader.close()
-
-
-def test_a_flipped_byte_is_a_bad_sample_when_the_index_has_checksums(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"cat": 9}, "jpg")
-    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
-    offset = dict((name, at) for name, at, _ in index.members(4))["jpg"]
-    path = tmp_path / "out" / "train-000000.tar"
-    data = bytearray(path.read_bytes())
-    data[offset + 30] ^= 1
-    path.write_bytes(data)
-    for options in ({"fields": {"image": wt.image(size=8)}}, {"transform": picky_jpg}, {}):
-        loader = wt.Loader(tmp_path / "out", batch_size=9, **options)
-        with pytest.raises(
-            SampleError,
-            match=rf"'{index.key(4)}', field 'jpg' at offset {offset}: its bytes are not those",
-        ):
-            keys(loader)
-    loader = wt.Loader(
-        tmp_path / "out",
-        {"image": wt.image(size=8)},
-        batch_size=9,
-        on_error="replace",
-        max_errors=0.2,
-    )
-    assert [len(batch) for batch in keys(loader)] == [9]
-    assert loader.report()["bad"] == 1
-
-
-def picky_jpg(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"bytes": len(sample["jpg"])}
 
 
 class Opaque:
@@ -1103,33 +671,6 @@ def test_an_error_in_collate_fn_names_the_function(
         )
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_images_without_a_size_are_a_list_even_if_their_sizes_agree(
-    tmp_path: Path, num_workers: int
-) -> None:
-    folder = tmp_path / "shards"
-    write_tar(folder / "a.tar", [(f"k{i}", {"png": picture(i)}) for i in range(8)])
-    loader = wt.Loader(folder, {"image": wt.image()}, batch_size=4, num_workers=num_workers)
-    for batch in loader:
-        assert isinstance(batch["image"], list)
-        assert [image.shape for image in batch["image"]] == [(3, 20, 24)] * 4
-    loader.close()
-
-
-def test_a_batch_without_rows_has_no_images(tmp_path: Path) -> None:
-    write_tar(tmp_path / "shards" / "a.tar", [("k", {"png": picture(1)})])
-    for rank, rows in enumerate([1, 0]):
-        loader = wt.Loader(
-            tmp_path / "shards",
-            {"image": wt.image()},
-            batch_size=4,
-            rank=rank,
-            world_size=2,
-            tail="keep",
-        )
-        assert [(len(batch["image"]), len(batch["__key__"])) for batch in loader] == [(rows, rows)]
-
-
 class OwnField:
     names = ("cls",)
     example = None
@@ -1144,11 +685,6 @@ class OwnField:
 )
 def test_a_class_with_the_field_protocol_is_a_field(field: Any) -> None:
     assert isinstance(field, wt.Field)
-
-
-@pytest.mark.parametrize("value", ["jpg", None, 3, {"names": ("jpg",)}])
-def test_values_without_the_field_protocol_are_refused(value: Any) -> None:
-    assert not isinstance(value, wt.Field)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -1197,35 +733,6 @@ def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-COLLECTING = """
-    import gc, sys
-    import wdstrain as wt
-
-    gc.disable()
-
-    def make():
-        box = []
-
-        def collecting(sample):
-            gc.collect()
-            return {"n": 1}
-
-        loader = wt.Loader(sys.argv[1], transform=collecting, batch_size=1)
-        box += [loader, box]  # a cycle: only the collector ends it
-        next(iter(loader))
-
-    for _ in range(3):
-        make()
-    print("done")
-"""
-
-
-def test_a_loader_collected_in_its_own_thread_does_not_deadlock(
-    ended: dict[str, tuple[int, str, str]],
-) -> None:
-    assert ended["COLLECTING"][:2] == (0, "done\n"), ended["COLLECTING"]
-
-
 def test_state_dict_returns_the_loaded_state_until_the_loop_begins(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     state = {**loader.state_dict(), "epoch": 4, "step": 3}
@@ -1244,222 +751,7 @@ def test_state_dict_returns_the_loaded_state_until_the_loop_begins(shards: Path)
             loader.load_state_dict(wrong)
 
 
-def run_python(text: str, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(text), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-ENDLESS = """
-    import sys, os, signal, multiprocessing
-    import wdstrain as wt
-    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2)
-    n = 0
-    while True:
-        for batch in loader:
-            n += 1
-            if n == 3:
-                print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-"""
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("sent", quick_and_slow([signal.SIGKILL, signal.SIGINT], 1))
-def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> None:
-    with run_python(ENDLESS, str(shards)) as process:
-        assert process.stdout is not None
-        workers = [int(word) for word in process.stdout.readline().split()]
-        assert len(workers) == 2
-        process.send_signal(sent)
-        process.wait(100)
-        wait_until(lambda: not any(alive(pid) for pid in workers), seconds=60)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "wdstrain"))]
-
-
-HARDLY_BEGUN = """
-    import os, pathlib, signal, sys, time
-    import wdstrain as wt
-
-    signal.signal(signal.SIGTERM, lambda *_: None)  # training also handles it, to write a checkpoint
-    os.register_at_fork(after_in_child=lambda: time.sleep(1))  # delay the start of workers
-    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    for path in pathlib.Path(sys.argv[1]).glob("*.tar"):
-        path.unlink()
-    try:
-        next(iter(loader))
-    except wt.WdstrainError as error:
-        print(error)
-"""
-
-
-def test_starting_workers_end_when_the_first_read_fails(
-    ended: dict[str, tuple[int, str, str]],
-) -> None:
-    assert "cannot be opened: No such file" in ended["HARDLY_BEGUN"][1], ended["HARDLY_BEGUN"]
-
-
-OTHERS_CHILD = """
-    import multiprocessing, os, signal, sys, time
-    import wdstrain as wt
-
-    others = []
-
-    def start_another():  # another thread starts a process while the loader starts workers
-        if not others:
-            others.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
-            others[0].start()
-            signal.raise_signal(signal.SIGINT)
-
-    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    os.register_at_fork(after_in_parent=start_another)
-    try:
-        next(iter(loader))
-    except KeyboardInterrupt:
-        print("interrupted")
-    print("alive" if others[0].is_alive() else "killed", len(multiprocessing.active_children()))
-    others[0].kill()
-"""
-
-
-def test_an_interrupted_start_ends_only_the_workers_of_the_loader(
-    ended: dict[str, tuple[int, str, str]],
-) -> None:
-    assert ended["OTHERS_CHILD"][1].splitlines() == ["interrupted", "alive 1"]
-
-
-DYING = """
-    import os, signal, sys
-    import wdstrain as wt
-
-    class Dying:
-        names, example = ("cls",), None
-
-        def read(self, name, data, out, draws):
-            if bytes(data) == b"9":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return bytes(data)
-
-    loader = wt.Loader(sys.argv[1], {"label": Dying()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    for batch in loader:
-        pass
-"""
-
-
-def test_a_killed_worker_raises_and_does_not_hang(
-    ended: dict[str, tuple[int, str, str]],
-) -> None:
-    """The worker dies while the loop waits for it; torch raises an exception in the main thread."""
-    status, _, err = ended["DYING"]
-    assert status == 1
-    assert "a worker process of the loader died" in err
-
-
-FORKING = """
-    import os, pathlib, sys
-    import torch
-    import wdstrain as wt
-
-    wt.Loader, wt.label  # these are imported now
-    for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
-        child = os.fork()
-        if not child:
-            for number, kind in ((1, "out"), (2, "err")):
-                os.dup2(os.open(path.with_suffix(f".{kind}"), os.O_CREAT | os.O_WRONLY), number)
-            sys.argv[1:] = [str(path.with_suffix(""))]
-            exec(path.read_text(), {"__name__": "__main__"})
-            break
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        path.with_suffix(".status").write_text(str(status))
-"""
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """(exit status, stdout, stderr) of each program, each with its own three shards.
-
-    The programs are forked from one process, so that torch is imported once.
-    """
-    folder = tmp_path_factory.mktemp("programs")
-    programs = {
-        "COLLECTING": COLLECTING,
-        "DYING": DYING,
-        "HARDLY_BEGUN": HARDLY_BEGUN,
-        "OTHERS_CHILD": OTHERS_CHILD,
-    }
-    for name, text in programs.items():
-        write_shards(folder / name, [7, 13, 1])
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    with run_python(FORKING, str(folder)) as process:
-        _, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-
-    def read(name: str, kind: str) -> str:
-        return (folder / f"{name}.{kind}").read_text()
-
-    return {
-        name: (int(read(name, "status")), read(name, "out"), read(name, "err")) for name in programs
-    }
-
-
-KILLED_LOOKING = """
-    import multiprocessing
-    from wdstrain.decode.worker_processes import interruptible_context
-
-    context = interruptible_context(multiprocessing.get_context("fork"), [])
-    event = context.Event()
-
-    def look(end):
-        end.send("begun")
-        while not event.is_set():
-            pass
-        end.send("notified")
-
-    def begun():
-        parent_end, child_end = context.Pipe()
-        worker = context.Process(target=look, args=(child_end,))
-        worker.start()
-        assert parent_end.recv() == "begun"
-        return worker, parent_end
-
-    for _ in range(20):
-        worker, _ = begun()
-        worker.kill()
-        worker.join()
-    worker, end = begun()
-    event.set()
-    print(end.recv())
-"""
-
-
-def test_workers_end_on_request_after_a_worker_was_killed_while_polling() -> None:
-    """A killed process keeps the lock of a multiprocessing event, so `set` would wait forever."""
-    words = [sys.executable, "-c", textwrap.dedent(KILLED_LOOKING)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "notified\n", done.stderr
-
-
-def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
-    import time
-
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def test_worker_processes_deliver_the_same_tensors_as_threads(
-    tmp_path: Path,
-) -> None:
+def test_worker_processes_deliver_the_same_tensors_as_threads(tmp_path: Path) -> None:
     """Small tensors are sent in the message, large ones as shared memory."""
     shards = write_shards(tmp_path / "s", [8])
 
@@ -1497,3 +789,140 @@ def test_worker_processes_deliver_the_same_tensors_as_threads(
             assert batch[name].dtype == process_batch[name].dtype
             assert torch.equal(batch[name], process_batch[name])
             process_batch[name][0] = 0  # the caller owns the tensor and may write to it
+
+
+@pytest.mark.parametrize(
+    ("context", "workers"), quick_and_slow([("fork", 3), ("spawn", 1), ("forkserver", 1)], 2)
+)
+def test_every_start_method_delivers_the_pixels_of_threads(
+    pictures: Path, context: Any, workers: int
+) -> None:
+    """Random crops included, over two epochs."""
+
+    def epochs(**options: Any) -> list[Any]:
+        loader = wt.Loader(pictures, FIELDS, batch_size=8, shuffle_buffer=11, **options)
+        actual = [
+            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone())
+            for _ in range(2)
+            for b in loader
+        ]
+        loader.close()
+        return actual
+
+    in_processes = epochs(num_workers=workers, multiprocessing_context=context)
+    for in_thread, in_process in zip(epochs(), in_processes, strict=True):
+        assert in_thread[:3] == in_process[:3]
+        assert torch.equal(in_thread[3], in_process[3])
+    image = in_processes[0][3]
+    assert (image.shape, image.dtype) == ((8, 3, 16, 20), torch.uint8)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_report_counts_padded_rows_and_samples_that_are_left_out(shards: Path) -> None:
+    for tail, counts in (("drop", (0, 5)), ("pad", (3, 0))):
+        loader = wt.Loader(shards, batch_size=8, tail=tail)
+        keys(loader)
+        assert (loader.report()["padded"], loader.report()["left_out"]) == counts
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+COLLECTING = """
+    import gc, sys
+    import wdstrain as wt
+
+    gc.freeze()
+    gc.disable()
+
+    def make():
+        box = []
+
+        def collecting(sample):
+            gc.collect()
+            return {"n": 1}
+
+        loader = wt.Loader(sys.argv[1], transform=collecting, batch_size=1)
+        box += [loader, box]  # a cycle: only the collector ends it
+        next(iter(loader))
+
+    for _ in range(3):
+        make()
+    print("done")
+"""
+
+HARDLY_BEGUN = """
+    import os, pathlib, signal, sys, time
+    import wdstrain as wt
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # training also handles it, to write a checkpoint
+    os.register_at_fork(after_in_child=lambda: time.sleep(1))  # delay the start of workers
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for path in pathlib.Path(sys.argv[1]).glob("*.tar"):
+        path.unlink()
+    try:
+        next(iter(loader))
+    except wt.WdstrainError as error:
+        print("No such file" in str(error))
+"""
+
+OTHERS_CHILD = """
+    import multiprocessing, os, signal, sys, time
+    import wdstrain as wt
+
+    others = []
+
+    def start_another():  # another thread starts a process while the loader starts workers
+        if not others:
+            others.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+            others[0].start()
+            signal.raise_signal(signal.SIGINT)
+
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    os.register_at_fork(after_in_parent=start_another)
+    try:
+        next(iter(loader))
+    except KeyboardInterrupt:
+        print("interrupted")
+    print("alive" if others[0].is_alive() else "killed", len(multiprocessing.active_children()))
+    others[0].kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "out"),
+    [
+        pytest.param(COLLECTING, "done\n", id="a loader that its own thread collects"),
+        pytest.param(HARDLY_BEGUN, "True\n", id="workers that start when the first read fails"),
+        pytest.param(OTHERS_CHILD, "interrupted\nalive 1\n", id="an interrupted start of workers"),
+    ],
+)
+def test_a_program_ends_and_leaves_other_processes_alone(
+    shards: Path, program: str, out: str
+) -> None:
+    done = ended(program, shards)
+    assert (done.status, done.out) == (0, out), done.err
+
+
+ENDLESS = """
+    import sys, multiprocessing
+    import wdstrain as wt
+
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    next(iter(loader))
+    print(*[child.pid for child in multiprocessing.active_children()])
+    while True:
+        list(loader)
+"""
+
+
+@pytest.mark.parametrize("sent", quick_and_slow([signal.SIGKILL, signal.SIGINT], 1))
+def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> None:
+    program = Program(ENDLESS, shards)
+    workers = [os.pidfd_open(int(word)) for word in program.out.readline().split()]
+    assert len(workers) == 2
+    os.kill(program.pid, sent)
+    program.end()
+    for worker in workers:
+        assert select.select([worker], [], [], 60)[0]  # readable when the process has ended
+        os.close(worker)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "wdstrain"))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections import Counter
 from contextlib import closing
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
+from tests.conftest import quick_and_slow
 
 COUNT = 240
 
@@ -54,61 +54,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [n for batch in batches for n in batch]
 
 
-CHOSEN = [n for n in range(210) if n % 24 and n >= 20]
 WHERE = "kind != 'rare' and year >= 2020"
-
-
-@pytest.mark.parametrize("tail", ["keep", "pad"])
-def test_selected_samples_are_delivered_exactly_once_on_equal_ranks(
-    packed: Path, tail: Any
-) -> None:
-    for world_size in (1, 3):
-        ranks = []
-        for rank in range(world_size):
-            with_ranks = {"rank": rank, "world_size": world_size, "tail": tail}
-            loader = wt.Loader(packed, batch_size=8, where=WHERE, **with_ranks)
-            ranks.append([batch for batch in loader.epoch(0, until=1)])
-            assert len(ranks[-1]) == len(loader)
-            loader.close()
-        assert len({len(batches) for batches in ranks}) == 1
-        seen: list[int] = []
-        for batches in ranks:
-            for batch in batches:
-                valid = batch.get("__valid__", np.ones(len(batch["__key__"]), bool))
-                seen += [n for n, v in zip(numbers(batch), valid, strict=True) if v]
-        assert sorted(seen) == CHOSEN
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"where": WHERE}, {"weights": "often"}, {"balance": "kind"}, {"where": WHERE, "weights": 1}],
-    ids=["where", "weights", "balance", "both"],
-)
-def test_the_order_is_equal_for_any_workers_and_resumes_at_any_step(
-    packed: Path, options: dict[str, Any]
-) -> None:
-    if options.get("weights") == 1:
-        options = options | {"weights": np.linspace(0, 3, COUNT)}
-    loader = wt.Loader(packed, batch_size=8, **options)
-    uninterrupted = [epoch(loader), epoch(loader, 1)]
-    assert uninterrupted[0] != uninterrupted[1]
-    assert len(uninterrupted[0]) == len(uninterrupted[1]) == len(loader)
-    state = None
-    for step, batch in enumerate(loader.epoch(1, until=2)):
-        assert numbers(batch) == uninterrupted[1][step]
-        if step == 3:
-            state = loader.state_dict()
-            break
-    loader.close()
-    other = wt.Loader(packed, batch_size=8, num_workers=2, **options)
-    assert epoch(other) == uninterrupted[0]
-    other.close()
-    other = pickle.loads(pickle.dumps(wt.Loader(packed, batch_size=8, **options)))
-    other.load_state_dict(state)
-    assert [numbers(batch) for batch, _ in zip(other, range(4), strict=False)] == uninterrupted[1][
-        4:8
-    ]
-    other.close()
 
 
 def test_a_state_belongs_to_its_selection_and_weights(packed: Path) -> None:
@@ -146,19 +92,6 @@ def test_a_shard_without_selected_samples_is_never_opened(packed: Path, tmp_path
     loader.close()
 
 
-def test_classes_are_balanced_exactly(packed: Path) -> None:
-    """10 of 240 samples are rare, and each class gets half of the epoch."""
-    loader = wt.Loader(packed, batch_size=8, balance="kind", shuffle_buffer=40)
-    for number in range(3):
-        batches = epoch(loader, number)
-        counts = Counter(flat(batches))
-        assert sum(counts.values()) == COUNT
-        rare = [counts[n] for n in range(0, COUNT, 24)]
-        assert rare == [12] * 10
-        assert max(counts[n] for n in range(COUNT) if n % 24) == 1
-    loader.close()
-
-
 @pytest.mark.parametrize("options", [{"where": "often != 1"}, {"weights": "often"}])
 def test_a_changed_byte_of_a_selected_sample_is_detected(
     packed: Path, tmp_path: Path, options: dict[str, Any]
@@ -184,45 +117,6 @@ def test_a_changed_byte_of_a_selected_sample_is_detected(
             }
             assert loader.report()["bad"] == max(1, number % 3 * ("weights" in options))
         loader.close()
-
-
-def test_weights_skip_and_repeat_samples(packed: Path) -> None:
-    loader = wt.Loader(packed, batch_size=8, weights="often", tail="keep")
-    counts = Counter(flat(epoch(loader)))
-    assert counts == {n: n % 3 for n in range(COUNT) if n % 3}
-    loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_occurrence_of_a_sample_gets_its_own_augmentation(
-    packed: Path, num_workers: int
-) -> None:
-    loader = wt.Loader(
-        packed,
-        transform=_with_random_number,
-        batch_size=8,
-        num_workers=num_workers,
-        where="kind == 'rare'",
-        weights=np.full(COUNT, 4.0),
-    )
-    drawn = [
-        (int(n), float(x))
-        for batch in loader.epoch(0, until=1)
-        for n, x in zip(batch["n"], batch["x"], strict=True)
-    ]
-    loader.close()
-    assert len(drawn) == 40
-    assert len(set(drawn)) == 40
-    repeated = wt.Loader(
-        wt.open(packed).where("kind == 'rare'"), transform=_with_random_number, batch_size=5
-    )
-    once = {(int(n), float(x)) for b in repeated.epoch(0, until=1) for n, x in zip(b["n"], b["x"])}  # noqa: B905
-    repeated.close()
-    assert {n for n, _ in once} == {n for n, _ in drawn}
-
-
-def _with_random_number(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {"n": int(sample["__key__"][1:]), "x": rng.random()}
 
 
 @pytest.mark.parametrize(
@@ -257,26 +151,20 @@ def test_samples_outside_where_need_no_weight(packed: Path) -> None:
     assert len(loader) == sum(range(1, 240, 2)) // 8
 
 
-def test_a_mixture_of_selections(packed: Path) -> None:
-    loader = wt.mix({"a": packed, "b": packed}, where=WHERE, batch_size=8)
-    assert set(flat(epoch(loader))) <= set(CHOSEN)
-    loader.close()
-    with pytest.raises(wt.UsageError, match="balance"):
-        wt.mix({"a": packed, "b": packed}, balance="kind")
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {"weights": [20] * 100},
-        {"weights": [20] * 100, "shuffle": False},
-        {"weights": [20] * 100, "shuffle_buffer": 16},
-        {"weights": [20] * 100, "tail": "keep"},
-        {"weights": [20] * 100, "lanes": 2},
-        {"weights": [20] * 100, "num_workers": 1},
-        {"weights": [100] * 20 + [0] * 80},
-        {"balance": "cls"},
-    ],
+    quick_and_slow(
+        [
+            {"weights": [100] * 20 + [0] * 80},
+            {"balance": "cls"},
+            {"weights": [20] * 100, "shuffle": False, "tail": "keep"},
+            {"weights": [20] * 100},
+            {"weights": [20] * 100, "shuffle_buffer": 16},
+            {"weights": [20] * 100, "lanes": 2},
+            {"weights": [20] * 100, "num_workers": 1},
+        ],
+        3,
+    ),
     ids=lambda options: ", ".join(
         f"{name} {value if name != 'weights' else value[0]}" for name, value in options.items()
     ),

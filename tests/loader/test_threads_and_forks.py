@@ -9,9 +9,7 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
+from tests.support.children import ended
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -109,8 +108,7 @@ class Child:
         self._process.join()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", list(FIELDS))
+@pytest.mark.parametrize(("kind", "num_workers"), [("landing", 0), ("decoded", 2)])
 def test_a_forked_child_begins_its_own_pass_and_its_parent_continues(
     numbered: Path, kind: str, num_workers: int
 ) -> None:
@@ -160,8 +158,7 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("through", ["plain", "device"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("through", "num_workers"), [("plain", 1), ("device", 0)])
 def test_a_pass_of_the_parent_is_refused_in_a_child(
     numbered: Path, num_workers: int, through: str
 ) -> None:
@@ -216,16 +213,14 @@ LEAVING = """
 
 @pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Path) -> None:
-    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEAVING), str(numbered)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == (
+    done = ended(LEAVING, numbered)
+    assert (done.out, done.err) == (
         f"ends 20\ndrops 20\ncloses 20\nuses 20\n{COUNT}\nrest {COUNT - 80}\n",
         "",
     )
 
 
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "begun"), [(0, True), (2, False)])
 def test_threads_that_share_a_pass_have_each_batch_once(
     tmp_path: Path, num_workers: int, begun: bool
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,57 +20,9 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards
+from tests.support.children import Program
 from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_on_a_loader_and_validates_every_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
-    monkeypatch.chdir(tmp_path)
-    folder = write_shards(tmp_path / "shards", [7, 13, 1])
-    seen: dict[str, list[list[str]]] = {"train": [], "val": []}
-
-    class Model(lightning.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: dict[str, Any], step: int) -> torch.Tensor:
-            seen["train"].append(batch["__key__"])
-            return torch.nn.functional.mse_loss(
-                self.layer(batch["label"].float()[:, None]), torch.zeros(len(batch["label"]), 1)
-            )
-
-        def validation_step(self, batch: dict[str, Any], step: int) -> None:
-            seen["val"].append(batch["__key__"])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-5)
-
-    fields = {"label": wt.label()}
-    train = wt.Loader(folder, fields, batch_size=4)
-    val = wt.Loader(folder, fields, batch_size=4, shuffle=False, tail="keep")
-    trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(Model(), train, val)
-    assert len(seen["train"]) == 2 * len(train) == 10
-    assert seen["train"][:5] != seen["train"][5:]
-    assert len(seen["val"]) == 2 * len(val) == 12
-    assert sorted(key for keys in seen["val"][:6] for key in keys) == [
-        f"s{i:06d}" for i in range(21)
-    ]
-    train.close()
-    val.close()
 
 
 @pytest.mark.slow
@@ -139,7 +92,8 @@ def lightning_fit(
             self.seen.append(batch["__key__"])
             return self.layer(batch["label"].float()[:, None] / 32).mean()
 
-        def validation_step(self, batch: dict[str, Any], step: int) -> None: ...
+        def validation_step(self, batch: dict[str, Any], step: int) -> None:
+            validated.update(batch["__key__"])
 
         def on_train_batch_end(self, *_: Any) -> None:
             if save_at and self.trainer.global_step == save_at:
@@ -154,7 +108,7 @@ def lightning_fit(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    fields = {"label": wt.label()}
+    fields, validated = {"label": wt.label()}, Counter[str]()
     module = Module()
     with (
         closing(wt.Loader(shards, fields, batch_size=4)) as train,
@@ -164,6 +118,7 @@ def lightning_fit(
         trainer.fit(module, train, val, ckpt_path=resume)
         if not save_at:
             trainer.save_checkpoint(out)
+    assert set(validated) == {f"s{i:06d}" for i in range(32)}
     return module.seen, module.layer.weight.detach()
 
 
@@ -175,8 +130,7 @@ LIMITED = known_fault("training/lightning_limited_epoch")
     ("options", "steps"),
     [
         ({}, 8),
-        ({"num_sanity_val_steps": 2}, 8),
-        ({"val_check_interval": 3}, 8),
+        ({"num_sanity_val_steps": 2, "val_check_interval": 3}, 8),
         pytest.param({"limit_train_batches": 5}, 5, marks=LIMITED),
         pytest.param({"limit_train_batches": 0.5}, 4, marks=LIMITED),
     ],
@@ -197,15 +151,14 @@ def test_lightning_resumes_at_an_epoch_with_the_batches_of_an_undisturbed_run(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("options", "steps"),
+    ("options", "steps", "epoch"),
     [
-        ({}, 8),
-        ({"num_sanity_val_steps": 2}, 8),
-        ({"limit_train_batches": 5}, 5),
+        ({}, 8, 1),
+        pytest.param({"num_sanity_val_steps": 2}, 8, 0, marks=pytest.mark.slow),
+        ({"limit_train_batches": 5}, 5, 1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("epoch", [0, 1])
 def test_lightning_resumes_in_mid_epoch_with_the_batches_of_an_undisturbed_run(
     tmp_path: Path, options: dict[str, Any], steps: int, epoch: int
 ) -> None:
@@ -384,6 +337,11 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None),
         ({"RANK": "1"}, None),
         ({"RANK": "5", "WORLD_SIZE": "2"}, None),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "1"}
+            | {"SLURM_NODELIST": "node[3-5]"},
+            (1, 3),
+        ),
     ],
     ids=str,
 )
@@ -435,14 +393,10 @@ dist.destroy_process_group()
 @pytest.mark.usefixtures("bare_environment")
 def test_a_loader_that_is_older_than_the_process_group_shares_the_samples(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [40, 24])
-    words = [sys.executable, "-c", BEFORE_THE_GROUP]
-    ranks = [
-        subprocess.Popen([*words, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    first, second = (json.loads(text) for text in printed)
+    programs = [Program(BEFORE_THE_GROUP, rank, tmp_path) for rank in range(2)]
+    ranks = [program.end() for program in programs]
+    assert [rank.status for rank in ranks] == [0, 0], ranks
+    first, second = (json.loads(rank.out) for rank in ranks)
     for name in first:
         if isinstance(first[name], str):  # refused
             assert "process group" in first[name] or "rank" in first[name]

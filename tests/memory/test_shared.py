@@ -8,6 +8,7 @@ import multiprocessing
 import pytest
 import torch
 
+from tests.conftest import quick_and_slow
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
@@ -18,7 +19,7 @@ def write(memory: Memory, at: int) -> None:
     memory.view[at] = at
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", quick_and_slow(["fork", "forkserver", "spawn"], 1))
 def test_memory_is_shared_with_processes_of_every_start_method(method: str) -> None:
     memory = Memory(100)
     process = multiprocessing.get_context(method).Process(target=write, args=(memory, 42))

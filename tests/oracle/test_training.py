@@ -45,7 +45,7 @@ from tests.oracle.training_model import (
 )
 from tests.support.drawn_cases import check_block
 
-DEFAULT = 20  # cases of the default suite
+DEFAULT = 12  # cases of the default suite
 # Cases of the slow part: BLOCKS tests of BLOCK cases each, so that each has all of PAIRS.
 BLOCK, BLOCKS = 150, 2
 
@@ -520,9 +520,11 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     [
         ({}, {"weight_decay": 0.3}),
         ({"ema": 0.9}, {"ema": 0.5}),
-        ({"class_weights": "balanced"}, {"class_weights": "none"}),
         ({"accumulate": 3}, {"accumulate": 2}),
-        ({"freeze": "backbone"}, {"freeze": "blocks.0"}),
+        pytest.param(
+            {"class_weights": "balanced"}, {"class_weights": "none"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"freeze": "backbone"}, {"freeze": "blocks.0"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_plain_loop_with_another_option_differs(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import quick_and_slow
 from tests.support.orders import check_reading
 from wdstrain.errors import PlanError
 from wdstrain.order.plan import Plan
@@ -51,6 +52,9 @@ def grid() -> list[Plan]:
 
 
 GRID = grid()
+for_each = pytest.mark.parametrize(
+    "plans", quick_and_slow([GRID[::7], GRID], 1), ids=["some", "all"]
+)
 
 
 def batch(plan: Plan, rank: int, step: int) -> tuple[list[int], list[bool]]:
@@ -78,8 +82,11 @@ def test_the_grid_is_not_empty() -> None:
     assert {plan.tail for plan in GRID} == {"drop", "pad", "keep"}
 
 
-def test_every_sample_is_planned_once_and_the_tail_is_below_a_global_batch() -> None:
-    for plan in GRID:
+@for_each
+def test_every_sample_is_planned_once_and_the_tail_is_below_a_global_batch(
+    plans: list[Plan],
+) -> None:
+    for plan in plans:
         ids = delivered(plan)
         assert len(set(ids)) == len(ids), plan
         assert len(ids) == plan.samples - plan.left_out, plan
@@ -87,8 +94,9 @@ def test_every_sample_is_planned_once_and_the_tail_is_below_a_global_batch() -> 
         assert plan.tail == "drop" or plan.left_out == 0
 
 
-def test_every_rank_has_full_batches_in_every_step() -> None:
-    for plan in GRID:
+@for_each
+def test_every_rank_has_full_batches_in_every_step(plans: list[Plan]) -> None:
+    for plan in plans:
         for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
             valid = batch(plan, rank, step)[1]
             size = len(valid)
@@ -112,8 +120,9 @@ def test_every_sample_can_be_kept_for_any_sizes() -> None:
         assert plan.steps == -(-sum(counts) // plan.global_batch)
 
 
-def test_a_sample_leaves_within_one_window_of_its_place() -> None:
-    for plan in GRID:
+@for_each
+def test_a_sample_leaves_within_one_window_of_its_place(plans: list[Plan]) -> None:
+    for plan in plans:
         for lane in range(plan.lane_count):
             count = plan.lane_samples(lane)
             order = plan.order(lane, 0, count)
@@ -121,8 +130,9 @@ def test_a_sample_leaves_within_one_window_of_its_place() -> None:
             assert count == 0 or abs(order - np.arange(count)).max() < plan.window, plan
 
 
-def test_the_order_can_start_at_any_place() -> None:
-    for plan in GRID:
+@for_each
+def test_the_order_can_start_at_any_place(plans: list[Plan]) -> None:
+    for plan in plans:
         for lane in range(plan.lane_count):
             count = plan.lane_samples(lane)
             full_order = plan.order(lane, 0, count)
@@ -130,15 +140,17 @@ def test_the_order_can_start_at_any_place() -> None:
                 assert (plan.order(lane, start, count) == full_order[start:]).all(), plan
 
 
-def test_lanes_read_what_is_delivered() -> None:
+@for_each
+def test_lanes_read_what_is_delivered(plans: list[Plan]) -> None:
     """Padding repeats a sample, which then has several rows."""
-    for plan in GRID:
+    for plan in plans:
         for rank in range(plan.world_size):
             check_reading(plan, rank)
 
 
-def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
-    for plan in GRID:
+@for_each
+def test_a_resume_reads_at_most_one_window_before_its_step(plans: list[Plan]) -> None:
+    for plan in plans:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
             first = plan.first_place(*divmod(lane, plan.lanes_per_rank), step)
             # Padding repeats the last sample of a lane.
@@ -146,8 +158,9 @@ def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
             assert start - first < plan.window
 
 
-def test_rows_are_counted_from_any_step() -> None:
-    for plan in GRID:
+@for_each
+def test_rows_are_counted_from_any_step(plans: list[Plan]) -> None:
+    for plan in plans:
         for rank in range(plan.world_size):
             rows = 0
             for step in range(plan.steps):
@@ -157,9 +170,10 @@ def test_rows_are_counted_from_any_step() -> None:
             assert plan.rows_before(rank, plan.steps) == rows, plan
 
 
-def test_places_of_a_lane_are_adjacent_in_their_shards() -> None:
+@for_each
+def test_places_of_a_lane_are_adjacent_in_their_shards(plans: list[Plan]) -> None:
     """Consecutive places are consecutive samples, except at a shard's end or at the hole."""
-    for plan in GRID:
+    for plan in plans:
         shard = np.repeat(np.arange(len(plan.counts)), plan.counts)
         for lane in range(plan.lane_count):
             ids = plan.ids(lane, np.arange(plan.lane_samples(lane)))
@@ -223,7 +237,7 @@ def test_the_order_never_changes() -> None:
 
 def test_the_window_mixes_like_a_reservoir_of_the_same_memory() -> None:
     """Disk neighbors share a batch of 64 as often, within 10 %, as with an equal reservoir."""
-    count, window = 60_000, 2048
+    count, window = 30_000, 2048
     plan = make([count], batch_size=64, window=window, tail="keep")
     order = plan.order(0, 0, count)
     place = np.empty(count, np.int64)
@@ -247,8 +261,9 @@ def test_the_window_mixes_like_a_reservoir_of_the_same_memory() -> None:
     assert window_share < 1.1 * reservoir_share
 
 
-def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> None:
-    for plan in GRID + [
+@for_each
+def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window(plans: list[Plan]) -> None:
+    for plan in plans + [
         make([100_000], batch_size=b, window=w) for b in (1, 64, 5000) for w in (100, 3000, 50_000)
     ]:
         for lane in range(plan.lane_count):

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
+from tests.support.children import ended
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
-from wdstrain.conversion import shard_pool as jobs
 from wdstrain.conversion.staging import Staging
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
@@ -32,7 +32,7 @@ from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.local import LocalFile, is_state, state_of
+from wdstrain.storage.local import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
 # --- the fault injection script ---
@@ -104,9 +104,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_spilled_samples_overwritten_by_another_stream_are_not_used(
-    tmp_path: Path,
-) -> None:
+def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Path) -> None:
     """The first stream was spilled completely, the second in part; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
@@ -141,24 +139,6 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
     wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
     wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_swap_removes_the_files_of_interrupted_swaps(tmp_path: Path, how: str) -> None:
-    """Nine shards are replaced by three and then by one; both swaps are interrupted."""
-
-    def pack(count: int, **options: Any) -> None:
-        rows = ({"__key__": f"k{number}", "txt": str(number)} for number in range(count))
-        wt.pack(rows, str(tmp_path / "out"), max_shard_samples=10, **options)
-
-    pack(90)
-    with ended_at("unlink", r"/out/train-000004\.tar"):
-        pack(30, overwrite=True)
-    assert not (tmp_path / "out" / "index.json").exists()
-    with ended_at("unlink", r"/out/train-000001\.tar"):  # after the first swap was completed
-        pack(10, overwrite=True)
-    pack(10, **{how: True})
-    assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
 
 
 def test_a_finished_conversion_does_not_remove_the_staging_directory_of_the_next(
@@ -247,38 +227,6 @@ def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -
     os.close(fd)
 
 
-class Immediate:
-    """A job that ends at once."""
-
-    def __call__(self, number: int, tick: Any) -> int:
-        return number
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_conversion_does_not_wait_for_a_process_killed_after_the_last_job(
-    which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two idle processes holds a lock."""
-    results = jobs.run(Immediate(), range(4), 2, lambda samples, size: None)
-    assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
-    victim, shut = (
-        sorted(child.pid or 0 for child in multiprocessing.active_children())[which],
-        ProcessPoolExecutor.shutdown,
-    )
-    os.kill(victim, signal.SIGSTOP)  # it holds its lock until it is killed
-
-    def shutdown(self: ProcessPoolExecutor, wait: bool = True, **options: Any) -> None:
-        if not wait:
-            shut(self, wait=False, **options)
-            os.kill(victim, signal.SIGKILL)
-        else:
-            shut(self, wait=True, **options)
-
-    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shutdown)
-    assert next(results, None) is None
-    assert not multiprocessing.active_children()
-
-
 # --- indexes ---
 
 
@@ -354,19 +302,6 @@ def test_all_samples_of_a_replaced_shard_are_bad_and_counted(tmp_path: Path) -> 
     loader.close()
 
 
-def test_overwriting_bytes_during_a_read_raises(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "s", [9])
-    path = folder / "part-000.tar"
-    os.utime(path, ns=(0, 0))  # later writes have another time, however coarse the clock is
-    with LocalFile(str(path), state_of(os.stat(path))) as source:
-        memory = memoryview(bytearray(600))
-        source.read_into(memory, 0)
-        with open(path, "r+b") as file:
-            file.write(b"other")
-        with pytest.raises(ShardError, match="was written to or replaced"):
-            source.read_into(memory, 0)
-
-
 def test_a_new_link_and_changed_permissions_do_not_change_a_file(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [9])
     path = folder / "part-000.tar"
@@ -379,9 +314,7 @@ def test_a_new_link_and_changed_permissions_do_not_change_a_file(tmp_path: Path)
     assert not is_state(f"{time}:0:0", os.stat(path))
 
 
-def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(
-    tmp_path: Path,
-) -> None:
+def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [9, 9])
     shard = folder / "part-001.tar"
     data = shard.read_bytes()
@@ -393,18 +326,6 @@ def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(
     notes: list[str] = []
     open_index(str(folder), note=notes.append)
     assert "scanned the headers of 9 samples" in notes[0]
-
-
-def test_a_cached_scan_is_not_used_for_a_replaced_file_of_equal_size_and_time(
-    tmp_path: Path,
-) -> None:
-    folder = write_shards(tmp_path / "s", [9])
-    path = folder / "part-000.tar"
-    assert open_index(str(folder)).key(0) == "s000000"
-    replaced(
-        path, path.read_bytes().replace(b"s000001", b"s000010"), keep_time=True
-    )  # with an equal checksum
-    assert open_index(str(folder)).key(1) == "s000010"
 
 
 # --- checkpoints ---
@@ -553,12 +474,9 @@ except wt.SampleError as error:
 
 def test_a_worker_without_memory_at_its_first_sample_reports_it(shards: Path) -> None:
     """A thread that the worker starts at that moment never begins, and Python waits for it."""
-    run = [sys.executable, "-c", _LIMITED, str(shards)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert (
-        "there was no memory for it; if the sample is sound, lower num_workers or batch_size"
-        in done.stdout
-    ), done.stderr
+    done = ended(_LIMITED, shards)
+    advice = "there was no memory for it; if the sample is sound, lower num_workers or batch_size"
+    assert advice in done.out, done.err
 
 
 class Huge:
@@ -610,15 +528,6 @@ def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> Non
         raise RuntimeError("of something else")
 
 
-def test_a_leftover_file_is_removed_with_the_staging_directory(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"a": 8}, "jpg")
-    (tmp_path / "out" / ".unfinished").mkdir(parents=True)
-    (tmp_path / "out" / ".unfinished" / ".names.json.0123.tmp").touch()
-    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
-    assert not (tmp_path / "out" / ".unfinished").exists()
-    assert len(wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), resume=True)) == 8
-
-
 def test_a_sigchld_handler_set_during_deferral_calls_the_previous_handler() -> None:
     """torch sets its handler once, and it then always calls the handler it replaced."""
     called: list[int] = []
@@ -631,26 +540,3 @@ def test_a_sigchld_handler_set_during_deferral_calls_the_previous_handler() -> N
         assert called == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, former)
-
-
-def test_an_error_of_the_model_has_no_reference_cycle(tmp_path: Path) -> None:
-    """A cycle would keep the memory of its frames until a garbage collection."""
-
-    class Failing(torch.nn.Module):
-        def __init__(self, outputs: int) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(3, outputs)
-
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            if len(pixels) > 2:  # the trial run has a batch of two
-                raise RuntimeError("boom")
-            output_tensor: torch.Tensor = self.layer(pixels.mean((2, 3)))
-            return output_tensor
-
-    write_class_folder(tmp_path / "in", {"a": 16, "b": 16}, "jpg")
-    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "set"))
-    with pytest.raises(RuntimeError, match="boom") as raised:
-        wt.train(
-            tmp_path / "set", tmp_path / "run", model=Failing, epochs=1, batch_size=8, image_size=16
-        )
-    assert raised.value.__cause__ is None

@@ -83,12 +83,7 @@ class WaitsForGate:
 
 @pytest.mark.parametrize(
     ("workers", "context"),
-    [
-        (0, None),
-        (2, "fork"),
-        pytest.param(2, "spawn", marks=pytest.mark.slow),
-        (1, "forkserver"),
-    ],
+    [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow), (1, "forkserver")],
 )
 def test_a_stall_is_logged_with_stage_samples_and_stack(
     shards: Path,
