@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4197,
+    "conversion": 4104,
     "training": 3962,
     "inspection": 2182,
     "loader": 1225,

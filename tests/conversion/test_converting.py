@@ -993,13 +993,6 @@ def test_shards_are_not_converted_into_their_own_folder(tmp_path: Path, capsys: 
     assert files(folder) == before
 
 
-def test_a_dropped_field_cannot_be_renamed(tmp_path: Path) -> None:
-    wt.pack([{"a.txt": "a", "b.txt": "b"}], tmp_path / "set")
-    for words in ({"drop": ["a.txt"]}, {"keep": ["b.txt"]}):
-        with pytest.raises(UsageError, match=r"the field 'a\.txt' is renamed and would not stay"):
-            wt.convert_tars(tmp_path / "set", tmp_path / "out", rename={"a.txt": "c.txt"}, **words)
-
-
 @pytest.mark.parametrize("name", ["t.x", "a/b", "a b", "-a", ".a", "", "a\n", "a*"])
 def test_split_names_must_be_valid_file_names(name: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a split"):

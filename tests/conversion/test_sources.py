@@ -408,12 +408,12 @@ def test_pytables_files_with_blosc_and_tables_are_read(
     [
         (
             {},
-            r"no data sets were named.*Use one of its data sets: /g/z \[10, 2\] float64; /t \[10\] table of p, q; /x \[10\] int64; /y \[9\] int64",
+            r"no data sets were named.*Use one of its data sets: /g/z \[10, 2\] float64; /t/p; /t/q; /x \[10\] int64; /y \[9\] int64",
         ),
         ({"a": "/nothing"}, "/nothing does not exist. Use one of its data sets: /g/z"),
         ({"a": "/g"}, "/g is a group"),
         ({"a": "/x", "b": "/y"}, "all arrays must have one row for each sample.*a .10., b .9."),
-        ({"a": "/t"}, "/t is a table. Name one of its columns: /t/p, /t/q"),
+        ({"a": "/t"}, "/t is a group, or a table of several columns. Use .* /t/p; /t/q"),
     ],
 )
 def test_data_sets_that_cannot_be_packed_are_refused(
@@ -464,7 +464,10 @@ def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="cannot be read as an array.*Python objects"):
         wt.convert_arrays({"x": str(tmp_path / "objects.npy")}, str(tmp_path / "out"))
     for fields, words in (
-        ({"x": str(tmp_path / "two.npz")}, "holds several arrays: a, b. Name one: x=.*two.npz:a"),
+        (
+            {"x": str(tmp_path / "two.npz")},
+            "has no member ''. Name one of its arrays, such as x=.*two.npz:a: a, b",
+        ),
         ({"x": str(tmp_path / "two.npz") + ":c"}, "has no member 'c'"),
         ({"x": str(tmp_path / "gone.npy")}, "there is no such file"),
         ({"x": np.float64(3)}, "one row for each sample"),
@@ -978,10 +981,13 @@ def test_a_missing_torchvision_name_or_folder_is_an_error(tmp_path: Path) -> Non
     ):
         wt.convert_torchvision("Fasion", str(tmp_path / "out"), str(tmp_path))
     with pytest.raises(
-        SourceError, match="MNIST is not in .* as torchvision expects it .train: Dataset not found"
+        SourceError,
+        match="the split 'train' is missing or .* as torchvision expects it .Dataset not found",
     ):
         wt.convert_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path))
-    with pytest.raises(SourceError, match="as torchvision expects it .test: Dataset not found"):
+    with pytest.raises(
+        SourceError, match="'test' is missing or .* as torchvision expects it .Dataset not found"
+    ):
         wt.convert_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path), splits=["test"])
 
 
@@ -1005,7 +1011,8 @@ def test_a_split_that_torchvision_cannot_read_is_an_error(tmp_path: Path) -> Non
     intact = images.read_bytes()
     images.write_bytes(intact[:3000])
     with pytest.raises(
-        SourceError, match="the split 'test' is missing or cannot be read.*splits=..train."
+        SourceError,
+        match="the split 'test' is missing or cannot be read.*name the splits to convert",
     ):
         wt.convert_torchvision("MNIST", out, str(tmp_path))
     index = wt.convert_torchvision("MNIST", out, str(tmp_path), splits=["train"])
@@ -1037,7 +1044,8 @@ def test_all_torchvision_splits_are_packed_or_reported(tmp_path: Path) -> None:
     }
     (folder / "annotations" / "test.txt").unlink()
     with pytest.raises(
-        SourceError, match="the split 'test' is missing or cannot be read.*splits=..trainval."
+        SourceError,
+        match="the split 'test' is missing or cannot be read.*name the splits to convert",
     ):
         wt.convert_torchvision("OxfordIIITPet", str(tmp_path / "again"), str(tmp_path))
 
@@ -1431,15 +1439,15 @@ def test_hdf5_data_sets_without_rows_are_refused(tmp_path: Path) -> None:
     def pack(fields: dict[str, str], key: str | None = None) -> None:
         wt.convert_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, key=key)
 
-    with pytest.raises(UsageError, match="holds nothing"):
+    with pytest.raises(UsageError, match=r"their shapes are x \[\]"):
         pack({"x": "/nothing"})
-    with pytest.raises(SourceError, match="/loop cannot be opened"):
+    with pytest.raises(SourceError, match="cannot be read as HDF5 .*symbolic links|too many"):
         pack({"x": "/loop"})
     with pytest.raises(SourceError, match=r"row 1: its x\.npy is text.*name the field x\.txt"):
         pack({"x.npy": "/text"})
     with pytest.raises(UsageError, match=r"the keys are an array of int32 \[4, 2\]"):
         pack({"x": "/x"}, key="/wide")
-    with pytest.raises(UsageError, match="__key__ cannot be the name of a field"):
+    with pytest.raises(UsageError, match="'__key__' cannot be the name of a field"):
         pack({"x": "/x", "__key__": "/text"})
 
 

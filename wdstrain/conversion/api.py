@@ -25,9 +25,8 @@ from wdstrain.conversion.source_options import (
     TarsOptions,
     TorchvisionOptions,
 )
-from wdstrain.conversion.sources.arrays import stream_arrays
+from wdstrain.conversion.sources.arrays import stream_arrays, stream_hdf5
 from wdstrain.conversion.sources.folder import list_folder
-from wdstrain.conversion.sources.hdf5 import stream_hdf5
 from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvision
 from wdstrain.conversion.sources.shards import stream_tars
 from wdstrain.conversion.sources.table import open_table

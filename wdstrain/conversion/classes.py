@@ -41,8 +41,6 @@ def fixed_classes(
     (name, kind or None). Raises UsageError if they do not fit together.
     """
     names = check_classes(classes)
-    if names and like is not None:
-        raise UsageError("classes and like both give the classes. Choose one.")
     if names:
         able = [name for name, kind in asked if kind != "number"]
         if len(able) != 1:
@@ -55,16 +53,11 @@ def fixed_classes(
     if like is None:
         return {}
     labels = {label.name: label for label in open_index(like).labels}
-    for name, kind in asked:
+    for name, _ in asked:
         if name not in labels:
             raise UsageError(
                 f"like={like}: these shards have no label {name!r}. Use one of "
                 f"their labels: {', '.join(labels) or 'none'}."
-            )
-        if kind not in (None, labels[name].kind):
-            raise UsageError(
-                f"like={like}: the label {name!r} is of the kind {labels[name].kind} there, not "
-                f"{kind}."
             )
     return {name: labels[name] for name, _ in asked}
 
@@ -91,7 +84,7 @@ def stated_classes(names: Sequence[str]) -> dict[str, str]:
 def look_alikes(names: Iterable[str]) -> list[str]:
     """Return names that differ only in case, blanks or form of characters, as "'Cat' and 'cat'"."""
     alike: dict[str, list[str]] = {}
-    for name in names:
+    for name in dict.fromkeys(names):
         folded = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         alike.setdefault(folded, []).append(name)
     return [" and ".join(map(shown, same)) for same in alike.values() if len(same) > 1]

@@ -222,7 +222,8 @@ def walk(
 ) -> Iterator[tuple[str, str, list[str], list[str], int]]:
     """Yield each folder: path below root with slashes, path, sorted folders and files, number skipped.
 
-    links: to folders are followed. Raises SourceError for a folder that cannot be listed.
+    links: to folders are followed. Raises SourceError for a folder that cannot be listed, and for
+    names that no key can have.
     """
 
     def failed(error: OSError) -> None:
@@ -242,6 +243,11 @@ def walk(
             kept = sorted(name for name in folders if not skip(name))
             skipped = len(files) + len(folders) - len(names) - len(kept)
             folders[:] = kept
+            for name in (os.path.basename(folder), *names):
+                if not name.isascii() and any("\udc80" <= letter <= "\udcff" for letter in name):
+                    raise SourceError(
+                        f"{name!r}: an index needs UTF-8, and this is not. Rename it."
+                    )
             below = os.path.relpath(folder, root).replace(os.sep, "/")
             yield "" if below == "." else below, folder, kept, names, skipped
 
@@ -271,19 +277,9 @@ def drawn_again(splits: Iterable[str], options: Options) -> dict[str, list[str]]
 
 
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
-    """Raise UsageError if a path does not exist, SourceError if its folder may not be read.
-
-    shown: the path in the error.
-    """
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path holds a NUL
-        raise UsageError(f"{shown or path}: there is no such {kind}. Check the path.") from None
-    except OSError as error:
-        raise SourceError(
-            f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its "
-            f"folders."
-        ) from error
+    """Raise UsageError if a path does not exist. shown: the path in the error."""
+    if not os.path.exists(path):
+        raise UsageError(f"{shown or path}: there is no such {kind}, or no permission. Check it.")
 
 
 def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:

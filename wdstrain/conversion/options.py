@@ -29,6 +29,8 @@ _EXCLUSIVE = (
     ("append", "overwrite"),
     ("resume", "overwrite"),
     ("num_shards", "max_shard_samples"),
+    ("classes", "like"),
+    ("keep", "drop"),
 )
 # the bytes of a set depend on these
 _SAVED = (
@@ -154,7 +156,7 @@ class Options(CheckedOptions):
                 f'stratify={self.stratify!r} needs a split. Add split={{"train": 0.9, "val": 0.1}}.'
             )
         for one, other in _EXCLUSIVE:
-            values = getattr(self, one), getattr(self, other)
+            values = getattr(self, one, None), getattr(self, other, None)
             if all(values):
                 raise UsageError(
                     f"{one}={values[0]} and {other}={values[1]} exclude each other. Give only one."

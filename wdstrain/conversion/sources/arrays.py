@@ -1,6 +1,9 @@
-"""Rows of arrays: .npy files (memory-mapped), members of .npz files, arrays in memory.
+"""Rows of arrays: .npy files (memory-mapped), members of .npz files, arrays in memory, HDF5.
 
-HDF5 data sets are read by the same functions: a block of rows at a time from every array, forward.
+A block of rows at a time is read from every array, forward. Data sets of HDF5 and PyTables are read
+in whole chunks or through h5py's cache of chunks, so each chunk is decompressed once. hdf5plugin
+adds the compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a
+PyTables table) has a path below it: /events/table/energy.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,18 +27,15 @@ from wdstrain.conversion.classes import (
     stated_classes,
 )
 from wdstrain.conversion.encode import array_field, encode
-from wdstrain.conversion.listing import (
-    BadSample,
-    Sample,
-    Source,
-    check_there,
-    file_mark,
-)
+from wdstrain.conversion.listing import BadSample, Sample, Source, check_there, file_mark
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
-
+_CACHE = 64 << 20  # bytes of chunks of one HDF5 data set that h5py keeps
+# Attributes of netCDF that change what the stored numbers mean.
+_MEANING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_KEYS = "__key__"  # name of the array of keys; no field has it
 
 # An array that is read by runs of rows: it has a shape, a dtype, and rows by slices.
 Rows = Any
@@ -55,51 +56,88 @@ def stream_arrays(
     """
     opened = {name: _open(name, array) for name, array in arrays.items()}
     files = {n: os.fspath(one) for n, one in arrays.items() if isinstance(one, (str, os.PathLike))}
-    paths = [_file_of(one)[0] for one in files.values()]
-    asked = [list(files.items()), list(labels), list(classes), quality]
-    return stream_rows(
+    about = {"kind": "arrays", "fields": list(arrays), "labels": list(labels)}
+    mark = file_mark(*(_file_of(one)[0] for one in files.values()), asked=[files, classes, quality])
+    return _stream_rows(
         ", ".join(files.values()) or "arrays",
         opened,
-        {
-            "kind": "arrays",
-            "fields": list(arrays),
-            "labels": list(labels),
-            **stated_classes(classes),
-        },
-        labels=labels,
-        classes=classes,
-        quality=quality,
-        mark=f"{file_mark(*paths)} {asked}" if len(files) == len(arrays) else None,
+        about,
+        mark if len(files) == len(arrays) else None,
+        labels,
+        classes,
+        quality,
     )
 
 
-def stream_rows(
+def stream_hdf5(
+    file: str,
+    fields: Mapping[str, str],
+    *,
+    labels: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    key: str | None = None,
+    quality: int = 95,
+) -> Source:
+    """Return the rows of data sets as samples.
+
+    fields: {name: path in the file}. key: path of a data set with the keys of the samples. Raises
+    SourceError for a file that is not HDF5, UsageError for a path that is not a data set.
+    """
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError("HDF5 needs h5py. Install it: pip install 'wdstrain[hdf5]'") from None
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401, registers its filters
+    check_there(file)
+    try:
+        opened = h5py.File(file, "r", rdcc_nbytes=_CACHE)
+        data_sets = {name: _find(opened, file, path) for name, path in fields.items()}
+        keys = _find(opened, file, key) if key else None
+    except (OSError, RuntimeError) as error:  # RuntimeError: for links in a circle
+        raise SourceError(f"{file} cannot be read as HDF5 ({error}). Check the file.") from error
+    if not fields:
+        raise UsageError(
+            f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. '
+            f"Use one of its data sets: {_known(opened)}"
+        )
+    about: dict[str, Any] = {"kind": "hdf5", "fields": dict(fields), "labels": list(labels)}
+    about["key"] = key
+    packed = {name: ", ".join(one.meaning) for name, one in data_sets.items() if one.meaning}
+    if packed:
+        lines = (f"{n}: stored numbers are packed, without {some}" for n, some in packed.items())
+        about["decided"] = list(lines)
+    mark = file_mark(file, asked=[about, classes, quality])
+    return _stream_rows(file, data_sets, about, mark, labels, classes, quality, keys)
+
+
+def _stream_rows(
     title: str,
     arrays: Mapping[str, Rows],
-    source: dict[str, Any],
-    *,
+    about: dict[str, Any],
+    mark: str | None,
     labels: Sequence[str],
     classes: Sequence[str],
     quality: int,
-    keys: str | None = None,
-    mark: str | None = None,
+    keys: Rows = None,
 ) -> Source:
-    """Return the rows of arrays of equal length as samples.
-
-    keys: name of the array of keys. mark: as in `Source`. Arrays of labels are read first.
-    """
-    count = _row_count(title, arrays)
-    if keys is not None:
-        _check_keys(title, arrays[keys])
-    fields = _field_names(title, {name: rows for name, rows in arrays.items() if name != keys})
+    """Return the rows of arrays of equal length as samples. Arrays of labels are read first."""
+    stored = dict(arrays) if keys is None else {**arrays, _KEYS: keys}
+    count = _row_count(title, stored)
+    if keys is not None and (len(keys.shape) != 1 or np.dtype(keys.dtype).kind not in "SUOiu"):
+        raise UsageError(
+            f"{title}: the keys are an array of {keys.dtype} {list(keys.shape)}. They must be one "
+            "text or whole number per row."
+        )
+    fields = _field_names(title, arrays)
     names = check_classes(classes)
-    only_cls = names if "cls" in arrays else ()
+    places = {name: place for place, name in enumerate(names)}
+    only_cls = "cls" in arrays
     scalars = [
         _scalar(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())
         for one in _asked_labels(arrays, labels)
     ]
-    arrays = {**arrays, **{scalar.name: scalar.values for scalar in scalars}}
-    places = {name: place for place, name in enumerate(names)}
+    stored |= {scalar.name: scalar.values for scalar in scalars}
     classed = next((scalar for scalar in scalars if scalar.info.kind != "number"), None)
 
     def sample(block: Mapping[str, Any], row: int, i: int) -> Sample:
@@ -110,12 +148,12 @@ def stream_rows(
         for scalar in scalars:
             if scalar.is_bad[row]:
                 raise SampleError(f"its {scalar.name} is {scalar.values[row]}{scalar.rule}")
-        key = None if keys is None else _text(block[keys][i])
+        key = None if keys is None else _text(block[_KEYS][i])
         stratum = "" if classed is None else classed.stratum(row)
         return Sample(key, parts, stratum=stratum, row=row + 1)
 
     def entries() -> Iterator[Sample | BadSample]:
-        for first, block in blocks(arrays, count):
+        for first, block in _blocks(stored, count):
             for i in range(len(next(iter(block.values())))):
                 try:
                     yield sample(block, first + i, i)
@@ -126,7 +164,7 @@ def stream_rows(
         title,
         entries,
         lambda: tuple(scalar.info for scalar in scalars),
-        source,
+        about | stated_classes(classes),
         count,
         mark,
         stratum=classed.info.name if classed else "",
@@ -146,15 +184,6 @@ def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
     return lengths.pop()
 
 
-def _check_keys(title: str, keys: Rows) -> None:
-    """Raise UsageError for an array whose values cannot be keys."""
-    if len(keys.shape) != 1 or np.dtype(keys.dtype).kind not in "SUOiu":
-        raise UsageError(
-            f"{title}: the keys are an array of {keys.dtype} {list(keys.shape)}. They must be one "
-            "text or whole number per row."
-        )
-
-
 def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
     """Return the name of the field of each array."""
     try:
@@ -169,38 +198,56 @@ def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
     return fields
 
 
-def _asked_labels(arrays: Mapping[str, Rows], labels: Sequence[str]) -> list[str]:
-    """Return the labels with `cls`, which is one if no other is named or if it counts classes."""
-    if "cls" not in arrays:
-        return list(labels)
-    cls = arrays["cls"]
-    counts = len(cls.shape) == 1 and np.dtype(cls.dtype).kind in "biu"
-    is_asked = bool({"cls", "cls:class", "cls:number"} & set(labels))
-    return [*labels, *(["cls"] if not labels or (counts and not is_asked) else [])]
-
-
-def row_bytes(array: Rows) -> int:
-    """Return the bytes of a row; an estimate from the first rows if rows differ in length."""
-    values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
-    if np.dtype(array.dtype).hasobject:
-        some = [
-            len(row) if hasattr(row, "__len__") else 8
-            for row in np.asarray(array[slice(0, 16)]).ravel()
-        ]
-        return 64 + values * 2 * (sum(some) // max(1, len(some)))
-    return values * max(1, int(np.dtype(array.dtype).itemsize))
-
-
-def blocks(
+def _blocks(
     arrays: Mapping[str, Rows], count: int
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
     """Yield (first row, {name: rows}) of each block of rows."""
-    size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
+    size = max(1, _BLOCK // sum(map(_row_bytes, arrays.values())))
     step = math.lcm(*(getattr(array, "chunk", 1) for array in arrays.values()))
     size -= size % step if size >= step else 0  # no chunk is decompressed twice
     for first in range(0, count, size):
         rows = slice(first, min(first + size, count))
         yield first, {name: np.asanyarray(array[rows]) for name, array in arrays.items()}
+
+
+def _row_bytes(array: Rows) -> int:
+    """Return the bytes of a row; an estimate from the first rows if rows differ in length."""
+    values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
+    if not np.dtype(array.dtype).hasobject:
+        return values * max(1, int(np.dtype(array.dtype).itemsize))
+    some = np.asarray(array[slice(0, 16)]).ravel()
+    sizes = [len(row) if hasattr(row, "__len__") else 8 for row in some]
+    return 64 + values * 2 * (sum(sizes) // max(1, len(sizes)))
+
+
+def _value(value: Any, field: str) -> Any:
+    """Return a value of a row; texts of HDF5, and encoded files in rows of uint8, as bytes."""
+    is_npy = field.endswith(".npy")
+    if isinstance(value, bytes):
+        if is_npy and not value.startswith(b"\x93NUMPY"):
+            raise SampleError(
+                f"its {field} is text, but a .npy holds an array; name the field "
+                f"{field.removesuffix('.npy')}.txt"
+            )
+        return bytes(value)
+    is_row = isinstance(value, np.ndarray) and value.ndim == 1
+    return value.tobytes() if is_row and value.dtype == np.uint8 and not is_npy else value
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def _asked_labels(arrays: Mapping[str, Rows], labels: Sequence[str]) -> list[str]:
+    """Return the labels with `cls`, which is one if no other is named or if it counts classes."""
+    if "cls" not in arrays or {"cls", "cls:class", "cls:number"} & set(labels):
+        return list(labels)
+    cls = arrays["cls"]
+    counts = len(cls.shape) == 1 and np.dtype(cls.dtype).kind in "biu"
+    return [*labels, "cls"] if counts or not labels else list(labels)
 
 
 class _Scalar(NamedTuple):
@@ -257,29 +304,11 @@ def _scalar(
     return _Scalar(name, replace(info, classes=known), rows, ~is_class, rule)
 
 
-def _value(value: Any, field: str) -> Any:
-    if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
-        if field.rpartition(".")[2] == "npy" and not value.startswith(b"\x93NUMPY"):
-            raise SampleError(
-                f"its {field} is text, but a .npy holds an array; name the field "
-                f"{field.removesuffix('.npy')}.txt"
-            )
-        return bytes(value)
-    if (
-        isinstance(value, np.ndarray)
-        and value.dtype == np.uint8
-        and value.ndim == 1
-        and field.rpartition(".")[2] != "npy"
-    ):
-        return value.tobytes()  # the bytes of an encoded file
-    return value
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _open(name: str, array: Any) -> Rows:
+    """Return an array, or the one in a file."""
     if not isinstance(array, (str, os.PathLike)):
         try:
             return np.asanyarray(array)
@@ -300,10 +329,9 @@ def _open(name: str, array: Any) -> Rows:
         raise SourceError(
             f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
         ) from error
-    if member:
-        raise UsageError(f"{path} has no member '{member}'. Use one of: {', '.join(members)}")
     raise UsageError(
-        f"{path} holds several arrays: {', '.join(members)}. Name one: {name}={path}:{members[0]}"
+        f"{path} has no member '{member}'. Name one of its arrays, such as "
+        f"{name}={path}:{members[0] if members else 'NAME'}: {', '.join(members)}"
     )
 
 
@@ -311,3 +339,60 @@ def _file_of(array: str | os.PathLike[str]) -> tuple[str, str]:
     """Return (file, member) of an address of an array."""
     path, _, member = os.fspath(array).partition(".npz:")
     return path + ".npz" * bool(member), member
+
+
+class _DataSet:
+    """A data set, or one column of a compound data set. chunk: rows of one of its chunks."""
+
+    def __init__(self, opened: Any, file: str, column: str | None = None) -> None:
+        self._opened, self._file, self._column = opened, file, column
+        folder = os.path.dirname(os.path.abspath(file))
+        for _, name, *_ in opened.virtual_sources() if opened.is_virtual else ():
+            # HDF5 returns fill values for a missing file. A name with % is a series of files: its
+            # rows are those of the existing ones.
+            if "%" not in name and not any(map(os.path.exists, (name, os.path.join(folder, name)))):
+                raise SourceError(
+                    f"{file}{opened.name} is virtual, and {name} cannot be read (there is no such "
+                    f"file). Its rows would be fill values. Put the file beside {file}."
+                )
+        self.dtype = opened.dtype if column is None else opened.dtype[column].base
+        inner = () if column is None else opened.dtype[column].shape
+        self.shape: tuple[int, ...] = (*(opened.shape or ()), *inner)
+        self.chunk = int(opened.chunks[0]) if opened.chunks else 1
+        self.meaning = [name for name in _MEANING if name in opened.attrs]
+
+    def __getitem__(self, rows: slice) -> Any:
+        try:
+            block = self._opened[rows]
+        except OSError as error:
+            raise SourceError(
+                f"{self._file}{self._opened.name} cannot be read at rows {rows.start} to "
+                f"{rows.stop}: {error}. If its compression is unknown, install: "
+                f"pip install 'wdstrain[hdf5]'"
+            ) from error
+        return block if self._column is None else block[self._column]
+
+
+def _find(opened: Any, file: str, path: str) -> _DataSet:
+    node = opened.get(path)
+    if hasattr(node, "dtype") and not node.dtype.names:
+        return _DataSet(node, file)
+    above, _, column = path.rstrip("/").rpartition("/")
+    table: Any = opened.get(above) if above else None
+    if hasattr(table, "dtype") and column in (table.dtype.names or ()):
+        return _DataSet(table, file, column)
+    reason = "does not exist" if node is None else "is a group, or a table of several columns"
+    raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
+
+
+def _known(opened: Any) -> str:
+    """Return the data sets of a file, and PATH/COLUMN of its tables, for messages."""
+    lines = list[str]()
+
+    def visit(name: str, node: Any) -> None:
+        if hasattr(node, "dtype"):
+            columns = [f"/{name}/{column}" for column in node.dtype.names or ()]
+            lines.extend(columns or [f"/{name} {list(node.shape or ())} {node.dtype}"])
+
+    opened.visititems(visit)
+    return "; ".join(lines[:20]) + "; ..." * (len(lines) > 20) or "none"

@@ -13,15 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wdstrain.conversion.classes import look_alikes, stated_classes
-from wdstrain.conversion.listing import (
-    SPLITS,
-    Keys,
-    Sample,
-    Source,
-    check_there,
-    image_field,
-    walk,
-)
+from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, image_field, walk
 from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
@@ -36,11 +28,10 @@ def list_folder(
 
     flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
     images without a mask are left out and counted. fixed: names of the classes in the order of
-    their numbers (default: the sorted class folders). Raises UsageError for a folder that is
-    missing, and for a class folder that is not in `fixed`; SourceError for one without images or
-    class folders.
+    their numbers (default: the sorted class folders). Raises
+    UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
+    SourceError for one without images or class folders.
     """
-    check_there(source, kind="folder")
     if not os.path.isdir(source):
         raise UsageError(f"{source}: there is no such folder. Check the path.")
     if fixed and flat:
@@ -56,10 +47,7 @@ def list_folder(
             f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
             "the end of the classes."
         )
-    if classes:
-        folders = {name for root in roots.values() for name in next(walk(root))[2]}
-        ignored["folders without images"] += len(folders - set(classes))
-    numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
+    numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
     keys, items = Keys(), list[Sample]()
     for image in images:
         path, parts = str(image.parts[0][1]), list(image.parts)
@@ -75,9 +63,8 @@ def list_folder(
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
     labels = (ColumnInfo("label", "class", "cls", classes=tuple(numbers)),) if classes else ()
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
-    if masks is not None:
-        about["masks"] = True
-    if decided := _decided(list(dict.fromkeys([*fixed, *classes])), list(numbers)):
+    about |= {"masks": True} if masks is not None else {}
+    if decided := _decided([*fixed, *classes], list(numbers)):
         about["decided"] = decided
     return Source(
         source,
@@ -95,12 +82,10 @@ def list_folder(
 def _decided(names: list[str], numbered: list[str]) -> list[str]:
     """Return lines for people about the names of classes. numbered: in the order of their numbers."""
     lines = [f"classes: {alike} look alike" for alike in look_alikes(names)]
-    other = next((n for n in numbered if n.isdecimal() and int(n) != numbered.index(n)), None)
-    if other is not None:
-        number = numbered.index(other)
-        lines.append(
-            f"classes: names are sorted, so folder {other!r} has the class number {number}"
-        )
+    for number, name in enumerate(numbered):
+        if name.isdecimal() and int(name) != number:
+            text = f"classes: names are sorted, so folder {name!r} has the class number {number}"
+            return [*lines, text]
     return lines
 
 
@@ -111,12 +96,12 @@ def _find_images(
 
     roots: folders by split. Raises SourceError if there are none.
     """
-    images, outside = list[Sample](), 0
+    images, outside, kinds = list[Sample](), 0, set[str]()
     for split, root in roots.items():
         for below, folder, _, names, hidden in walk(root):
             ignored["hidden or system files"] += hidden
-            _check_utf8(folder, *names)
             kind = "" if flat else below.split("/", 1)[0]
+            kinds.add(kind)
             prefix = f"{below}/" if below else ""
             for name in names:
                 field = image_field(name)
@@ -129,6 +114,7 @@ def _find_images(
                     images.append(Sample(None, parts, split, stratum=kind, name=prefix + name))
     ignored["images outside a class folder"] += outside
     if images:
+        ignored["folders without images"] += len(kinds - {"", *(i.stratum for i in images)})
         return images
     if outside:
         raise SourceError(
@@ -142,45 +128,34 @@ def _find_images(
     )
 
 
-def _check_utf8(*names: str) -> None:
-    """Raise SourceError for a name that cannot be part of a key."""
-    for name in names:
-        if not name.isascii() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in name):
-            raise SourceError(f"{name!r}: this name is not UTF-8, which an index needs. Rename it.")
-
-
 def _find_masks(
-    source: str,
-    masks: str,
-    images: Sequence[Sample],
-    ignored: Counter[str],
+    source: str, masks: str, images: Sequence[Sample], ignored: Counter[str]
 ) -> dict[str, tuple[str, str]]:
     """Return (field, path) of the mask of each image, by the path of the image.
 
     A mask has the path of its image, from its own folder and without the extension: masks/a/1.png
     is that of images/a/1.jpg. Raises SourceError for JPEGs and for two masks of an image.
     """
-    check_there(masks, kind="folder")
-    inside = os.path.commonpath([os.path.realpath(source), os.path.realpath(masks)])
-    if inside == os.path.realpath(source):
+    if not os.path.isdir(masks):
+        raise UsageError(f"{masks}: there is no such folder. Check the path.")
+    root = os.path.realpath(source)
+    if os.path.commonpath([root, os.path.realpath(masks)]) == root:
         raise UsageError(
             f"masks={masks}: it is inside of {source}, so masks would be packed as images. Name "
             "the folder of the images alone."
         )
     by_stem: dict[str, tuple[str, str]] = {}
     for below, folder, _, names, _ in walk(masks):
-        _check_utf8(folder, *names)
         for name in names:
             field, path = image_field(name), f"{folder}{os.sep}{name}"
             if field is None:
                 continue
-            if field in JPEG.extensions:
-                raise SourceError(
-                    f"{path} is a JPEG, which changes class numbers. Store masks as PNG."
-                )
             stem = f"{below}/{name}".lstrip("/").rpartition(".")[0]
-            if stem in by_stem:
-                raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
+            if field in JPEG.extensions or stem in by_stem:
+                raise SourceError(
+                    f"{path} cannot be the mask of an image: a JPEG changes class numbers, and an "
+                    "image has one mask. Store one PNG for each image."
+                )
             by_stem[stem] = (f"mask.{field}", path)
     paths = [str(image.parts[0][1]) for image in images]
     stems = {

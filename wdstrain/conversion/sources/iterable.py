@@ -12,9 +12,11 @@ items are read and their images stored as PNG, which is lossless. Nothing is dow
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from wdstrain.conversion.classes import (
@@ -25,12 +27,10 @@ from wdstrain.conversion.classes import (
     stated_classes,
 )
 from wdstrain.conversion.encode import encode
-from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
+from wdstrain.conversion.listing import BadSample, Sample, Source
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
-# splits of torchvision, in order
-_NAMES = ("train", "val", "valid", "trainval", "test", "extra", "unlabeled")
 _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 
 
@@ -50,9 +50,8 @@ def stream_samples(
     parts: iterables or map-style data sets, by split; "": the split is drawn. group: returns the
     group of a sample. quality: of JPEGs that are made of pixels.
     """
-    for samples in parts.values():
-        _check_iterable(samples)
-    names = check_classes(classes) or check_classes(classes_of(next(iter(parts.values()), None)))
+    sizes = list(map(_length, parts.values()))
+    names = check_classes(classes) or classes_of(next(iter(parts.values()), None))
     places = {name: place for place, name in enumerate(names)}
     is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
     kinds, numbers = set[str](), set[int]()  # what each cls is; class numbers without names
@@ -88,7 +87,6 @@ def stream_samples(
         known = names or counted_classes("cls", numbers)
         return (*labels, ColumnInfo("label", "class", "cls", classes=known))
 
-    sizes = [_length(part) for part in parts.values()]
     return Source(
         name,
         entries,
@@ -124,24 +122,23 @@ def _packed(
     return key, packed
 
 
-def _check_iterable(samples: Any) -> None:
-    """Raise UsageError for tables and single values, which are iterable too."""
-    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
-        raise UsageError(
-            "a DataFrame is a table: use wt.convert_table(frame, out, image=..., label=...)."
-        )
-    if isinstance(samples, (str, bytes, Mapping)):
-        raise UsageError(
-            f"samples is {type(samples).__name__}: must be an iterable of samples, each a dict of "
-            f"fields."
-        )
-
-
 def _length(part: Any) -> int | None:
+    """Return the number of samples, None if unknown. Raises UsageError for no iterable of samples."""
+    is_table = hasattr(part, "to_dict") and hasattr(part, "columns")
+    if is_table or isinstance(part, (str, bytes, Mapping)):
+        raise UsageError(
+            f"samples is {type(part).__name__}: must be an iterable of samples, each a dict of "
+            "fields. For a DataFrame, use wt.convert_table(frame, out, image=..., label=...)."
+        )
     try:
         return len(part)
     except (TypeError, NotImplementedError):
-        return None
+        if hasattr(part, "__iter__"):
+            return None
+    raise UsageError(
+        f"{type(part).__name__} is neither an iterable nor a data set with a length. Give an "
+        f"iterable of samples, each a dict of fields."
+    )
 
 
 def _numbered(part: Any) -> Iterator[tuple[int, Any]]:
@@ -149,13 +146,7 @@ def _numbered(part: Any) -> Iterator[tuple[int, Any]]:
     if hasattr(part, "__iter__"):
         yield from enumerate(part)
         return
-    length = _length(part)
-    if not hasattr(part, "__getitem__") or length is None:
-        raise UsageError(
-            f"{type(part).__name__} is neither an iterable nor a data set with a length. Give an "
-            f"iterable of samples, each a dict of fields."
-        )
-    for number in range(length):
+    for number in range(len(part)):
         try:
             sample = part[number]
         except Exception as error:  # the user's data set may raise anything
@@ -180,10 +171,9 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
 
 def classes_of(part: Any) -> tuple[str, ...]:
     """Return the class names of a torchvision data set; () if it has none."""
-    names = getattr(part, "classes", None)
-    if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    return ()
+    names: Any = getattr(part, "classes", None)
+    is_names = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    return check_classes(names) if is_names else ()
 
 
 # --- data sets of torchvision ---------------------------------------------------------------------
@@ -195,65 +185,44 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     Raises UsageError for a name or split that torchvision does not know, SourceError for a split
     that is missing in `root` or damaged.
     """
-    kind = _data_set(name)
+    import torchvision.datasets  # takes half a second
+
+    kind: Any = getattr(torchvision.datasets, name, None)
+    if name not in torchvision.datasets.__all__:
+        near = get_close_matches(name, torchvision.datasets.__all__, cutoff=0.3)
+        raise UsageError(
+            f"torchvision has no data set '{name}'. Did you mean one of {', '.join(near)}?"
+        )
+    if not os.path.isdir(root):
+        raise UsageError(f"{root}: there is no such folder. Check the path.")
     parameter, known = _splits_of(kind, root)
     if strange := sorted(set(splits) - set(known)):
         raise UsageError(f"{name} has no split '{strange[0]}'. Use {' or '.join(known)}.")
     has_parts = {"train", "val"} & set(known)  # of trainval
     wanted = list(splits) or [one for one in known if one != "trainval" or not has_parts]
     data_sets: dict[str, Any] = {}
-    reasons: dict[str, str] = {}  # why splits cannot be opened
     for split in wanted:
         value = split == "train" if parameter == "train" else split
         try:
-            data_sets["val" if split == "valid" else split] = kind(
-                root, **({parameter: value} if parameter else {})
-            )
+            data = kind(root, **({parameter: value} if parameter else {}))
         except Exception as error:  # data sets raise any type for missing files
-            first_line = str(error).partition("\n")[0]
-            reasons[split] = f"{split or name}: {first_line or type(error).__name__}"
-    if not data_sets:
-        check_there(root, kind="folder")
-        raise SourceError(
-            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons.values())}). "
-            "Download it first."
-        )
-    if reasons:
-        failed, reason = next(iter(reasons.items()))
-        raise SourceError(
-            f"{name} in {root}: the split '{failed}' is missing or cannot be read ({reason}). "
-            f"Fix it, or name the splits to convert: "
-            f"splits={[split for split in wanted if split not in reasons]}"
-        )
-    files = {split: _Files(one) for split, one in data_sets.items() if _has_files(one)}
-    parts = files if len(files) == len(data_sets) else data_sets
-    source = {"kind": "torchvision", "name": name, "splits": list(data_sets)}
+            raise SourceError(
+                f"{name} in {root}: the split '{split}' is missing or cannot be read as torchvision "
+                f"expects it ({str(error).partition(chr(10))[0] or type(error).__name__}). Download "
+                "it first, or name the splits to convert: splits=[...]"
+            ) from None
+        data_sets["val" if split == "valid" else split] = data
+    files = {split: _Files(data.samples) for split, data in data_sets.items() if _has_files(data)}
+    has_files = len(files) == len(data_sets)
     stream = stream_samples(
-        parts,
-        fields=None if parts is files else ("png", "cls"),
+        files if has_files else data_sets,
+        fields=None if has_files else ("png", "cls"),
         classes=classes_of(next(iter(data_sets.values()))),
         name=name,
-        source=source,
+        source={"kind": "torchvision", "name": name, "splits": list(data_sets)},
     )
-    return replace(
-        stream,
-        resplit=True,
-        ignored={f"split {one}, which was not asked for": 1 for one in known if one not in wanted},
-    )
-
-
-def _data_set(name: str) -> Any:
-    """Return a class of torchvision.datasets by its name."""
-    import torchvision.datasets  # takes half a second
-
-    names = torchvision.datasets.__all__
-    if name in names:
-        return getattr(torchvision.datasets, name)
-    near = [known for known in names if known.lower().startswith(name[:3].lower())]
-    raise UsageError(
-        f"torchvision has no data set '{name}'. "
-        + (f"Did you mean {', '.join(near)}?" if near else "Check the name.")
-    )
+    left_out = {f"split {one}, which was not asked for": 1 for one in known if one not in wanted}
+    return replace(stream, resplit=True, ignored=left_out)
 
 
 def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
@@ -267,16 +236,15 @@ def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
         kind(root, split=" ")
     except Exception as error:  # of any type; it names the splits
         known = re.findall(r"'([^']*)'", str(error).partition("Valid values are ")[2])
-        if known:
-            return "split", [name for name in _NAMES if name in known]
+        return "split", list(map(str, known)) or ["train", "test"]
     return "split", ["train", "test"]
 
 
 class _Files:
     """The files of a data set that lists them, as samples with their bytes."""
 
-    def __init__(self, data: Any) -> None:
-        self._rows = data.samples
+    def __init__(self, rows: list[tuple[str, int]]) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -290,6 +258,4 @@ class _Files:
 
 def _has_files(data: Any) -> bool:
     rows = getattr(data, "samples", None)
-    return (
-        isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple) and len(rows[0]) == 2
-    )
+    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple)

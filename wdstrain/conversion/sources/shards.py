@@ -1,22 +1,30 @@
-"""Samples of existing shards, in one forward pass.
+"""Samples of existing shards, in one forward pass; also of compressed tars and zip archives.
 
 Samples may be filtered, and fields dropped or renamed. Splits and labels of the index are kept. A
 sample whose bytes differ from the checksums of the index is bad. Sets that number their classes
 differently are not merged: a number would mean two classes.
+
+Members of archives are grouped into samples by webdataset's rule: the key is the name up to the
+first dot of its last part. Archives are not trusted: their unpacked size is limited.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
+from lzma import LZMAError
 from typing import Any
 
 import numpy as np
 
 from wdstrain.conversion.listing import (
     BadSample,
+    Part,
     Sample,
     Source,
     check_there,
@@ -28,16 +36,21 @@ from wdstrain.conversion.listing import (
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
-from wdstrain.conversion.sources.archives import archives_in, stream_archives
-from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
+from wdstrain.errors import DamageError, SampleError, ShardError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_document import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
-from wdstrain.storage.remote import is_remote
+from wdstrain.shards.tar import Member, SkippedMembers, split_name
+from wdstrain.shards.tar_stream import members, open_tar, samples, shown
+from wdstrain.storage.addresses import INDEX_NAME, beside, expand, folder_of, is_json
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of
+
+_ARCHIVE = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|zip)$", re.IGNORECASE)
+_MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
+_FREE = 1 << 30  # bytes that any archive may unpack to
 
 
 def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None) -> Source:
@@ -50,10 +63,10 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
     if options.classes is not None and options.label is None:
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
-    if options.keep and options.drop:
-        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
-    if archives := archives_in(urls):
-        return _stream_archives(archives, options)
+    wanted = None if options.keys is None else read_keys(options.keys)
+    source = _stated(options, wanted)
+    if archives := _archives_in(urls):
+        return _stream_archives(archives, options, wanted, source)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
@@ -62,16 +75,14 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     if options.where is not None:
         index = with_columns_of(index, options.where).where(options.where)
     count_ignored(ignored, "samples that do not meet the condition", everything - len(index))
-    wanted = _wanted_keys(index, options)
     if wanted is not None:
         keys = index.keys(np.arange(len(index)))
+        _check_keys(options, wanted, keys)
         is_wanted = np.array([key in wanted for key in keys], np.bool_)
         count_ignored(ignored, "keys that were not asked for", int((~is_wanted).sum()))
         index = index.take(np.flatnonzero(is_wanted))
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
-    labels = _labels(index, names)
-    if options.label is not None:
-        labels = _with_declared(index, labels, options)
+    labels = _labels(index, names, options)
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
     )
@@ -88,28 +99,21 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             if stratum is not None and stratum.field in fields:
                 data = memoryview(fields[stratum.field])
                 kinds = classes_in(data, stratum.entry, stratum.classes)
-            yield Sample(
-                index.key(number),
-                kept,
-                splits[shard.name],
-                stratum=next(iter(kinds), ""),
-            )
+            split = splits[shard.name]
+            yield Sample(index.key(number), kept, split, stratum=next(iter(kinds), ""))
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
-    source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
     source |= drawn_again(splits.values(), options)
-    mark = (
-        f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} "
-        f"{sorted(wanted or ())} {labels} {[shard.split for shard in index.shards]!r}"
-    )
+    # Local shards without checksums are known by their size and time.
+    local = file_mark(*(shard.path for shard in index.shards if not is_remote(shard.path)))
     return Source(
         urls[0] if len(urls) == 1 and not is_remote(urls[0]) else ", ".join(folders),
         entries,
         lambda: renamed,
         source,
         len(index),
-        mark,
+        f"{index.fingerprint} {local} {sorted(wanted or ())} {labels} {splits}",
         ignored,
         resplit=True,
         stratum=stratum.name if stratum else "",
@@ -131,70 +135,46 @@ def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
 
 def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
     """Return {field: new name} of the fields that stay."""
-    keep, drop, rename = options.keep, options.drop, options.rename or {}
-    for field in [*keep, *drop, *rename]:
+    for field in [*options.keep, *options.drop, *(options.rename or {})]:
         if field not in index.fields:
             raise UsageError(
                 f"no shard has a field '{field}'. Use one of: {', '.join(index.fields)}"
             )
-    kept = [field for field in index.fields if (field in keep if keep else field not in drop)]
-    gone = [field for field in rename if field not in kept]
-    if gone:
-        raise UsageError(
-            f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
-        )
     try:
-        names = {field: field_name(rename.get(field, field)) for field in kept}
+        return _new_names(index.fields, options)
     except SampleError as error:
-        raise UsageError(f"{error}. Choose another name.") from None
+        raise UsageError(f"the samples cannot be packed: {error}. Choose others.") from None
+
+
+def _new_names(fields: Iterable[str], options: TarsOptions) -> dict[str, str]:
+    """Return {field: new name} of the fields that stay. Raises SampleError if they do not fit."""
+    keep, drop, rename = options.keep, options.drop, options.rename or {}
+    kept = [field for field in fields if (field in keep if keep else field not in drop)]
+    names = {field: field_name(rename.get(field, field)) for field in kept}
     if not names or len(set(names.values())) < len(names):
-        raise UsageError(
-            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They "
-            "need one or more fields with different names."
-        )
+        some = ", ".join(names.values()) or "(none)"
+        raise SampleError(f"it would have the fields {some}, but needs one or more, each once")
     return names
 
 
-def _wanted_keys(index: Index, options: TarsOptions) -> set[str] | None:
-    """Return the keys in the file of keys; None if all samples are wanted."""
-    if options.keys is None:
-        return None
-    wanted = read_keys(options.keys)
-    if missing := wanted.difference(index.keys(np.arange(len(index)))):
+def _check_keys(options: TarsOptions, wanted: set[str], keys: Iterable[str]) -> None:
+    """Raise SourceError if the shards lack a key that is wanted."""
+    if missing := wanted.difference(keys):
         raise SourceError(
             f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
             f"'{min(missing)}'. A key is the name of a member up to its first dot. Remove the keys "
             "that do not exist."
         )
-    return wanted
 
 
-def _stream_archives(paths: list[str], options: TarsOptions) -> Source:
-    """Return the samples of compressed tars and zip archives.
-
-    where is refused: the type of a column is known after the last sample only, so a condition could
-    not be evaluated in one forward pass.
-    """
-    if options.where is not None or options.label is not None:
-        raise UsageError(
-            "where and label need the columns of an index, and archives have none. Convert the "
-            "archives first, then the new shards: wdstrain convert tars OUT NEW --where CONDITION"
-        )
-    keys = read_keys(options.keys) if options.keys is not None else None
-    return stream_archives(paths, options, keys, stated(options))
-
-
-def stated(options: TarsOptions) -> dict[str, Any]:
-    """Return the arguments of a conversion of shards, without opening the shards."""
-    keys = None
-    if options.keys is not None:
-        text = "\n".join(sorted(read_keys(options.keys)))
-        keys = blake2b(text.encode(), digest_size=8).hexdigest()
+def _stated(options: TarsOptions, keys: set[str] | None) -> dict[str, Any]:
+    """Return the arguments of a conversion of shards, as its provenance has them."""
+    text = "\n".join(sorted(keys or ()))
     arguments: dict[str, Any] = {
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
-        "keys": keys,
+        "keys": None if keys is None else blake2b(text.encode(), digest_size=8).hexdigest(),
     }
     for name in ("where", "label", "classes"):
         if (value := getattr(options, name)) is not None:
@@ -224,38 +204,28 @@ def _real(folder: str) -> str:
     return folder.rstrip("/") if is_remote(folder) else os.path.realpath(folder)
 
 
-def _labels(index: Index, names: Mapping[str, str]) -> tuple[ColumnInfo, ...]:
-    """Return the labels whose fields are kept. Raises UsageError if the sets differ in them."""
-    by_labels: dict[tuple[ColumnInfo, ...], str] = {}
-    for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
-        document = find_document(place)
-        known = document.labels if document is not None else ()
-        labels = tuple(label for label in known if label.field in names)
-        by_labels.setdefault(labels, place)
-    if len(by_labels) > 1 and any(by_labels):
+def _labels(index: Index, names: Iterable[str], options: TarsOptions) -> tuple[ColumnInfo, ...]:
+    """Return the labels whose fields are kept, and the one that the options declare.
+
+    That replaces a label of its name. Raises UsageError if the sets differ in their labels.
+    """
+    by_shard = index.shard_labels or (index.labels,)
+    kept = {tuple(label for label in labels if label.field in names) for labels in by_shard}
+    if len(kept) > 1:
         raise UsageError(
             "these sets have different labels, or some have none: a class number would mean two "
-            "classes. Convert each set by itself, or drop the field of the label. A set with "
-            f"labels: {folder_of(next(place for labels, place in by_labels.items() if labels))}"
+            "classes. Convert each set by itself, or drop the field of the label."
         )
-    return next(iter(by_labels), ())
-
-
-def _with_declared(
-    index: Index, labels: tuple[ColumnInfo, ...], options: TarsOptions
-) -> tuple[ColumnInfo, ...]:
-    """Return the labels with the one that the options declare. It replaces a label of its name."""
-    assert options.label is not None
+    labels = kept.pop()
+    if options.label is None:
+        return labels
     declared = with_label(index, options.label, options.classes).labels[-1]
-    stays = declared.field in options.keep if options.keep else declared.field not in options.drop
-    if not stays:
+    if declared.field not in names:
         raise UsageError(
             f"label={options.label!r}: its field would be left out. Keep the field "
             f"{declared.field!r}."
         )
-    others = [
-        label for label in labels if declared.place != label.place and declared.name != label.name
-    ]
+    others = (o for o in labels if declared.place != o.place and declared.name != o.name)
     return (*others, declared)
 
 
@@ -270,3 +240,126 @@ def read_keys(path: str) -> set[str]:
     if not keys:
         raise SourceError(f"{path} holds no keys. Write one key on each line.")
     return keys
+
+
+# --- archives -------------------------------------------------------------------------------------
+
+
+def _archives_in(addresses: list[str]) -> list[str]:
+    """Return the paths of addresses if any is a compressed tar or a zip; else []."""
+    paths: list[str] = []
+    for address in addresses:
+        names = _names_in(address) if os.path.isdir(address) else []
+        is_archive = is_remote(address) and _ARCHIVE.search(name_of(address))
+        paths += [os.path.join(address, name) for name in names] or (
+            [address] if is_archive else expand(address)
+        )
+    if not any(_ARCHIVE.search(name_of(path)) for path in paths):
+        return []
+    if any(map(is_json, paths)):
+        raise UsageError(
+            "archives and sets with an index cannot be converted together. Convert each by itself."
+        )
+    return paths
+
+
+def _names_in(folder: str) -> list[str]:
+    """Return the archives of a folder that has neither an index nor a tar."""
+    with readable(folder, "the permissions of the folder"):
+        names = sorted(os.listdir(folder))
+    if any(name == INDEX_NAME or name.endswith(".tar") for name in names):
+        return []
+    return [name for name in names if _ARCHIVE.search(name)]
+
+
+def _stream_archives(
+    paths: list[str], options: TarsOptions, keys: set[str] | None, source: dict[str, Any]
+) -> Source:
+    """Return the samples of archives, in their order. keys: None: all. source: the provenance.
+
+    where is refused: the type of a column is known after the last sample only, so a condition could
+    not be evaluated in one forward pass.
+    """
+    if options.where is not None or options.label is not None:
+        raise UsageError(
+            "where and label need the columns of an index, and archives have none. Convert the "
+            "archives first, then the new shards: wdstrain convert tars OUT NEW --where CONDITION"
+        )
+    ignored: dict[str, int] = {}
+
+    def entries() -> Iterator[Sample | BadSample]:
+        for path in paths:
+            split, skipped = split_of(name_of(path)), SkippedMembers()
+            read = _zip_members if name_of(path).lower().endswith(".zip") else _tar_members
+            for sample in samples(read(path, skipped), shown(path), skipped):
+                key = sample.pop("__key__")
+                if keys is not None and key not in keys:
+                    count_ignored(ignored, "keys that were not asked for")
+                    continue
+                try:
+                    names = _new_names(sample, options)
+                    kept: list[Part] = [(name, sample[field]) for field, name in names.items()]
+                    yield Sample(key, kept, split)
+                except SampleError as error:
+                    yield BadSample(shown(path), 0, key, str(error))
+            for reason, count in skipped.items():
+                count_ignored(ignored, reason, count)
+
+    name = ", ".join(map(shown, paths[:3])) + ", ..." * (len(paths) > 3)
+    source |= drawn_again(map(split_of, map(name_of, paths)), options)
+    return Source(name, entries, tuple, source, None, file_mark(*paths), ignored, resplit=True)
+
+
+def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
+    left = _most_bytes(path)
+    with open_tar(path) as stream:
+        for member in members(stream, shown(path), skipped):
+            left -= member.size
+            if left < 0:
+                raise _too_large(path)
+            yield member
+
+
+def _most_bytes(path: str) -> int:
+    """Return the bytes that an archive may unpack to."""
+    if not is_remote(path):
+        return max(_FREE, _MOST_RATIO * os.path.getsize(path))
+    with RemoteFile(path) as file:
+        return max(_FREE, _MOST_RATIO * file.size)
+
+
+def _too_large(path: str) -> ShardError:
+    return ShardError(
+        f"{shown(path)} unpacks to more than {_MOST_RATIO} times its size: it may be made to fill a "
+        "disk. If you trust it, unpack it and convert the result."
+    )
+
+
+def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
+    """Yield the files of a zip with their data, the members of a key together."""
+    if is_remote(path):
+        raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = [info for info in archive.infolist() if not info.is_dir()]
+            if sum(info.file_size for info in infos) > _most_bytes(path):
+                raise _too_large(path)
+            first: dict[str, int] = {}  # place of the first member of each key
+            for info in infos:
+                info.filename = info.filename.replace("\\", "/")  # of Windows
+                first.setdefault(_key_of(info), len(first))
+            # A zip gives no offset of the data, and none is needed.
+            for info in sorted(infos, key=lambda info: first[_key_of(info)]):
+                yield Member(
+                    info.filename, info.header_offset, 0, info.file_size, archive.read(info)
+                )
+    except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, ValueError, OSError) as error:
+        raise ShardError(f"{shown(path)} is cut or damaged: {error}. Copy it again.") from error
+    except (RuntimeError, NotImplementedError) as error:  # a password, or a rare compression
+        raise ShardError(
+            f"{shown(path)} cannot be unpacked: {error}. Unpack it yourself."
+        ) from error
+
+
+def _key_of(info: zipfile.ZipInfo) -> str:
+    return (split_name(info.filename) or (info.filename,))[0]
