@@ -524,6 +524,6 @@ def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
 
 def test_an_output_that_is_a_file_is_refused(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
-    with pytest.raises(UsageError, match="is a file"):
+    with pytest.raises(StorageError, match="out cannot be written: File exists. Choose another"):
         pack(photos, tmp_path / "out")
     assert os.path.getsize(tmp_path / "out") == 1

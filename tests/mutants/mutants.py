@@ -593,15 +593,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "min((total[i] / shards[i], -i)",
         ),
         (
-            "largest-remainder",
-            "most = np.argsort(-remainder, axis=1",
-            "most = np.argsort(remainder, axis=1",
+            "shares-of-class",
+            "counts[np.lexsort((counts, ",
+            "counts[np.lexsort((sides, ",
         ),
         ("group-by-error", "int(np.argmin(change))", "int(np.argmax(change))"),
         (
             "side-of-class",
-            "np.lexsort((meta.side[order], strata))",
-            "np.lexsort((meta.rank[order], strata))",
+            "np.lexsort((meta.side[order], meta",
+            "np.lexsort((meta.rank[order], meta",
         ),
     ],
     "conversion/listing.py": [
@@ -634,8 +634,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "conversion/staging.py": [
         ("old-index-first", "if replaces and is_whole:", "if not replaces and is_whole:"),
-        ("record-last", "key=lambda name: name == _COMMIT", "key=lambda name: name != _COMMIT"),
-        ("new-holds-without-locks", "return is_new", "return True"),
+        ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
+        ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
     ],
     "conversion/upload.py": [
         ("changed-by-another", "if listed not in known and not", "if listed in known and not"),
@@ -644,8 +644,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/append.py": [
         (
             "class-order",
-            "all(before == now for before, now in both)",
-            "all(before <= now for before, now in both)",
+            "all(before == now for before, now in zip(",
+            "all(before <= now for before, now in zip(",
         ),
         ("keys-unique", "if key.casefold() in known]", "if key in known]"),
         ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),
@@ -653,8 +653,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/remove.py": [
         (
             "only-named-shards",
-            "matching(index, where) & allowed",
-            "matching(index, where) | allowed",
+            'options.where or "") & allowed',
+            'options.where or "") | allowed',
         ),
     ],
     "conversion/sources/table.py": [

@@ -3,8 +3,11 @@
 api            the functions of the package: one for each kind of source
 listing        what a source gives: samples, labels, and how names become keys
 sources        the sources: folder, table, arrays, HDF5, iterable, tars, torchvision
-runner, packer one conversion from its source to the finished set
+runner         one conversion from its source to the finished set
+collect        the samples of a source as a catalog
 shard_plan     order, splits, and which sample goes into which shard
-shard_writer   one shard: written, flushed, renamed
-output_dir     the staging directory, and how a set is put in place
+shard_writer   shards of a plan: written, flushed, renamed
+shard_pool     tasks in this process, in worker processes, or on a Ray cluster
+staging        the staging folder, and how a set is put in place
+append, remove changes of a finished set
 """

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.conversion.result import merged_counts
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import U64, bits, key
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
+from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
@@ -72,18 +72,22 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
 
     The new samples may have more classes, after those of the set.
     """
-    for name in dict.fromkeys(label.name for label in [*former.labels, *labels]):
-        old, new = _named(former.labels, name), _named(labels, name)
-        if old is not None and new is not None:
-            both = zip(old.classes, new.classes, strict=False)
-            same_numbers = all(before == now for before, now in both)
-            if replace(old, classes=()) == replace(new, classes=()) and same_numbers:
-                continue
-        raise UsageError(
-            f"the label '{name}' is {_shown(new)} in the new samples and {_shown(old)} in {out}. "
-            f"A set keeps its labels and the numbers of its classes. Number the new samples alike "
-            f"with classes=..., new classes last, or convert them into another folder."
-        )
+    known, new = ({label.name: label for label in part} for part in (former.labels, labels))
+    for name in known | new:
+        pair = known.get(name), new.get(name)
+        if not _are_alike(*pair):
+            raise UsageError(
+                f"the label '{name}' is {_shown(pair[1])} in the new samples and {_shown(pair[0])} "
+                f"in {out}. A set keeps its labels and the numbers of its classes. Number the new "
+                f"samples alike with classes=..., new classes last, or convert them into another "
+                f"folder."
+            )
+
+
+def _are_alike(old: ColumnInfo | None, new: ColumnInfo | None) -> bool:
+    if old is None or new is None or replace(old, classes=()) != replace(new, classes=()):
+        return False
+    return all(before == now for before, now in zip(old.classes, new.classes, strict=False))
 
 
 def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Index:
@@ -95,31 +99,28 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
     check_keys(former, new.keys(np.arange(len(new))), out)
     _check_fields(former, new, out)
     columns = {column.place: column for column in former.columns}
-    for column in new.columns:
-        old = columns.get(column.place)
-        kinds = {column.kind, old.kind if old is not None else column.kind}
+    # Without a column the set may still have values in its bytes, and nulls would hide them.
+    known = [column for column in new.columns if column.place in columns]
+    for column in known:
+        old = columns[column.place]
+        kinds = {old.kind, column.kind}
         if len(kinds) > 1 and kinds != {"integer", "number"} and not _all_null(old, column):
-            assert old is not None
             raise UsageError(
                 f"the column '{column.name}' holds values of the kind {column.kind} in the new "
                 f"samples, and {old.kind} in {out}. Give them the same kind of values."
             )
-    # Without a column the set may still have values in its bytes, and nulls would hide them.
-    known = tuple(column for column in new.columns if column.place in columns)
-    labels = [max(pair, key=lambda label: len(label.classes)) for pair in _pairs(former, new)]
-    parts = [with_labels(part, labels) for part in (former, new.with_columns(known))]
-    info = dict(former.info)
-    info["appended"] = [*info.get("appended", []), entry]
-    if "samples" in info:
-        info["samples"] = merged_counts([info["samples"], entry["samples"]], labels)
+    by_name = {label.name: label for label in new.labels}
+    labels = [
+        max(label, by_name.get(label.name, label), key=lambda label: len(label.classes))
+        for label in former.labels
+    ]
+    joined = join([with_labels(part, labels) for part in (former, new.with_columns(known))])
+    info = {**former.info, "appended": [*former.info.get("appended", []), entry]}
+    info |= {"samples": class_counts(joined)} if "samples" in info else {}
     for name in ("listed", "skipped", "renamed"):
         if isinstance(info.get(name), int):
             info[name] += entry[name]
-    return replace(join(parts), info=info)
-
-
-def _pairs(former: Index, new: Index) -> Iterable[tuple[ColumnInfo, ColumnInfo]]:
-    return [(label, _named(new.labels, label.name) or label) for label in former.labels]
+    return replace(joined, info=info)
 
 
 def _check_fields(former: Index, new: Index, out: str) -> None:
@@ -129,31 +130,24 @@ def _check_fields(former: Index, new: Index, out: str) -> None:
             f"the new samples have the field '{extra[0]}', which {out} does not have. Its fields "
             f"are: {', '.join(former.fields)}. Drop the field, or convert into another folder."
         )
-    for name in _fields_of_all(former):
-        if name not in _fields_of_all(new):
-            raise UsageError(
-                f"every sample of {out} has the field '{name}', but not every new sample. Add the "
-                f"field, or convert into another folder."
-            )
+    missing = [name for name in _fields_of_all(former) if name not in _fields_of_all(new)]
+    if missing:
+        raise UsageError(
+            f"every sample of {out} has the field '{missing[0]}', but not every new sample. Add "
+            f"the field, or convert into another folder."
+        )
 
 
-def _fields_of_all(index: Index) -> Iterable[str]:
-    extents = {name: index.offsets.extents[name][0] for name in index.fields}
-    return [name for name, offset in extents.items() if not offset.null_count]
+def _fields_of_all(index: Index) -> list[str]:
+    return [name for name in index.fields if not index.offsets.extents[name][0].null_count]
 
 
 def _all_null(*columns: Any) -> bool:
     """Return whether one of the columns has no values."""
     return any(
-        column is not None
-        and column.kind != NOT_A_COLUMN
-        and column.values.null_count == len(column)
+        column.kind != NOT_A_COLUMN and column.values.null_count == len(column)
         for column in columns
     )
-
-
-def _named(labels: Sequence[ColumnInfo], name: str) -> ColumnInfo | None:
-    return next((label for label in labels if label.name == name), None)
 
 
 def _shown(label: ColumnInfo | None) -> str:

@@ -11,9 +11,8 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,47 +32,34 @@ Fetched = tuple[str, list[Part] | SampleError]
 # --- properties that are known before bytes are copied -------------------------------------------
 
 
-@dataclass(frozen=True)
-class SampleMeta:
+class SampleMeta(NamedTuple):
     """Properties of n samples, as arrays.
 
-    rank: position in a shuffle. side: hash that decides the split, equal for samples of one group.
-    image: equal for equal images, 0 if unknown. split, stratum: places in `splits` and `strata`.
-    grouped: the user named groups.
+    rank: position in a shuffle. side: hash that decides the split, equal for samples of one group
+    and for samples of equal images. split, stratum: places in `splits` and `strata`. grouped: the
+    user named groups.
     """
 
     rank: U64
     side: U64
-    image: U64
     split: npt.NDArray[np.int32]
     stratum: npt.NDArray[np.int32]
-    splits: tuple[str, ...]
-    strata: tuple[str, ...]
-    grouped: bool = False
+    splits: Sequence[str]
+    strata: Sequence[str]
+    grouped: bool
 
     @property
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        return [self.rank, self.side, self.image, self.split, self.stratum]
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self[:4]
 
     @property
-    def names(self) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-        return self.splits, self.strata, self.grouped
-
-    @classmethod
-    def of(
-        cls,
-        arrays: Sequence[npt.NDArray[Any]],
-        splits: Sequence[str],
-        strata: Sequence[str],
-        grouped: bool,
-    ) -> SampleMeta:
-        """Return the properties with these `arrays` and `names`."""
-        rank, side, image, split, stratum = arrays
-        return cls(rank, side, image, split, stratum, tuple(splits), tuple(strata), grouped)
+    def names(self) -> tuple[Sequence[str], Sequence[str], bool]:
+        return self[4:]
 
     def take(self, numbers: Ints) -> SampleMeta:
         """Return the properties of some samples."""
-        return SampleMeta.of([values[numbers] for values in self.arrays], *self.names)
+        arrays: list[Any] = [values[numbers] for values in self.arrays]
+        return SampleMeta(*arrays, *self.names)
 
 
 class Hashes:
@@ -93,50 +79,36 @@ class MetaBuilder:
 
     def __init__(self, seed: int) -> None:
         self._hashes = Hashes(seed)
-        self._rank, self._groups, self._image = array("Q"), array("Q"), array("Q")
+        self._rank, self._groups = array("Q"), array("Q")
         self._split, self._stratum = array("i"), array("i")
         self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
         self._grouped = False
 
     def add(self, key: str, sample: Sample) -> int:
         """Add a sample and return its rank."""
-        rank, identity = self._hashes.of(key), sample.identity
-        image = rank if identity == key else self._hashes.of(identity) if identity else 0
+        rank, group = self._hashes.of(key), sample.group or sample.identity
         self._rank.append(rank)
-        self._image.append(image)
-        self._groups.append(self._hashes.of(sample.group) if sample.group else image or rank)
+        self._groups.append(rank if group in ("", key) else self._hashes.of(group))
         self._grouped = self._grouped or bool(sample.group)
         self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
         self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
         return rank
 
     def finish(self) -> SampleMeta:
-        """Return the properties of all samples that were added."""
-        codes, splits = np.array(self._split, np.int32), tuple(self._splits)
-        return SampleMeta(
-            np.array(self._rank, np.uint64),
-            _sides(np.array(self._groups, np.uint64), codes, splits, self._grouped),
-            np.array(self._image, np.uint64),
-            codes,
-            np.array(self._stratum, np.int32),
-            splits,
-            tuple(self._strata),
-            self._grouped,
-        )
+        """Return the properties of all samples that were added.
 
-
-def _sides(groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool) -> U64:
-    """Return the hash of each sample that decides its split: uint64[n].
-
-    It is independent of the shuffle's rank. Without groups it also depends on the split that the
-    sample comes from. The samples of `train` were chosen by this very hash, so without that a
-    second split of them would be uneven.
-    """
-    sides = np.zeros(len(groups), np.uint64)
-    for code, name in enumerate(splits):
-        mine = split == code
-        sides[mine] = bits(groups[mine], "side", "" if grouped else name)
-    return sides
+        The side is independent of the shuffle's rank. Without groups it also depends on the split
+        that the sample comes from. The samples of `train` were chosen by this very hash, so without
+        that a second split of them would be uneven.
+        """
+        groups, split = np.array(self._groups, np.uint64), np.array(self._split, np.int32)
+        side = np.zeros(len(groups), np.uint64)
+        for name, code in self._splits.items():
+            mine = split == code
+            side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
+        rank, stratum = np.array(self._rank, np.uint64), np.array(self._stratum, np.int32)
+        names = tuple(self._splits), tuple(self._strata)
+        return SampleMeta(rank, side, split, stratum, *names, self._grouped)
 
 
 # --- catalogs ------------------------------------------------------------------------------------
@@ -194,16 +166,16 @@ class FileCatalog(Catalog):
         return bad_file(self.name, self._items[number], reason)
 
     def fetch(self, numbers: Ints) -> list[Fetched]:
-        fetched = dict[int, Fetched]()
-        asked = numbers.tolist()
-        for number in sorted(asked):
-            key, parts, *_ = self._items[number]
-            try:
-                contents = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in parts]
-                fetched[number] = str(key), contents
-            except SampleError as error:
-                fetched[number] = str(key), error
-        return [fetched[number] for number in asked]
+        fetched = {number: _fetched(self._items[number]) for number in np.sort(numbers).tolist()}
+        return [fetched[number] for number in numbers.tolist()]
+
+
+def _fetched(item: Sample) -> Fetched:
+    try:
+        parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in item.parts]
+    except SampleError as error:
+        return str(item.key), error
+    return str(item.key), parts
 
 
 def bad_file(source: str, item: Sample, reason: str) -> BadSample:

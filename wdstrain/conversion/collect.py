@@ -35,7 +35,6 @@ from wdstrain.conversion.catalog import (
     with_pieces,
 )
 from wdstrain.conversion.encode import Pixels, encoded_pixels
-from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
@@ -50,7 +49,7 @@ from wdstrain.storage.files import sync_folder, write_whole
 
 _RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
 _DONE = "spill.arrow"  # what the buckets hold
-_META = 5  # columns of `SampleMeta` in it
+_META = 4  # columns of `SampleMeta` in it
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
 
@@ -88,7 +87,7 @@ def collect(
             return restored
     before = len(bad.bad)
     writer = _Spool(spool, options)
-    for key, name, sample in keyed(source, options, bad, first_key):
+    for key, name, sample in _keyed(source, options, bad, first_key):
         writer.add(key, name, sample)
         progress(writer.count, writer.bytes)
     catalog = writer.finish(source.name)
@@ -129,17 +128,13 @@ def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collect
     return Collected(catalog, source.labels(), len(sizes) + len(bad.bad) - before)
 
 
-def keyed(
+def _keyed(
     source: Source,
     options: Options,
     bad: BadSamples,
     first_key: int = 0,
-    recipe: Recipe | None = None,
 ) -> Iterator[tuple[str, str, Sample]]:
-    """Yield (key, name in the source, sample) of the good samples of a stream, as bytes.
-
-    recipe: applied to the images.
-    """
+    """Yield (key, name in the source, sample) of the good samples of a stream, as bytes."""
     keys, number = Keys(), first_key
     for entry in _encoded(source, options):
         if isinstance(entry, BadSample):
@@ -147,12 +142,7 @@ def keyed(
             continue
         name = f"{number:09d}" if entry.key is None else entry.key
         number += 1
-        try:
-            sample = entry if recipe is None else entry._replace(parts=recipe.apply(entry.parts))
-        except SampleError as error:
-            bad.put(BadSample(source.name, 0, name, str(error)))
-        else:
-            yield keys.key(name), name, sample
+        yield keys.key(name), name, entry
 
 
 # --- pixels, encoded in worker processes ---------------------------------------------------------
@@ -311,8 +301,8 @@ def _restored(source: Source, folder: str, options: Options, bad: BadSamples) ->
         return None
     if source.mark is None or about["identity"] != _identity(source):
         return None
-    columns, arrays = rows.columns[:-_META], [as_numpy(values) for values in rows.columns[-_META:]]
-    meta = SampleMeta.of(arrays, *about["meta"])
+    columns, arrays = rows.columns[:-_META], map(as_numpy, rows.columns[-_META:])
+    meta = SampleMeta(*arrays, *about["meta"])
     shards = tuple(Shard(os.path.join(folder, name), *counts) for name, *counts in about["files"])
     index = Index(shards, Offsets.of_arrays(about["fields"], columns))
     for row in about["bad"]:

@@ -7,13 +7,12 @@ in the index. Readers see the old set or the new one at any moment (`Staging`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from wdstrain.conversion.listing import Part, check_there
 from wdstrain.conversion.result import Written
 from wdstrain.conversion.shard_writer import Packed, write_samples
 from wdstrain.conversion.source_options import RemoveOptions
@@ -58,15 +57,14 @@ def remove(options: RemoveOptions) -> RemoveResult:
     is not on a disk or in a bucket, and if no sample would be left; SourceError for keys that no
     shard has; ShardError for a sample whose bytes have changed.
     """
-    wanted = _wanted(options.keys)
+    folder, wanted = _folder_of(options.urls), _wanted(options.keys)
     call = {"remove": [options.where, wanted, str(options.urls)]}
-    folder = _folder_of(options.urls)
     with Staging(folder, change=True) as staging:
         try:
             if staging.completed.get("remove") == call["remove"]:
                 return RemoveResult(**staging.completed["result"])
             index = staging.load()
-            ids = _chosen(index, options.urls, options.where, wanted)
+            ids = _chosen(index, options, wanted)
             result = _planned(folder, index, ids)
             if len(ids) and not options.dry_run:
                 with disk_errors(folder, "Free some space. The set is unchanged."):
@@ -77,54 +75,42 @@ def remove(options: RemoveOptions) -> RemoveResult:
 
 
 def _wanted(keys: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | None:
-    if keys is None:
-        return None
     if isinstance(keys, (str, os.PathLike)):
         return sorted(read_keys(os.fspath(keys)))
-    if not keys:
-        raise UsageError("keys is empty. Name at least one key.")
-    return sorted(set(keys))
+    return None if keys is None else sorted(set(keys))
 
 
 def _folder_of(urls: Urls) -> str:
     """Return the folder, on a disk or in a bucket, whose index lists these shards."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    folders = set()
-    for address in [os.fspath(address) for address in addresses]:
-        if is_remote(address):
-            is_folder = not address.endswith((".tar", ".json"))
-        else:
-            is_folder = os.path.isdir(address)
-            if not is_folder and not address.endswith((".tar", ".json")):
-                check_there(address, kind="folder")
-        folders.add(address if is_folder else os.path.dirname(address) or ".")
-    for address in folders:
-        if is_remote(address) and not is_object(address):
-            raise UsageError(
-                f"{redacted(address)}: samples can be removed from a set on a disk or in a bucket. "
-                f"Download the set, remove them, and upload it."
-            )
-    if len(folders) != 1:
+    folders = set[str]()
+    for address in map(os.fspath, addresses):
+        is_file = address.endswith((".tar", ".json")) and not os.path.isdir(address)
+        folders.add(os.path.dirname(address) or "." if is_file else address)
+    folder = folders.pop()
+    if folders:
         raise UsageError(
-            f"these shards lie in {len(folders)} folders. Run this for each folder by itself."
+            f"these shards lie in {len(folders) + 1} folders. Run this for each folder by itself."
         )
-    return folders.pop()
+    if is_remote(folder) and not is_object(folder):
+        raise UsageError(
+            f"{redacted(folder)}: samples can be removed from a set on a disk or in a bucket. "
+            f"Download the set, remove them, and upload it."
+        )
+    return folder
 
 
-def _chosen(index: Index, urls: Urls, where: str | None, wanted: list[str] | None) -> Ints:
+def _chosen(index: Index, options: RemoveOptions, wanted: list[str] | None) -> Ints:
     """Return the ids of the samples to remove, ascending.
 
     Raises SourceError for keys that none of the shards has.
     """
-    named = {shard.name for shard in open_index(urls).shards}
-    numbers = np.array([shard.name in named for shard in index.shards], bool)
-    allowed = np.repeat(numbers, index.counts)
-    if where is not None:
-        return np.flatnonzero(matching(index, where) & allowed)
-    assert wanted is not None
-    keys = index.keys(np.arange(len(index)))
-    remove = set(wanted)
-    ids = [n for n, key in enumerate(keys) if key in remove and allowed[n]]
+    named = {shard.name for shard in open_index(options.urls).shards}
+    allowed = np.repeat([shard.name in named for shard in index.shards], index.counts)
+    if wanted is None:
+        return np.flatnonzero(matching(index, options.where or "") & allowed)
+    keys, remove = index.keys(np.arange(len(index))), set(wanted)
+    ids = [n for n in np.flatnonzero(allowed).tolist() if keys[n] in remove]
     missing = remove.difference(keys[n] for n in ids)
     if missing:
         raise SourceError(
@@ -141,14 +127,9 @@ def _planned(folder: str, index: Index, ids: Ints) -> RemoveResult:
             f"no sample of {folder} would be left. Delete the folder if that is intended."
         )
     changed = left < index.counts
-    return RemoveResult(
-        folder,
-        len(ids),
-        int(left.sum()),
-        sum(shard.bytes for shard in index.shards),
-        int((changed & (left > 0)).sum()),
-        int((changed & (left == 0)).sum()),
-    )
+    samples, size = int(left.sum()), sum(shard.bytes for shard in index.shards)
+    rewritten, deleted = int((changed & (left > 0)).sum()), int((changed & (left == 0)).sum())
+    return RemoveResult(folder, len(ids), samples, size, rewritten, deleted)
 
 
 def _rewrite(
@@ -160,52 +141,38 @@ def _rewrite(
     progress: Progress | None,
 ) -> RemoveResult:
     """Write the changed shards without the samples `ids`, and put the new index in place."""
-    folder, written = staging.folder("shards"), Written(os.listdir(staging.out), None)
-    keep = np.ones(len(index), bool)
-    keep[ids] = False
+    folder, written = staging.folder("shards"), Written(staging, os.listdir(staging.out))
+    stays = np.ones(len(index), bool)
+    stays[ids] = False
     changed = set(index.shard_of(ids).tolist())
-    total = sum(int(keep[index.first[n] : index.first[n + 1]].sum()) for n in changed)
+    total = int(stays[np.isin(index.shard_of(np.arange(len(index))), [*changed])].sum())
     parts, copied = list[Index](), 0
 
     def tick(samples: int, size: int) -> None:
+        nonlocal copied
+        copied += samples
         if progress is not None:
-            progress(copied + samples, total)
+            progress(copied, total)
 
     for number, shard in enumerate(index.shards):
         old, first = index.pick([number]), int(index.first[number])
-        local = np.flatnonzero(keep[first : int(index.first[number + 1])])
+        local = np.flatnonzero(stays[first : int(index.first[number + 1])])
         if number not in changed:
             parts.append(old)
         elif len(local):
             path = os.path.join(folder, f"{number:06d}")
-            new = write_samples(path, shard.split or "part", _samples(old, local), tick)
+            # Read forward, and compared with the crc32 of each member.
+            samples = ((old.key(row), list(fields.items())) for row, fields in old.read(local))
+            new = write_samples(path, shard.split or "part", samples, tick)
             written.add(Packed(new, local, []))
             named = replace(written.parts[-1][0].shards[0], split=shard.split)
             new = replace(new.with_columns(old.take(local).columns), shards=(named,))
             parts.append(replace(new, labels=index.labels))
-            copied += len(local)
+    made = replace(join(parts), labels=index.labels, shard_labels=())
     entry = {"count": len(ids), "where": call["remove"][0]}
-    changed_index = replace(join(parts), labels=index.labels, shard_labels=())
     info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
-    if "samples" in info:
-        info["samples"] = _subtracted(info["samples"], class_counts(index.take(ids)))
-    result = replace(result, bytes=sum(shard.bytes for shard in changed_index.shards))
-    call = {**call, "result": result.report()}
-    staging.commit(replace(changed_index, info=info), folder, written.files, call)
+    info |= {"samples": class_counts(made)} if "samples" in info else {}
+    result = replace(result, bytes=sum(shard.bytes for shard in made.shards))
+    call = {**call, "result": asdict(result)}
+    staging.commit(replace(made, info=info), folder, written.files, call)
     return result
-
-
-def _subtracted(counts: Any, removed: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Return counts by split and class without the removed samples; classes stay with 0."""
-    return {
-        split: {
-            name: count - removed.get(split, {}).get(name, 0) for name, count in by_class.items()
-        }
-        for split, by_class in counts.items()
-    }
-
-
-def _samples(index: Index, ids: Ints) -> Iterator[tuple[str, list[Part]]]:
-    """Yield (key, parts) of samples of one shard, read forward and compared with their crc32."""
-    for number, fields in index.read(ids):
-        yield index.key(number), list(fields.items())

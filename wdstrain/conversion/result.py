@@ -12,15 +12,15 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.conversion.catalog import SampleMeta
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME, Bucket
+from wdstrain.conversion.staging import Staging
+from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.decode.formats import is_image
-from wdstrain.shards.index import Index
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
@@ -29,7 +29,6 @@ from wdstrain.storage.files import read_whole, write_whole
 # Numbers and quoted names in a reason, which differ from sample to sample.
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
-Hashes = npt.NDArray[np.uint64]
 ClassCounts = dict[str, dict[str, int]]  # {split: {class: samples}}; "" is the class of no class
 
 
@@ -75,13 +74,6 @@ class ConversionResult:
         """Number of skipped samples by reason, the most frequent first."""
         return count_reasons(self.bad)
 
-    def moved_to(self, folder: str) -> ConversionResult:
-        """Return the result with the shards in another folder, or in a bucket."""
-        shards = tuple(
-            replace(shard, path=f"{folder.rstrip('/')}/{shard.name}") for shard in self.index.shards
-        )
-        return replace(self, index=replace(self.index, shards=shards))
-
 
 def count_reasons(bad: Iterable[BadSample]) -> dict[str, int]:
     """Return the number of bad samples by reason, the most frequent first.
@@ -109,13 +101,12 @@ class Written:
     in the folder where they were written}. kept: number of shards that an earlier run had written.
     """
 
-    def __init__(self, taken: Iterable[str], bucket: Bucket | None) -> None:
+    def __init__(self, staging: Staging, taken: Iterable[str] = ()) -> None:
         """taken: names of the shards that are there; numbers begin after theirs."""
-        self._taken, self._bucket = list(taken), bucket
-        self._numbers: dict[str, Iterator[int]] = {}
-        self.parts: list[tuple[Index, Ints]] = []
-        self.files: dict[str, str] = {}
-        self.kept = 0
+        self._taken, self._bucket = list(taken), staging.bucket
+        self._folder = staging.shown.rstrip("/")
+        self._numbers = dict[str, Iterator[int]]()
+        self.parts, self.files, self.kept = list[tuple[Index, Ints]](), dict[str, str](), 0
 
     def add(self, part: Packed) -> None:
         """Take a shard, and upload it. One without samples gets no name."""
@@ -123,17 +114,16 @@ class Written:
         if not len(part.numbers):
             return
         shard = part.index.shards[0]
-        following = count(free_number(shard.split, self._taken))
+        following = count(_free_number(shard.split, self._taken))
         number = next(self._numbers.setdefault(shard.split, following))
-        path = os.path.join(os.path.dirname(shard.path), f"{shard.split}-{number:06d}.tar")
-        named = replace(shard, path=path)
+        named = replace(shard, path=f"{self._folder}/{shard.split}-{number:06d}.tar")
         self.parts.append((replace(part.index, shards=(named,)), part.numbers))
         self.files[named.name] = shard.name
         if self._bucket is not None:
             self._bucket.upload(named, shard.path)
 
 
-def free_number(split: str, names: Iterable[str]) -> int:
+def _free_number(split: str, names: Iterable[str]) -> int:
     """Return the first shard number of a split above all numbers in `names`."""
     shard = re.compile(rf"{re.escape(split)}-(\d+)\.tar")
     return max((int(name[1]) for name in map(shard.fullmatch, names) if name), default=-1) + 1
@@ -145,46 +135,34 @@ def free_number(split: str, names: Iterable[str]) -> int:
 def counted(
     meta: SampleMeta, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
 ) -> ClassCounts:
-    """Return the number of samples by split and class. places: a split and numbers of samples."""
-    parts = []
-    for split, numbers in places:
-        codes, sums = np.unique(meta.stratum[numbers], return_counts=True)
-        names = [meta.strata[code] for code in codes]
-        parts.append({split: dict(zip(names, sums.tolist(), strict=True))})
-    return merged_counts(parts, labels)
+    """Return the number of samples by split and class. places: a split and numbers of samples.
 
-
-def merged_counts(parts: Iterable[ClassCounts], labels: Iterable[ColumnInfo]) -> ClassCounts:
-    """Return the sum of several counts. Classes are in the order of the labels, then by name."""
+    Classes are in the order of the labels, then by name.
+    """
     order = {name: place for label in labels for place, name in enumerate(label.classes)}
-    merged: dict[str, Counter[str]] = {}
-    for part in parts:
-        for split, counts in part.items():
-            merged.setdefault(split, Counter()).update(counts)
+    sums = dict[str, Ints]()
+    for split, numbers in places:
+        counts = np.bincount(meta.stratum[numbers], minlength=len(meta.strata))
+        sums[split] = sums.get(split, 0) + counts
+    ranked = sorted(enumerate(meta.strata), key=lambda row: (order.get(row[1], len(order)), row[1]))
     return {
-        split: dict(sorted(counts.items(), key=lambda n: (order.get(n[0], len(order)), n[0])))
-        for split, counts in merged.items()
+        split: {name: int(counts[code]) for code, name in ranked if counts[code]}
+        for split, counts in sums.items()
     }
 
 
 def divided_images(parts: Iterable[Index]) -> int:
     """Return the number of images in several splits, compared by size and checksum."""
-    by_split: dict[str, list[Hashes]] = {}
-    for index in parts:
-        table = index.offsets
-        if not table.has_checksums:
-            continue
-        # an image beside the main one (seg.png) is data that many samples may share
-        fields = [name for name in index.fields if is_image(name) and "." not in name]
-        members = table.members_of(np.arange(len(index)), fields)
-        identity = members.size.astype(np.uint64) << np.uint64(32)
-        identity |= members.crc.astype(np.uint64)
-        shard_of = index.shard_of(members.row)
-        for number, shard in enumerate(index.shards):
-            by_split.setdefault(shard.split, []).append(identity[shard_of == number])
-    distinct = [np.unique(np.concatenate(hashes)) for hashes in by_split.values()]
-    counts = np.unique(np.concatenate(distinct), return_counts=True)[1] if distinct else np.zeros(0)
-    return int((counts > 1).sum())
+    index = join([part.with_columns([]) for part in parts if part.offsets.has_checksums])
+    # an image beside the main one (seg.png) is data that many samples may share
+    fields = [name for name in index.fields if is_image(name) and "." not in name]
+    members = index.offsets.members_of(np.arange(len(index)), fields)
+    identity = members.size.astype(np.uint64) << np.uint64(32) | members.crc.astype(np.uint64)
+    names = index.splits
+    split = np.array([names.index(shard.split) for shard in index.shards])
+    split = split[index.shard_of(members.row)]
+    distinct = [np.unique(identity[split == code]) for code in range(len(names))]
+    return int((np.unique(np.concatenate(distinct), return_counts=True)[1] > 1).sum())
 
 
 # --- files beside the shards ---------------------------------------------------------------------

@@ -5,10 +5,9 @@
     images re-encoded <--+  |   (with resize or quality: their sizes must be known)
              +--------------+
 
-A stream that keeps its order is written without a catalog (`stream_writer`). The plan depends on
-the catalog and the options alone, so any number of workers gives the same bytes. Everything is
-written into a staging folder (`staging`). Each shard carries the identity of its samples, so
-`resume` writes only what is missing.
+The plan depends on the catalog and the options alone, so any number of workers gives the same
+bytes. Everything is written into a staging folder (`staging`). Each shard carries the identity of
+its samples, so `resume` writes only what is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from wdstrain.conversion.append import (
     is_repeated,
     next_numbered_key,
 )
-from wdstrain.conversion.catalog import Catalog, IndexCatalog, Renamed, SampleMeta
+from wdstrain.conversion.catalog import Catalog, IndexCatalog
 from wdstrain.conversion.collect import collect
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSamples, Source
@@ -46,28 +45,22 @@ from wdstrain.conversion.result import (
     record,
     write_lists,
 )
-from wdstrain.conversion.resume import call_of, check_call, differences
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
-    check_prefixes,
     chosen,
     plan_shards,
 )
-from wdstrain.conversion.shard_pool import write_shards
-from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.staging import Staging
-from wdstrain.conversion.stream_writer import can_write_directly, write_stream
+from wdstrain.conversion.shard_writer import Packed, write_shards
+from wdstrain.conversion.staging import FROM_FILES, Staging
 from wdstrain.conversion.upload import SKIPPED_NAME
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
-from wdstrain.storage.files import write_whole
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
@@ -93,14 +86,16 @@ def convert(
         dry_run=options.dry_run,
         uploaded=partial(run.report, "uploading"),
     ) as staging:
-        if staging.is_complete:
-            return _finished(staging, source, options)
+        if staging.is_complete:  # the samples of the source are not compared
+            index = staging.load()
+            staging.compare(index.info, run.call, "a finished")
+            return read_result(staging.out, index)
         run.former = staging.load() if options.append else None
         if options.dry_run:
             return run.planned_only(out)
-        check_call(staging, call_of(source, options, run.former))
+        staging.begin(run.call)
         with collector_paused() if source.has_files else nullcontext():
-            return run.pack(staging).moved_to(out)
+            return run.pack(staging)
 
 
 def _check(source: Source, out: str, options: Options) -> None:
@@ -120,38 +115,13 @@ def _check(source: Source, out: str, options: Options) -> None:
         )
 
 
-def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
-    """Return the index that a shard would have, without fields and columns."""
-    rows = OffsetsBuilder()
-    sizes = catalog.sizes[shard.numbers].tolist()
-    for key, size in zip(catalog.keys(shard.numbers), sizes, strict=True):
-        rows.put(key, rows.stop, rows.stop + size, [])
-    path = f"{out.rstrip('/')}/{shard.name}"
-    entry = Shard(path, len(rows), rows.stop + len(END), shard.split)
-    return Index((entry,), rows.offsets())
-
-
-def _finished(staging: Staging, source: Source, options: Options) -> ConversionResult:
-    """Return the result of the finished conversion that this call resumes.
-
-    The samples of the source are not compared. Raises UsageError if it was another call, ShardError
-    if a shard is missing or was cut.
-    """
-    index = staging.load()
-    if differing := differences(index.info, call_of(source, options)):
-        raise UsageError(
-            f"{staging.shown} holds a finished conversion of another source or with other options: "
-            f"{'; '.join(differing)}. Choose another folder, or replace it with overwrite=True."
-        )
-    return read_result(staging.out, index)
-
-
 @dataclass
 class _Run:
     """One run of a conversion.
 
     former: the set that it appends to. listed: samples of the source. limited: good ones that the
-    option `limit` leaves out. labels: of the samples.
+    option `limit` leaves out. labels: of the samples. lists: folder for the list of skipped samples
+    if there are no others.
     """
 
     source: Source
@@ -162,9 +132,19 @@ class _Run:
     limited: int = 0
     labels: tuple[ColumnInfo, ...] = ()
     bad: BadSamples = field(default_factory=BadSamples)
+    lists: str | None = None
 
     def __post_init__(self) -> None:
         self.bad.collect = self.options.on_error == "skip"
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The arguments of the conversion, without what the files of the source decide."""
+        stated = {name: v for name, v in self.source.source.items() if name not in FROM_FILES}
+        call = {"source": stated, "options": self.options.saved()}
+        if self.options.append:
+            call["append"] = {"set": self.former.fingerprint if self.former is not None else None}
+        return call
 
     def report(self, title: str, done: int, size: int, total: int | None) -> None:
         if self.progress is not None:
@@ -177,46 +157,28 @@ class _Run:
         and the sizes are those before images are re-encoded. The index has no fields and columns.
         """
         catalog = self._collected(None, out)
-        plan = self._plan(catalog, self.options)
-        places = [(shard.split, shard.numbers) for shard in plan]
-        index = join([_planned_index(shard, catalog, out) for shard in plan])
+        plan, rows, shards = self._plan(catalog, self.options), OffsetsBuilder(), list[Shard]()
+        for shard in plan:
+            stops = np.cumsum(catalog.sizes[shard.numbers]).tolist()
+            for key, start, stop in zip(
+                catalog.keys(shard.numbers), [0, *stops[:-1]], stops, strict=True
+            ):
+                rows.put(key, start, stop, [])
+            path, size = f"{out.rstrip('/')}/{shard.name}", stops[-1] + len(END)
+            shards.append(Shard(path, len(stops), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
-        renamed = sum(int(np.isin(shard.numbers, list(catalog.renamed)).sum()) for shard in plan)
-        info = self._info(catalog.meta, places, renamed, None)
-        index = replace(with_labels(index, self.labels), info=made)
+        index = replace(with_labels(Index(tuple(shards), rows.offsets()), self.labels), info=made)
+        info, _ = self._info(catalog, [(shard.split, shard.numbers) for shard in plan], None)
         return ConversionResult(index, info, self.bad.bad)
 
     def pack(self, staging: Staging) -> ConversionResult:
         """Write the shards and put them in place."""
+        self.lists = staging.out if self.former is None and staging.bucket is None else None
         try:
-            if can_write_directly(self.source, self.options):
-                return self._pack_directly(staging)
             return self._pack(staging)
-        except _NothingError as error:
-            place = ""
-            if self.bad.bad and self.former is None and staging.bucket is None:
-                path = os.path.join(staging.out, SKIPPED_NAME)
-                rows = [json_bytes(sample.portable()) for sample in self.bad.bad]
-                write_whole(path, b"".join(rows))
-                place = f" All are listed in {path}"
-            staging.discard()  # there is nothing to resume
-            raise SourceError(f"{error}{place}") from None
-        except UsageError:
+        except (UsageError, _NothingError):  # there is nothing to resume
             staging.discard()
             raise
-
-    def _pack_directly(self, staging: Staging) -> ConversionResult:
-        folder = staging.folder("shards")
-        written = Written((), staging.bucket)
-        report = partial(self.report, "packing", total=self.source.total)
-        meta, renamed = write_stream(
-            self.source, folder, self.options, self.bad, report, written.add
-        )
-        self.listed, self.labels = len(meta.rank) + len(self.bad.bad), self.source.labels()
-        splits = [name or "train" for name in meta.splits]
-        written.parts.sort(key=lambda part: splits.index(part[0].shards[0].split))
-        staging.check_names(splits)
-        return self._finish(staging, written, meta, renamed)
 
     def _pack(self, staging: Staging) -> ConversionResult:
         spool = None if self.source.has_files else staging.folder("spill")
@@ -231,11 +193,11 @@ class _Run:
         plan, folder = self._plan(catalog, options), staging.folder("shards")
         staging.check_names(list(dict.fromkeys(shard.split for shard in plan)))
         taken = os.listdir(staging.out) if self.former is not None else []
-        written = Written(taken, staging.bucket)
+        written = Written(staging, taken)
         with closing(self._shards(catalog, recipe, folder, plan, "packing")) as shards:
             for part in shards:
                 written.add(replace(part, numbers=at[part.numbers]))
-        return self._finish(staging, written, source.meta, source.renamed)
+        return self._finish(staging, written, source)
 
     def _collected(self, spool: str | None, out: str) -> Catalog:
         """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
@@ -253,10 +215,8 @@ class _Run:
         return catalog
 
     def _plan(self, catalog: Catalog, options: Options) -> list[PlannedShard]:
-        plan = plan_shards(catalog, options, resplit=self.source.resplit)
-        if self.former is not None:
-            check_prefixes([*self.former.splits, *(shard.split for shard in plan)])
-        return plan
+        known = self.former.splits if self.former is not None else ()
+        return plan_shards(catalog, options, resplit=self.source.resplit, known=known)
 
     def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[IndexCatalog, Ints]:
         """Return the samples with re-encoded images, in the order they will be packed.
@@ -274,12 +234,10 @@ class _Run:
     def _shards(
         self, catalog: Catalog, recipe: Recipe, folder: str, plan: list[PlannedShard], title: str
     ) -> Generator[Packed, None, None]:
-        report = partial(self.report, title)
+        report = partial(self.report, title, total=sum(len(shard.numbers) for shard in plan))
         return write_shards(catalog, recipe, folder, plan, self.options, self.bad, report)
 
-    def _finish(
-        self, staging: Staging, written: Written, meta: SampleMeta, renamed: Renamed
-    ) -> ConversionResult:
+    def _finish(self, staging: Staging, written: Written, source: Catalog) -> ConversionResult:
         """Write the index and the lists of samples, and put the set in place."""
         bad, former, parts = self.bad.bad, self.former, written.parts
         packed = sum(len(numbers) for _, numbers in parts)
@@ -289,39 +247,36 @@ class _Run:
                 f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
                 f"and {self.limited} left out by limit. Please report this."
             )
-        rows = [renamed[n] for _, numbers in parts for n in numbers.tolist() if n in renamed]
         indexes = [index for index, _ in parts]
         divided = divided_images([*indexes, *filter(None, [former])])
         places = [(index.shards[0].split, numbers) for index, numbers in parts]
-        info = self._info(meta, places, len(rows), divided)
+        info, renamed = self._info(source, places, divided)
         index = replace(with_labels(join(indexes), self.labels), info=info)
         result = ConversionResult(index, info, bad, written.kept)
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
             return replace(result, index=former, kept=len(former.shards))
         folder, lists = staging.folder("shards"), staging.out if former is not None else None
-        files = written.files | write_lists(folder, bad, rows, lists)
+        files = written.files | write_lists(folder, bad, renamed, lists)
         if former is not None:
-            stated = call_of(self.source, self.options)["source"]
-            entry = {**info, "source": stated, "limited": self.limited}
+            entry = {**info, "source": self.call["source"], "limited": self.limited}
             index = appended(former, index, entry, staging.shown)
         staging.commit(index, folder, files)
         return replace(result, index=index)
 
     def _info(
-        self, meta: SampleMeta, places: list[tuple[str, Ints]], renamed: int, divided: int | None
-    ) -> dict[str, Any]:
-        """Return the counts and the provenance of a set.
+        self, catalog: Catalog, places: list[tuple[str, Ints]], divided: int | None
+    ) -> tuple[dict[str, Any], list[dict[str, str]]]:
+        """Return the counts and the provenance of a set, and the rows of its renamed samples.
 
         places: split and numbers of its samples. divided: None if it is not known.
         """
-        counts = {
-            "listed": self.listed,
-            "skipped": len(self.bad.bad),
-            "renamed": renamed,
-            "divided": divided,
-        }
-        return {**counts, **record(self.source, self.options, counted(meta, places, self.labels))}
+        names, numbers = catalog.renamed, [n for _, ids in places for n in ids.tolist()]
+        renamed = [names[number] for number in numbers if number in names]
+        samples = counted(catalog.meta, places, self.labels)
+        counts = {"listed": self.listed, "skipped": len(self.bad.bad), "renamed": len(renamed)}
+        made = record(self.source, self.options, samples)
+        return {**counts, "divided": divided, **made}, renamed
 
     def _check_any(self, good: int) -> None:
         """Raise _NothingError if there are no samples, or no good ones."""
@@ -334,10 +289,14 @@ class _Run:
             )
         if not good:
             reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
-            left = len(reasons) - _MOST_REASONS
+            left, place = len(reasons) - _MOST_REASONS, ""
+            if self.lists is not None:
+                write_lists(self.lists, bad, [], None)
+                place = f" All are listed in {os.path.join(self.lists, SKIPPED_NAME)}"
             raise _NothingError(
                 f"all of {self.listed} samples were skipped: {'; '.join(reasons[:_MOST_REASONS])}"
                 f"{f'; {left} more reasons' if left > 0 else ''}. The first: {bad[0].sentence}"
+                f"{place}"
             )
 
 

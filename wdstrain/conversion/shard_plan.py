@@ -5,26 +5,25 @@ plan depends on the catalog and the options alone, so any number of workers, on 
 the same bytes.
 
 By default another hash of its key decides the split of a sample, so it stays there when others are
-added. Samples with equal images share a split. With `stratify` the shares are exact within each
-class. With groups, whole groups are assigned so that the splits and their classes come near the
+added. Samples with equal images share a split. With `stratify` each class has its shares, to one
+sample in two splits. With groups, whole groups are assigned so that the splits and their classes come near the
 shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Catalog, Hashes, SampleMeta
+from wdstrain.conversion.catalog import Catalog, SampleMeta
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
-from wdstrain.order.rng import bits
 from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.offsets import Ints
+from wdstrain.shards.selection import dealt
 from wdstrain.shards.tar_headers import END
 
 
@@ -44,10 +43,13 @@ def chosen(catalog: Catalog, options: Options) -> Ints:
     return np.asarray(order[: options.limit], np.int64)
 
 
-def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) -> list[PlannedShard]:
+def plan_shards(
+    catalog: Catalog, options: Options, *, resplit: bool = False, known: Sequence[str] = ()
+) -> list[PlannedShard]:
     """Return the shards of a conversion. resplit: splits of the source may be replaced.
 
-    Raises UsageError for options that do not fit the source, and for a split that gets no sample.
+    known: splits of the set that the shards are appended to. Raises UsageError for options that do
+    not fit the source, and for a split that gets no sample.
     """
     order, meta = chosen(catalog, options), catalog.meta
     if options.split and any(meta.splits) and not resplit:
@@ -63,38 +65,31 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
     if options.split:
         names, split = list(options.split), draw_splits(meta, order, options)
     else:
-        known = [name or "train" for name in meta.splits]
-        names = list(dict.fromkeys(known))
-        split = (
-            np.array([names.index(name) for name in known], np.int64)[meta.split[order]]
-            if known
-            else order
-        )
+        own = [name or "train" for name in meta.splits]
+        names = list(dict.fromkeys(own))
+        split = np.array([names.index(name) for name in own], np.int64)[meta.split[order]]
     check_splits(names)
-    check_prefixes(names)
-    members = [order[split == number] for number in range(len(names))]
-    for name, mine in zip(names, members, strict=True):
-        if not len(mine) and options.split:
-            raise UsageError(
-                f"the split '{name}' gets none of {len(order)} samples. Give it a larger share, or "
-                f"more samples."
-            )
-    sizes = [catalog.sizes[mine] for mine in members]
-    counts = _shards_per_split(sizes, options.num_shards) if options.num_shards else None
-    planned = []
+    _check_prefixes([*known, *names])
+    members = {name: order[split == number] for number, name in enumerate(names)}
+    empty = [name for name, mine in members.items() if not len(mine)]
+    if empty and options.split:
+        raise UsageError(
+            f"the split '{empty[0]}' gets none of {len(order)} samples. Give it a larger share, or "
+            f"more samples."
+        )
+    sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
+    counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
     room = max(1, as_bytes(options.max_shard_size) - len(END))
-    for number, (name, mine) in enumerate(zip(names, members, strict=True)):
-        if counts is not None:
-            runs = _equal_runs(mine, sizes[number], counts[number])
-        else:
-            runs = batches(mine, sizes[number], room, options.max_shard_samples)
-        planned += [
-            PlannedShard(f"{name}-{place:06d}.tar", name, run) for place, run in enumerate(runs)
-        ]
+    planned = list[PlannedShard]()
+    for (name, size), count in zip_longest(sizes.items(), counts):
+        mine = members[name]
+        cut = batches(mine, size, room, options.max_shard_samples)
+        runs = _equal_runs(mine, size, count) if count else cut
+        planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
     return planned
 
 
-def check_prefixes(names: Sequence[str]) -> None:
+def _check_prefixes(names: Sequence[str]) -> None:
     """Raise UsageError for splits whose shards cannot be told apart by NAME-*.tar."""
     for name in names:
         longer = [other for other in names if other.startswith(f"{name}-")]
@@ -110,15 +105,13 @@ def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
 
     Raises UsageError if there are not as many samples, or fewer shards than splits.
     """
-    room = [len(part) for part in sizes]
-    filled = sum(size > 0 for size in room)
-    if not filled <= count <= sum(room):
+    room, total = [len(part) for part in sizes], [int(part.sum()) for part in sizes]
+    if not len(room) <= count <= sum(room):
         raise UsageError(
-            f"num_shards={count}: must be from {filled}, the number of splits, to {sum(room)}, the "
-            f"number of samples."
+            f"num_shards={count}: must be from {len(room)}, the number of splits, to {sum(room)}, "
+            f"the number of samples."
         )
-    total = [int(part.sum()) for part in sizes]
-    shards = [min(1, size) for size in room]
+    shards = [1] * len(room)
     while sum(shards) < count:
         # The next shard goes to the split with the largest shards that can still be divided.
         _, number = max((total[i] / shards[i], -i) for i in range(len(room)) if shards[i] < room[i])
@@ -126,16 +119,12 @@ def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
     return shards
 
 
-def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> Iterator[Ints]:
-    """Yield `count` runs of samples of about equal bytes, each of at least one sample."""
-    stops, first = np.cumsum(sizes), 0
-    for number in range(count):
-        left = count - number - 1  # runs after this one
-        goal = stops[-1] * (number + 1) / count
-        stop = int(np.searchsorted(stops, goal, side="left")) + 1 if left else len(numbers)
-        stop = min(max(stop, first + 1), len(numbers) - left)
-        yield numbers[first:stop]
-        first = stop
+def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> list[Ints]:
+    """Return `count` runs of samples of about equal bytes, each of at least one sample."""
+    sums, runs = np.cumsum(sizes), np.arange(1, count)
+    full = np.searchsorted(sums, sums[-1] * runs / count) + 1
+    stops = np.maximum.accumulate(full - runs) + runs
+    return np.split(numbers, np.minimum(stops, len(numbers) - count + runs))
 
 
 def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> Iterator[Ints]:
@@ -155,26 +144,16 @@ def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> 
 
 def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
     """Return the split of each sample of `order`, as its place in `options.split`: int64."""
+    shares = list((options.split or {}).values())
     if meta.grouped:
-        return _assigned_groups(meta, order, list((options.split or {}).values()))
-    edges = np.cumsum(list((options.split or {}).values()))
+        return _assigned_groups(meta, order, shares)
     if not options.stratify:
         at = meta.side[order] / 2.0**64
-        return np.asarray(
-            np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64
-        )
-    strata = meta.stratum[order]
-    counts = np.bincount(strata, minlength=len(meta.strata))
-    # A hash of the name breaks ties, so that not always the first classes get one sample more.
-    ties = bits(
-        np.array([Hashes(options.seed).of(name) for name in meta.strata], np.uint64), "rounding"
-    )
-    shares = _rounded(
-        counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable")
-    )
-    split = np.zeros(len(order), np.int64)
-    sides = np.lexsort((meta.side[order], strata))  # by class, then by hash
-    split[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
+        return np.asarray(np.searchsorted(np.cumsum(shares)[:-1], at, side="right"), np.int64)
+    sides = np.lexsort((meta.side[order], meta.stratum[order]))  # by class, then by hash
+    counts = dealt(len(order), shares)  # as many of each class as it has in each split
+    split = np.empty(len(order), np.int64)
+    split[sides] = counts[np.lexsort((counts, meta.stratum[order][sides]))]
     return split
 
 
@@ -205,69 +184,3 @@ def _assigned_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints
         split[group] = int(np.argmin(change))
         has[split[group], classes] += amount
     return np.asarray(split[code], np.int64)
-
-
-def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints:
-    """Return the number of samples of each class in each split: int64[classes, splits].
-
-    Rows add up to `counts`. Each number, and the sum of each column, is its exact share, rounded up
-    or down. The largest remainders are rounded up. order: of classes with equal remainders.
-    """
-    exact = np.round(counts[:, None] * shares, 9)  # 0.1 * 30 is 3, not a little more
-    made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
-    up = np.zeros(exact.shape, bool)
-    most = np.argsort(-remainder, axis=1, kind="stable")
-    np.put_along_axis(
-        up, most, np.arange(len(shares)) < (counts - made.sum(axis=1))[:, None], axis=1
-    )
-    sums = np.round(exact.sum(axis=0), 6)
-    low, high = np.floor(sums).astype(np.int64), np.ceil(sums).astype(np.int64)
-    wanted = low.copy()
-    wanted[np.argsort(low - sums, kind="stable")[: int(counts.sum() - low.sum())]] += 1
-
-    def movable(a: int, b: int) -> Ints:
-        """Return the classes that can round up in split b instead of a, the best first."""
-        rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
-        return np.asarray(
-            rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64
-        )
-
-    def columns() -> Ints:
-        return np.asarray(made.sum(axis=0) + up.sum(axis=0), np.int64)
-
-    for a, b in permutations(range(len(shares)), 2):
-        excess = columns() - wanted
-        rows = movable(a, b)[: max(0, min(int(excess[a]), -int(excess[b])))]
-        up[rows, a], up[rows, b] = False, True
-    # With three splits or more, a sample may have to move through a split in between.
-    while ((now := columns()) < low).any() or (now > high).any():
-        starts, ends = (now > high, now < high) if (now > high).any() else (now > low, now < low)
-        path = _path(
-            np.flatnonzero(starts).tolist(),
-            set(np.flatnonzero(ends).tolist()),
-            movable,
-            len(shares),
-        )
-        for a, b in pairwise(path):
-            row = movable(a, b)[0]
-            up[row, a], up[row, b] = False, True
-    return made + up
-
-
-def _path(
-    starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int
-) -> list[int]:
-    """Return the splits on a shortest path from one of `starts` to one of `ends`.
-
-    A path exists, because the exact shares are a solution.
-    """
-    paths = [[start] for start in starts]
-    seen = set(starts)
-    for path in paths:  # grows during the loop
-        if path[-1] in ends:
-            return path
-        for number in range(count):
-            if number not in seen and len(movable(path[-1], number)):
-                seen.add(number)
-                paths.append([*path, number])
-    raise AssertionError("no rounding meets the shares of the splits")

@@ -34,6 +34,9 @@ LOCK_NAME = "owner"  # the locked file
 _CALL = "call.json"  # arguments of the conversion
 _COMMIT = "commit.json"  # a change that is decided
 
+# Entries of `Source.source` that its files decide, so they are not part of the call.
+FROM_FILES = ("classes", "data", "decided", "origin")
+
 _LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
 _LOCK_POLL = 0.02  # seconds
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -73,16 +76,10 @@ class Staging:
                 if not dry_run:
                     self._open()
                 is_begun = self._is_used(overwrite, resume)
-                if self.is_complete:
-                    self.discard()
-                elif not (dry_run or (resume and is_begun)):
+                if not (self.is_complete or dry_run or (resume and is_begun)):
                     self._clear()
-        except BaseException as error:
+        except BaseException:
             self.leave()
-            if isinstance(error.__cause__, FileExistsError | NotADirectoryError):
-                raise UsageError(
-                    f"{self.out} is a file, or lies in one. Name a folder for the shards."
-                ) from None
             raise
 
     def __enter__(self) -> Staging:
@@ -95,10 +92,39 @@ class Staging:
         """Lock the folder, and complete the change of a killed command."""
         os.makedirs(self.out, exist_ok=True)
         sync_folder(os.path.dirname(os.path.abspath(self.out)))
-        self._acquire()
+        end = time.monotonic() + _LOCK_TIMEOUT
+        while not self._is_locked():
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"another conversion is writing into {self.shown}. Wait for it, or choose "
+                    f"another folder. On a file system without locks, delete "
+                    f"{os.path.join(self.path, LOCK_NAME)} after a kill."
+                )
+            time.sleep(_LOCK_POLL)
         record = read_whole(os.path.join(self.path, _COMMIT))
         if record is not None:
             self._complete(json.loads(record))
+
+    def _is_locked(self) -> bool:
+        """Lock the staging folder, created if it is missing; return whether this process holds it."""
+        path = os.path.join(self.path, LOCK_NAME)
+        os.makedirs(self.path, exist_ok=True)
+        is_new = not os.path.exists(path)
+        with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
+            self._lock = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The file may have been deleted after it was opened.
+                is_held = os.path.samestat(os.fstat(self._lock), os.stat(path))
+            except (BlockingIOError, FileNotFoundError):
+                is_held = False
+            except OSError:  # a file system without locks: who created the file holds it
+                is_held = is_new
+            if is_held:
+                return True
+            os.close(self._lock)
+            self._lock = -1
+        return False
 
     def _former(self) -> tuple[dict[str, Any], list[str]]:
         """Return the provenance and the shards of the set in the folder; nothing of a damaged one."""
@@ -113,19 +139,18 @@ class Staging:
         is_begun, names = os.path.exists(os.path.join(self.path, _CALL)), set[str]()
         if resume and not self._is_change and not is_begun:
             self.is_complete = "listed" in self._former()[0]
-        document = read_whole(os.path.join(self.out, INDEX_NAME))
         with suppress(FileNotFoundError):
             names = set(os.listdir(self.out)) - {UNFINISHED}
-        is_others = document is not None and is_foreign(document)
-        if is_others and not self._is_change:
-            raise UsageError(
-                f"{self.shown}/{INDEX_NAME} is no index of this package and would be replaced. "
-                f"Choose another folder, or move it away."
-            )
-        if self._is_change and (document is None or is_others):
+        is_others = _is_foreign(read_whole(os.path.join(self.out, INDEX_NAME)) or b"{}")
+        if self._is_change and (INDEX_NAME not in names or is_others):
             raise UsageError(
                 f"{self.shown} holds no finished set of shards with an index. Name the folder of "
                 f"one."
+            )
+        if INDEX_NAME in names and is_others:
+            raise UsageError(
+                f"{self.shown}/{INDEX_NAME} is no index of this package and would be replaced. "
+                f"Choose another folder, or move it away."
             )
         if is_begun and not (overwrite or resume):
             rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
@@ -158,15 +183,32 @@ class Staging:
         place = f"{self.shown.rstrip('/')}/"
         return check_sizes(load(os.path.join(self.out, INDEX_NAME), base=place))
 
-    def read_call(self) -> dict[str, Any]:
-        """Return the arguments of the conversion that left this folder; {} if unknown."""
-        with suppress(ValueError):
-            return dict(json.loads(read_whole(os.path.join(self.path, _CALL)) or b"{}"))
-        return {}
+    def begin(self, call: dict[str, Any]) -> None:
+        """Record the arguments of this conversion. Raises UsageError if another call began it.
 
-    def write_call(self, call: dict[str, Any]) -> None:
-        """Record the arguments of this conversion, for the check of one that resumes it."""
-        write_whole(os.path.join(self.path, _CALL), json_bytes(call))
+        `on_error` may differ, and so may the files of the source: the error that ended the
+        conversion may have asked to repair one. Shards with changed files are written again.
+        """
+        path = os.path.join(self.path, _CALL)
+        before = json.loads(read_whole(path) or b"{}")
+        if before:
+            options = {**call["options"], "on_error": before["options"]["on_error"]}
+            self.compare(before, {"append": {}, **call, "options": options}, "an unfinished")
+        write_whole(path, json_bytes(call))
+
+    def compare(self, before: dict[str, Any], call: dict[str, Any], state: str) -> None:
+        """Raise UsageError with the arguments in which a call differs from that of a conversion."""
+        differing = []
+        for part, values in json.loads(json.dumps(call)).items():
+            former = before.get(part, {})
+            for name in dict.fromkeys([*former, *values]):
+                if former.get(name) != values.get(name) and name not in FROM_FILES:
+                    differing.append(f"{name} was {former.get(name)!r}, is {values.get(name)!r}")
+        if differing:
+            raise UsageError(
+                f"{self.shown} holds {state} conversion of another source or with other options: "
+                f"{'; '.join(differing)}. Choose another folder, or replace it with overwrite=True."
+            )
 
     def folder(self, name: str) -> str:
         """Return a folder in the staging folder, created if it is missing."""
@@ -212,7 +254,6 @@ class Staging:
             if replaces and is_whole:
                 # The old index goes first, so no old shard is ever read under the new index.
                 _unlink(self.out, [INDEX_NAME])
-                _unlink(self.out, gone)
             for final, name in files.items():
                 with suppress(FileNotFoundError):  # moved already
                     os.replace(os.path.join(source, name), os.path.join(self.out, final))
@@ -224,85 +265,43 @@ class Staging:
 
     def leave(self) -> None:
         """Leave the staging folder for `resume`; remove it if nothing was written."""
-        files = [name for _, _, names in os.walk(self.path) for name in names]
-        if not set(files) - {LOCK_NAME, _CALL}:
-            self.discard()
-        self._release()
-        if self.bucket is not None and not os.path.exists(self.path):
-            shutil.rmtree(self.out, ignore_errors=True)
+        files = {name for _, _, names in os.walk(self.path) for name in names}
+        self._close(is_kept=not files <= {LOCK_NAME, _CALL})
 
     def discard(self) -> None:
         """Remove the staging folder, and the output folder if it was created for it.
 
         A change that is decided stays: the next command completes it.
         """
-        with suppress(OSError):
-            if self._lock >= 0 and not os.path.exists(os.path.join(self.path, _COMMIT)):
-                self._clear()
-            self._release()
+        self._close(is_kept=os.path.exists(os.path.join(self.path, _COMMIT)))
+
+    def _close(self, *, is_kept: bool) -> None:
+        if self._lock >= 0:
+            with suppress(OSError):
+                if not is_kept:
+                    self._clear()
+                os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
+            os.close(self._lock)
+            self._lock = -1
+        with suppress(OSError):  # they are not empty, or others use them
             os.rmdir(self.path)
             if self._is_new:
                 os.rmdir(self.out)
+        if self.bucket is not None and not os.path.exists(self.path):
+            shutil.rmtree(self.out, ignore_errors=True)
 
     def _clear(self) -> None:
         """Remove all files but the lock. The record is last: without it, work would begin anew."""
         if self.bucket is not None:
             self.bucket.forget(os.path.join(self.path, "shards"))
-        names = set(os.listdir(self.path)) - {LOCK_NAME}
-        for name in sorted(names, key=lambda name: name == _COMMIT):
-            path = os.path.join(self.path, name)
-            if os.path.isdir(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
-
-    def _acquire(self) -> None:
-        """Lock the staging folder, created if it is missing.
-
-        Raises UsageError if another process holds the lock.
-        """
-        end, path = time.monotonic() + _LOCK_TIMEOUT, os.path.join(self.path, LOCK_NAME)
-        while True:
-            os.makedirs(self.path, exist_ok=True)
-            is_new = not os.path.exists(path)
-            with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
-                fd = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
-                try:
-                    if _is_locked(fd, path, is_new):
-                        self._lock = fd
-                        return
-                finally:
-                    if self._lock != fd:
-                        os.close(fd)
-            if time.monotonic() > end:
-                raise UsageError(
-                    f"another conversion is writing into {self.shown}. Wait for it, or choose "
-                    f"another folder. On a file system without locks, delete {path} after a kill."
-                )
-            time.sleep(_LOCK_POLL)
-
-    def _release(self) -> None:
-        """Delete the locked file and unlock it. The next process creates its own."""
-        if self._lock >= 0:
-            with suppress(OSError):  # the folder was removed
-                os.unlink(os.path.join(self.path, LOCK_NAME))
-            os.close(self._lock)
-            self._lock = -1
+        for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name == _COMMIT):
+            if entry.is_dir():
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK_NAME:
+                os.unlink(entry.path)
 
 
-def _is_locked(fd: int, path: str, is_new: bool) -> bool:
-    """Lock a file, and return whether this process holds it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: who created the file holds it
-        return is_new
-    # The file may have been deleted after it was opened.
-    return os.path.samestat(os.fstat(fd), os.stat(path))
-
-
-def is_foreign(document: bytes) -> bool:
+def _is_foreign(document: bytes) -> bool:
     """Return whether an index.json is of another program; a damaged one counts as ours."""
     try:
         return "wdstrain" not in json.loads(document)

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from wdstrain.errors import StorageError
 from wdstrain.storage.remote import is_remote, read_remote
 
+_ADVICE = "Free some space, or check the folder."
 _PROBE_BYTES = 1 << 16  # of a file that shows whether there is some space
 
 
@@ -65,7 +66,7 @@ def sync_folder(folder: str) -> None:
 
 
 @contextmanager
-def disk_errors(path: str, advice: str = "Free some space, or check the folder.") -> Iterator[None]:
+def disk_errors(path: str, advice: str = _ADVICE) -> Iterator[None]:
     """Raise StorageError for an OSError in the block. path: what is written; advice: next step."""
     try:
         yield
@@ -74,15 +75,15 @@ def disk_errors(path: str, advice: str = "Free some space, or check the folder."
 
 
 @contextmanager
-def put_whole(path: str) -> Iterator[BinaryIO]:
+def put_whole(path: str, advice: str = _ADVICE) -> Iterator[BinaryIO]:
     """Yield a file to write. It gets its name when it is complete, and none after an error.
 
-    Raises StorageError.
+    advice: next step in the StorageError of a disk that fails.
     """
     name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
     temporary = os.path.join(os.path.dirname(path), name)
     try:
-        with disk_errors(path):
+        with disk_errors(path, advice):
             with open(temporary, "wb") as file:
                 yield file
             publish(temporary, path)
