@@ -45,17 +45,17 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 4104,
+    "conversion": 3843,
     "training": 3962,
     "inspection": 2182,
     "loader": 1225,
     "shards": 2360,
     "decode": 1395,
-    "storage": 1200,
+    "storage": 1175,
     "reader": 506,
     "cli": 754,
     "runtime": 398,
-    "tuning": 363,
+    "tuning": 300,
     "order": 400,
     "report": 335,
     "augment": 270,

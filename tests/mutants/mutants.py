@@ -208,8 +208,10 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",
     ),
     "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
-    "conversion/staging.py": ("tests/conversion/test_changing_sets.py",),
-    "conversion/upload.py": ("tests/storage/test_object_store.py",),
+    "conversion/staging.py": (
+        "tests/conversion/test_changing_sets.py",
+        "tests/storage/test_object_store.py",
+    ),
     "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
 }
 
@@ -593,15 +595,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "min((total[i] / shards[i], -i)",
         ),
         (
-            "shares-of-class",
-            "counts[np.lexsort((counts, ",
-            "counts[np.lexsort((sides, ",
+            "largest-remainder",
+            "most = np.argsort(-remainder, axis=1",
+            "most = np.argsort(remainder, axis=1",
         ),
         ("group-by-error", "int(np.argmin(change))", "int(np.argmax(change))"),
         (
             "side-of-class",
-            "np.lexsort((meta.side[order], meta",
-            "np.lexsort((meta.rank[order], meta",
+            "np.lexsort((meta.side[order], strata))",
+            "np.lexsort((meta.rank[order], strata))",
         ),
     ],
     "conversion/listing.py": [
@@ -636,8 +638,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("old-index-first", "if replaces and is_whole:", "if not replaces and is_whole:"),
         ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
         ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
-    ],
-    "conversion/upload.py": [
         ("changed-by-another", "if listed not in known and not", "if listed in known and not"),
         ("replaced-at-the-end", "if {INDEX_NAME, shard.name} & set", "if {shard.name} & set"),
     ],

@@ -196,7 +196,8 @@ def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, ho
             with pytest.raises(UsageError, match="holds 3 files"):
                 Staging(out)
         elif how == "resume":
-            assert Staging(out, resume=True).is_complete
+            with Staging(out, resume=True) as staging:
+                assert staging.is_complete
         else:
             Staging(out, overwrite=True).leave()
         ended.result()

@@ -115,7 +115,7 @@ def test_the_webdataset_interface_reads_from_a_bucket(
 ) -> None:
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
     for path in (tmp_path / "set").glob(f"*{ending}"):
-        put(f"{bucket}/set/{path.name}", str(path), "")
+        put(f"{bucket}/set/{path.name}", str(path))
     dataset = wt.WebDataset(f"{bucket}/set/part-{{000..002}}{ending}").decode().to_tuple("txt")
     assert list(dataset) == list(wt.WebDataset(urls).decode().to_tuple("txt"))
     dataset.close()
@@ -393,7 +393,7 @@ def test_foreign_objects_in_a_bucket_are_not_replaced(
     bucket: str, photos: Path, tmp_path: Path, name: str, data: bytes, overwrite: bool
 ) -> None:
     (tmp_path / "mine").write_bytes(data)
-    put(f"{bucket}/p/{name}", str(tmp_path / "mine"), "")
+    put(f"{bucket}/p/{name}", str(tmp_path / "mine"))
     with pytest.raises(
         UsageError,
         match=f"({name}.* (is no index of this package|which no index lists)|holds 1 files)",
@@ -408,7 +408,7 @@ def test_an_interrupted_replacement_leaves_no_objects_of_the_old_set(
     """After the old index was deleted, its objects are still known, and foreign ones are kept."""
     wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=5)
     (tmp_path / "mine").write_bytes(b"mine")
-    put(f"{bucket}/p/extra-000000.tar", str(tmp_path / "mine"), "")
+    put(f"{bucket}/p/extra-000000.tar", str(tmp_path / "mine"))
     options: dict[str, Any] = {"max_shard_samples": 20, "overwrite": True}
     with pytest.raises(BrokenOffError):
         wt.convert_folder(str(photos), f"{bucket}/p", progress=broken_off_after(1), **options)

@@ -427,15 +427,6 @@ def test_without_checksums_different_versions_are_read_or_the_error_names_the_in
     assert "wdstrain index" in said
 
 
-def test_a_pool_of_servers_is_named_once_in_the_log(
-    packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving(packed, faults=[pooled(strict=False)] * ALWAYS) as server:
-        for _ in range(2):
-            load(server.url, tmp_path)
-    assert caplog.text.count(f"{server.url} gives ") == 1
-
-
 def test_an_empty_shard_is_named_as_cut(tmp_path: Path) -> None:
     """It has no first byte that a range request could bring."""
     (tmp_path / "a.tar").touch()

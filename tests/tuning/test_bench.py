@@ -29,15 +29,6 @@ class SleepingField:
         return bytes(data).decode()
 
 
-class GilField:
-    """A field that computes in Python, and so holds the GIL."""
-
-    names, example = ("txt",), None
-
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> str:
-        return f"{bytes(data).decode()} {sum(range(200_000))}"
-
-
 def sleeping_transform(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     time.sleep(0.004)
     return {"x": np.full(4, rng.random()), "n": len(sample["txt"])}
@@ -78,21 +69,15 @@ def test_a_slow_transform_is_named(texts: Path, workers: int) -> None:
     assert verdict_matches(result, "the transform in")
 
 
-def test_slow_storage_is_named_and_local_shards_are_tried(tmp_path: Path) -> None:
+def test_slow_storage_is_named(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     samples = ({"__key__": f"k{i:03d}", "txt": f"{i}"} for i in range(60))
     wt.pack(samples, str(shards), max_shard_samples=8)
     with serving(shards) as served:
         served.delay = 0.04
-        result = wt.bench(
-            f"{served.url}/index.json", {"txt": wt.text()}, batch_size=8, seconds=0.1, tune=True
-        )
+        result = wt.bench(f"{served.url}/index.json", {"txt": wt.text()}, batch_size=8, seconds=0.1)
     assert result.bottleneck == "storage"
     assert verdict_matches(result, "storage (")
-    assert any(
-        command.startswith("wdstrain train SHARDS --out RUN ") and "--cache-dir DIR" in command
-        for command in result.advice
-    )
 
 
 def test_a_cache_of_limited_size_is_measured(tmp_path: Path) -> None:
@@ -105,44 +90,20 @@ def test_a_cache_of_limited_size_is_measured(tmp_path: Path) -> None:
             seconds=0.1,
             cache_dir=tmp_path / "cache",
             cache_limit="1GB",
-            tune=True,
         )
     assert result.achieved > 0
-    assert not any("cache_dir" in trial.setting for trial in result.trials)
 
 
-@pytest.mark.alone  # other programs on the cores look like the GIL
-@pytest.mark.skipif(cores() < 2, reason="one core runs one thread at a time in any case")
-def test_threads_that_wait_for_the_gil_are_named(texts: Path) -> None:
-    for seconds in (0.5, 1, 2):  # on a busy machine the measurement needs more time
-        result = wt.bench(texts, {"txt": GilField()}, batch_size=8, seconds=seconds)
-        if result.bottleneck == "GIL":
-            break
-    assert result.bottleneck == "GIL"
-    assert verdict_matches(result, "waiting for the GIL")
-
-
-def test_tuning_runs_other_settings_and_names_the_faster_ones(texts: Path) -> None:
-    result = wt.bench(
-        texts, {"txt": SleepingField()}, batch_size=8, seconds=0.2, tune=True, shuffle_buffer=20
-    )
+def test_tuning_runs_other_numbers_of_workers_and_names_the_fastest(texts: Path) -> None:
+    result = wt.bench(texts, {"txt": SleepingField()}, batch_size=8, seconds=0.2, tune=True)
     tried = {trial.setting for trial in result.trials}
     powers = {2**power for power in range(9) if 2**power <= cores()}
-    assert tried == {f"num_workers={n}" for n in powers | {cores()}} | {"shuffle_buffer=80"}
+    assert tried == {f"num_workers={n}" for n in powers | {cores()}}
     assert all(trial.rate > 0 for trial in result.trials)
     shown = [value for name, value in result.rows() if name == "use"]
     assert shown == (result.advice or ["the current settings"])
     assert json.loads(json.dumps(result.as_dict()))["verdict"] == result.verdict
     assert result.verdict in repr(result)
-
-
-def test_smaller_images_are_tried_if_images_are_much_larger_than_needed(tmp_path: Path) -> None:
-    samples = [(f"k{i:02d}", {"png": picture(i, size=(96, 96)), "cls": b"0"}) for i in range(48)]
-    write_tar(tmp_path / "shards" / "a.tar", samples)
-    for size, tried in ((32, True), (80, False)):
-        fields = {"image": wt.image(size=size)}
-        result = wt.bench(tmp_path / "shards", fields, batch_size=8, seconds=0.1, tune=True)
-        assert any("resize=" in trial.setting for trial in result.trials) == tried
 
 
 @pytest.mark.parametrize("count", [1, 3, 95])

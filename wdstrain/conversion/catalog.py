@@ -58,8 +58,8 @@ class SampleMeta(NamedTuple):
 
     def take(self, numbers: Ints) -> SampleMeta:
         """Return the properties of some samples."""
-        arrays: list[Any] = [values[numbers] for values in self.arrays]
-        return SampleMeta(*arrays, *self.names)
+        rank, side, split, stratum = (values[numbers] for values in self.arrays)
+        return self._replace(rank=rank, side=side, split=split, stratum=stratum)
 
 
 class Hashes:

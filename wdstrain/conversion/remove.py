@@ -84,7 +84,7 @@ def _folder_of(urls: Urls) -> str:
     """Return the folder, on a disk or in a bucket, whose index lists these shards."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     folders = set[str]()
-    for address in map(os.fspath, addresses):
+    for address in [os.fspath(address) for address in addresses]:
         is_file = address.endswith((".tar", ".json")) and not os.path.isdir(address)
         folders.add(os.path.dirname(address) or "." if is_file else address)
     folder = folders.pop()

@@ -17,8 +17,7 @@ from wdstrain.conversion.catalog import SampleMeta
 from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_writer import Packed
-from wdstrain.conversion.staging import Staging
-from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME
+from wdstrain.conversion.staging import RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.decode.formats import is_image
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import json_bytes

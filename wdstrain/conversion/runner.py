@@ -52,8 +52,7 @@ from wdstrain.conversion.shard_plan import (
     plan_shards,
 )
 from wdstrain.conversion.shard_writer import Packed, write_shards
-from wdstrain.conversion.staging import FROM_FILES, Staging
-from wdstrain.conversion.upload import SKIPPED_NAME
+from wdstrain.conversion.staging import FROM_FILES, SKIPPED_NAME, Staging
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels

@@ -7,32 +7,52 @@ the new set, or an error. Append and remove only add shards under new names, and
 index, so there is a set at any moment.
 
 A conversion that fails or is killed before that leaves its files, and `resume` continues it.
+
+A set in a bucket is changed in a local folder, and published as a whole. The local folder holds the
+index of the set, and for each of its shards a file of the same size without disk blocks. A change
+that is decided is published: new shards, then the index, then old objects are deleted. The shards
+of a new set go into the bucket as they are finished, and their files give their disk space back.
+Without an index there is no set, so nobody reads half of one. Shards of a set that is replaced or
+extended are uploaded at the end.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
-from wdstrain.conversion.upload import RENAMED_NAME, SKIPPED_NAME, Bucket, Uploaded
-from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.shards.index import Index
+from wdstrain.errors import ShardError, UsageError, WdstrainError
+from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_document import find_document
-from wdstrain.shards.index_io import check_sizes, json_bytes, load, move_index, save_index
+from wdstrain.shards.index_io import (
+    TABLE_NAME,
+    check_sizes,
+    json_bytes,
+    load,
+    move_index,
+    save_index,
+)
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
-from wdstrain.storage.files import disk_errors, read_whole, sync_folder, write_whole
-from wdstrain.storage.objects import is_object
+from wdstrain.storage.files import disk_errors, read_whole, sync_folder, user_cache, write_whole
+from wdstrain.storage.objects import is_object, list_folder_of, put, remove
+from wdstrain.storage.remote import read_remote
+
+SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
+RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
 
 # Names in the staging folder:
 LOCK_NAME = "owner"  # the locked file
 _CALL = "call.json"  # arguments of the conversion
 _COMMIT = "commit.json"  # a change that is decided
+_SENT = ".sent"  # ending of the file beside an uploaded shard: its name in the bucket, its sha256
 
 # Entries of `Source.source` that its files decide, so they are not part of the call.
 FROM_FILES = ("classes", "data", "decided", "origin")
@@ -40,6 +60,9 @@ FROM_FILES = ("classes", "data", "decided", "origin")
 _LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
 _LOCK_POLL = 0.02  # seconds
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_READ = (INDEX_NAME, TABLE_NAME, SKIPPED_NAME, RENAMED_NAME)
+
+Uploaded = Callable[[int, int, int], None]  # receives objects uploaded, bytes, objects in all
 
 
 class Staging:
@@ -314,3 +337,107 @@ def _unlink(folder: str, names: Iterable[str]) -> None:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, os.path.basename(name)))
     sync_folder(folder)
+
+
+class Bucket:
+    """A set in a bucket, and its local folder."""
+
+    def __init__(self, address: str, uploaded: Uploaded | None) -> None:
+        self._address, self._uploaded = address.rstrip("/"), uploaded or (lambda *counts: None)
+        digest = blake2b(self._address.encode(), digest_size=12).hexdigest()
+        self.folder = user_cache("outgoing", digest)
+
+    def fetch(self) -> str:
+        """Return the local folder, made anew unless it holds an unfinished conversion.
+
+        Raises UsageError if another program changed the set since that began.
+        """
+        if os.path.exists(os.path.join(self.folder, UNFINISHED)):
+            self._check(os.path.join(self.folder, UNFINISHED, "shards"), may_be_gone=True)
+            return self.folder
+        shutil.rmtree(self.folder, ignore_errors=True)
+        names = list_folder_of(self._object(""))
+        if SKIPPED_NAME in names and INDEX_NAME not in names:
+            raise UsageError(
+                f"{self._object(SKIPPED_NAME)} is there, which no index lists and which would be "
+                f"replaced. Choose another place, or move it away."
+            )
+        os.makedirs(self.folder, exist_ok=True)
+        for name in names:
+            data = read_remote(self._object(name)) if name in _READ else None
+            with open(os.path.join(self.folder, name), "wb") as file:
+                file.write(data or b"")
+        with suppress(ShardError):  # a damaged index lists no shards
+            document = find_document(os.path.join(self.folder, INDEX_NAME))
+            for shard in document.shards if document is not None else ():
+                with open(os.path.join(self.folder, shard.name), "ab") as file:
+                    file.truncate(shard.bytes)
+        return self.folder
+
+    def upload(self, shard: Shard, path: str) -> None:
+        """Upload a finished shard of a new set, and free the disk space of its file.
+
+        The file keeps its size, by which `resume` knows that the shard is complete.
+        """
+        if {INDEX_NAME, shard.name} & set(os.listdir(self.folder)):
+            return
+        sent, now = read_whole(path + _SENT) or b"", f"{shard.name} {shard.sha256}".encode()
+        if sent != now and sent.endswith(shard.sha256.encode()):
+            raise UsageError(
+                f"{path} was uploaded under another name, as samples were skipped. Start anew with "
+                f"overwrite=True."
+            )
+        if sent != now:
+            put(self._object(shard.name), path)
+            write_whole(path + _SENT, now)
+        with disk_errors(path):
+            os.truncate(path, 0)
+            os.truncate(path, shard.bytes)
+
+    def forget(self, folder: str, keep: Iterable[str] = ()) -> None:
+        """Delete the uploaded shards of an unfinished set in `folder`, but for those in `keep`."""
+        for path in glob.glob(os.path.join(glob.escape(folder), f"*{_SENT}")):
+            name = (read_whole(path) or b"").decode().partition(" ")[0]
+            if name not in keep:
+                remove(self._object(name))
+            os.unlink(path)
+
+    def publish(
+        self, source: str, files: dict[str, str], gone: list[str], *, replaces: bool
+    ) -> None:
+        """Make the set in the bucket that of the index in `source`. May be repeated after a kill.
+
+        Raises UsageError if another program changed the set meanwhile.
+        """
+        self._check(source, may_be_gone=replaces)
+        index, table = (os.path.join(source, name) for name in (INDEX_NAME, TABLE_NAME))
+        if read_remote(self._object(INDEX_NAME)) != read_whole(index):
+            if replaces:
+                remove(self._object(INDEX_NAME))
+            paths = {final: os.path.join(source, name) for final, name in files.items()}
+            size = 0
+            for number, (name, path) in enumerate([*paths.items(), (TABLE_NAME, table)]):
+                if not os.path.exists(path + _SENT):
+                    put(self._object(name), path)
+                size += os.path.getsize(path)
+                self._uploaded(number + 1, size, len(paths) + 2)
+            put(self._object(INDEX_NAME), index)
+        for name in gone:
+            remove(self._object(name))
+        self.forget(source, files)
+
+    def _check(self, source: str, *, may_be_gone: bool) -> None:
+        """Raise UsageError unless the set is that of the local folder, or of `source`.
+
+        may_be_gone: the set may be missing.
+        """
+        known = [read_whole(os.path.join(place, INDEX_NAME)) for place in (self.folder, source)]
+        listed = read_remote(self._object(INDEX_NAME))
+        if listed not in known and not (may_be_gone and listed is None):
+            raise UsageError(
+                f"{self._address} was changed by another program since this change of it began. "
+                f"Delete {self.folder} and run this again without resume=True."
+            )
+
+    def _object(self, name: str) -> str:
+        return f"{self._address}/{os.path.basename(name)}"

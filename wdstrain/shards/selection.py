@@ -131,13 +131,13 @@ def _parts(
         strata = group_codes(index, stratify)
         strata = strata if by is None else _most_common(groups, strata)
         order = order[np.argsort(strata[order], kind="stable")]
-        dealt = dealt(n, shares) if by is None else _dealt_groups(sizes[order], shares)
+        dealt = _dealt(n, shares) if by is None else _dealt_groups(sizes[order], shares)
     part = np.empty(len(sizes), np.int64)
     part[order] = dealt
     return np.asarray(part[groups])
 
 
-def dealt(n: int, shares: list[float]) -> Ints:
+def _dealt(n: int, shares: list[float]) -> Ints:
     """Return a split for each of n places, so that any run of places gets nearly its shares."""
     part, rest, left = np.full(n, len(shares) - 1), np.arange(n), 1.0
     for number, share in enumerate(shares[:-1]):

@@ -62,8 +62,7 @@ _XML_REASON = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<"
 _JSON_REASON = re.compile(r'"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"')
 _EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
 
-_targets: dict[str, str] = {}  # address -> where its last redirect led to
-_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
+_targets: dict[str, str] = {}  # address -> where its last redirect led to, or the address itself
 
 
 def is_http(path: str) -> bool:
@@ -158,21 +157,16 @@ class HttpResponse:
         """Raise StorageError for a body that is not made of the object's own bytes."""
         kind = self._headers.get("Content-Type", "")
         coding = self._headers.get("Content-Encoding", "identity")
-        transfer = self._headers.get("Transfer-Encoding", "chunked")
+        if is_tar and kind.startswith("text/html"):
+            raise StorageError(
+                f"{self._shown}: the server sent an HTML page instead of a shard. Check the address."
+            )
         # An object that is stored compressed has ranges of its compressed bytes.
-        is_compressed = coding.lower() != "identity" and (is_tar or not self.ranged)
-        problems = {
-            "the server sent an HTML page instead of a shard. Check the address.": (
-                is_tar and kind.startswith("text/html")
-            ),
-            f"the server compresses it ({coding[:80]!r}), although the request forbids it, so "
-            f"offsets do not hold. Switch compression off for this file.": is_compressed,
-            f"the server sent the transfer coding {transfer[:80]!r}; only chunked can be read. "
-            f"Check the server.": transfer.lower() not in ("chunked", "identity"),
-        }
-        problem = next((text for text, holds in problems.items() if holds), None)
-        if problem is not None:
-            raise StorageError(f"{self._shown}: {problem}")
+        if coding.lower() != "identity" and (is_tar or not self.ranged):
+            raise StorageError(
+                f"{self._shown}: the server compresses it ({coding[:80]!r}), although the request "
+                f"forbids it, so offsets do not hold. Switch compression off for this file."
+            )
 
 
 def read_small(address: str) -> bytes | None:
@@ -234,10 +228,8 @@ def get(
 
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
-    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
-    is_known = address in _targets or kind in _direct
     # One request learns the target for all threads.
-    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
+    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 64]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -250,14 +242,10 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-    if target == address:
-        _direct.add(kind)
-        _targets.pop(address, None)
-    elif response.status in _BODY:
-        _direct.discard(kind)
-        if len(_targets) >= _MOST_TARGETS:
-            _targets.clear()
-        _targets[address] = target
+        if response.status in _BODY:
+            if len(_targets) >= _MOST_TARGETS:
+                _targets.clear()
+            _targets[address] = target
     return response
 
 

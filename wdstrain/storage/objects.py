@@ -22,7 +22,6 @@ from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.storage.retries import Retries, TemporaryError, network_timeout
 
 PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
-_SHA256 = "sha256"  # metadata name of an object's checksum
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
 _MOST_BYTES = 64 << 20  # of a request, which must end within its time
 _UPLOAD_RETRIES = 1000  # the time limit ends them before
@@ -91,33 +90,20 @@ def list_folder_of(path: str) -> list[str]:
     return sorted(name for name in names if name and "/" not in name)
 
 
-def put(path: str, file: str, sha256: str) -> None:
-    """Upload a file as an object, whole or not at all, unless there is one with this checksum.
-
-    Raises StorageError.
-    """
+def put(path: str, file: str) -> None:
+    """Upload a file as an object, whole or not at all. Raises StorageError."""
 
     def upload(store: Any, key: str) -> None:
         with open(file, "rb") as opened:
-            _obstore().put(store, key, opened, attributes={_SHA256: sha256})
+            _obstore().put(store, key, opened)
 
-    if not _is_stored(path, sha256, os.path.getsize(file)):
-        _ask(path, "it cannot be written", upload, writes=True)
+    _ask(path, "it cannot be written", upload, writes=True)
 
 
 def remove(path: str) -> None:
     """Remove an object if it exists. Raises StorageError."""
     with suppress(MissingError):
         _ask(path, "it cannot be removed", _obstore().delete, writes=True)
-
-
-def _is_stored(path: str, sha256: str, size: int) -> bool:
-    """Return whether an object has this size, and this checksum in its metadata."""
-    request, options = _obstore().get, {"head": True}
-    with suppress(MissingError):
-        present = _ask(path, "its metadata was not sent", request, writes=True, options=options)
-        return bool(present.meta["size"] == size and present.attributes.get(_SHA256) == sha256)
-    return False
 
 
 def _obstore() -> Any:

@@ -10,7 +10,6 @@ they grow where a server limits the number of requests.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from wdstrain.storage.retries import (
     Retries,
     TemporaryError,
     request_bytes,
-    server_of,
 )
 from wdstrain.storage.secrets import redacted, renew_addresses
 
@@ -55,9 +53,6 @@ ALL_BYTES = 1 << 62  # for `first_bytes`: a range ends with the file
 _CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
 _BUFFER = 1 << 20  # bytes that a file object reads; tar readers ask for 512 at a time
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
-
-_log = logging.getLogger("wdstrain")
-_pools: set[str] = set()  # servers of which the log says that their versions differ
 
 
 class Scheme(NamedTuple):
@@ -252,15 +247,6 @@ class RemoteFile:
                 f"{self._shown} changed while it was read. Start again; if it has an index, make "
                 f"the index again: wdstrain index"
             )
-        server = server_of(self.path)
-        is_other = self.version is not None and not response.is_version(self.version)
-        if is_other and server not in _pools:
-            _pools.add(server)
-            text = (
-                "%s gives %s several versions (ETag, Last-Modified). Its size and the checksums of "
-                "the index decide whether it changed."
-            )
-            _log.warning(text, server, self._shown)
         self.version = self.version or response.version
         self.tag = self.version if self.tag is None else self.tag
         return response

@@ -2,7 +2,7 @@
 
 Every rate is that of a real `wt.Loader`; only its input differs. Storage is measured with fields
 that decode nothing, decoding on a local excerpt, and the hand-off on the excerpt with fields that
-decode nothing. With `tune`, other settings are run too.
+decode nothing. With `tune`, other numbers of worker processes are run too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.options import Options
-from wdstrain.decode.codecs import decode_image
+from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.decode.decoder import Transform
-from wdstrain.decode.fields import Example, Field, Image, read_field
+from wdstrain.decode.fields import Example, Field, read_field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.formats import is_image
@@ -34,10 +32,8 @@ from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import takes_rng
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
-from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
-from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.shards.values import Array
 from wdstrain.storage.remote import is_remote
 from wdstrain.tuning.options import BenchOptions, LoaderChoices
@@ -46,10 +42,6 @@ from wdstrain.tuning.result import Bench, Trial
 _EXCERPT, _EXCERPT_BYTES = 256, 64 << 20  # samples, at least; bytes, at most
 _RUNS = 4  # places of the set from which the samples of an excerpt are taken
 _LIMITS = 0.8  # of the hand-off rate: a stage that is faster is limited by the hand-off
-_GIL = 1.25  # gain of processes over threads from which on the threads are said to wait
-_LARGER = 1.25  # side of an image / side that is needed: below it, smaller ones are not tried
-_MARGIN = 8 / 7  # packed side / side of a crop, as 256 for 224
-_WIDER_BUFFER = 4  # factor by which the shuffle buffer is enlarged
 
 Note = Callable[[str], object]  # called with the name of the next measurement
 
@@ -73,8 +65,8 @@ def bench(options: BenchOptions) -> Bench:
     whole = _Subject(loader.index, fields, options.transform, chosen, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         part = whole.on_excerpt(max(_EXCERPT, 4 * options.batch_size), f"{folder}/part.tar")
-        trials = _settings(whole, part, loader.shuffle_buffer) if options.tune else []
-        most, done = 3 + 2 * whole.decodes + len(trials), list[str]()
+        counts = _counts_to_try(whole) if options.tune else []
+        most, done = 3 + whole.decodes + len(counts), list[str]()
 
         def note(measurement: str) -> None:
             if options.note is not None:
@@ -82,11 +74,13 @@ def bench(options: BenchOptions) -> Bench:
             done.append(measurement)
 
         result = _measure(whole, part, note, cold=options.cold)
-        tried = []
-        for name, value in trials:
-            note(f"{name}={value}")
-            tried.append(_try(name, value, whole, part, f"{folder}/small.tar"))
-    return replace(result, trials=tuple(tried))
+        trials = []
+        for count in counts:
+            note(f"num_workers={count}")
+            # The load of a machine changes from minute to minute, so both are measured together.
+            baseline, rate = whole.run().rate, whole.run(num_workers=count).rate
+            trials.append(Trial(f"num_workers={count}", rate, baseline, f"--num-workers {count}"))
+    return replace(result, trials=tuple(trials))
 
 
 def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | None:
@@ -132,16 +126,6 @@ class _Subject:
         """Whether samples are decoded at all. Without fields and transform they are bytes."""
         return self.fields is not None or self.transform is not None
 
-    @property
-    def fits_processes(self) -> bool:
-        """Whether fields and functions can be sent to worker processes."""
-        functions = {"transform": self.transform, "collate_fn": self.options["collate_fn"]}
-        try:
-            check_picklable(self.fields, functions, self.options["multiprocessing_context"])
-        except UsageError:
-            return False
-        return self.decodes
-
     def run(self, **changes: Any) -> _Rate:
         """Run the loader for `seconds` after its first batch. changes: other options."""
         begin = time.perf_counter()
@@ -174,30 +158,20 @@ class _Subject:
         fields = {name: _idle_field(f, self.index) for name, f in (self.fields or {}).items()}
         return replace(self, fields=fields if self.decodes else None)
 
-    def on_excerpt(
-        self, count: int, path: str, recipe: Callable[..., Any] | None = None
-    ) -> _Subject:
+    def on_excerpt(self, count: int, path: str) -> _Subject:
         """Return the loader over a new tar at `path` with samples from all over the set.
 
-        It does not wait for storage: it has about `count` samples, at most about 64 MB. recipe:
-        makes new members of a sample. If it raises SampleError, they are copied as they are.
+        It does not wait for storage: it has about `count` samples, at most about 64 MB.
         """
         index = self.index
         total = max(1, sum(shard.bytes for shard in index.shards))
         count = max(1, min(count, len(index), int(_EXCERPT_BYTES * len(index) / total)))
         starts = np.linspace(0, max(0, len(index) - count // _RUNS), _RUNS).astype(np.int64)
         ids = np.unique(np.add.outer(starts, np.arange(-(-count // _RUNS))).clip(0, len(index) - 1))
-        with open(path, "wb") as file:
-            for number, fields in index.read(ids):
-                members = list(fields.items())
-                with suppress(SampleError):
-                    members = recipe(members) if recipe is not None else members
-                for field, data in members:
-                    # Samples of several shards may share a key, so the id becomes the key.
-                    file.write(header(f"{number:012d}.{field}", len(data)) + data)
-                    file.write(bytes(padding(len(data))))
-            file.write(END)
-        part = replace(scan([path]), labels=index.labels)
+        # Samples of several shards may share a key, so the id becomes the key.
+        samples = ((f"{number:012d}", list(f.items())) for number, f in index.read(ids))
+        made = write_samples(path, "", samples, lambda *_: None)
+        part = replace(made.with_columns(index.take(ids).columns), labels=index.labels)
         # A local file, which may be smaller than a global batch of all ranks.
         own = {"cache_dir": None, "cache_limit": None, "balance": None, "rank": 0, "world_size": 1}
         batch_size = min(self.options["batch_size"], len(part))
@@ -214,7 +188,7 @@ def _measure(whole: _Subject, part: _Subject, note: Note, *, cold: bool) -> Benc
     fields, transform = idle.fields, idle.transform
     storage = replace(whole, fields=fields, transform=transform).run()
     note("hand-off")
-    handoff, processes = idle.run(), None
+    handoff = idle.run()
     rates = {"storage": storage.rate, "hand-off": handoff.rate}
     stage = "decode" if whole.transform is None else "transform"
     if whole.decodes:
@@ -223,12 +197,6 @@ def _measure(whole: _Subject, part: _Subject, note: Note, *, cold: bool) -> Benc
         rates = {"storage": storage.rate, stage: decoding.rate, "hand-off": handoff.rate}
     slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * handoff.rate}
     bottleneck = min(slow, key=lambda name: slow[name]) if slow else "hand-off"
-    threads = int(handoff.report["decoders"]) if not whole.options["num_workers"] else 0
-    if bottleneck == stage and threads > 1 and part.fits_processes:
-        note("the GIL")
-        processes = part.run(num_workers=threads)
-        if processes.rate > _GIL * rates[stage]:
-            rates[stage], bottleneck = processes.rate, "GIL"
     if cold:
         _drop_page_cache(index)
     note("the loader")
@@ -253,60 +221,19 @@ def _measure(whole: _Subject, part: _Subject, note: Note, *, cold: bool) -> Benc
 # --- other settings -------------------------------------------------------------------------------
 
 
-def _settings(whole: _Subject, part: _Subject, shuffle_buffer: int) -> list[tuple[str, Any]]:
-    """Return the settings to try, as (name, value), without those in use."""
-    chosen: list[tuple[str, Any]] = []
-    if whole.fits_processes:
-        powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
-        counts = {0, cores(), *powers} - {whole.options["num_workers"]}
-        chosen += [("num_workers", count) for count in sorted(counts)]
-    if whole.options["shuffle"] and shuffle_buffer < len(whole.index):
-        wider = min(_WIDER_BUFFER * shuffle_buffer, len(whole.index))
-        chosen.append(("shuffle_buffer", wider))
-    if _is_remote(whole.index) and whole.options["cache_dir"] is None:
-        chosen.append(("cache_dir", "DIR (full)"))
-    if (side := _smaller_side(part)) is not None:
-        chosen.append(("resize", side))
-    return chosen
-
-
-def _try(name: str, value: Any, whole: _Subject, part: _Subject, path: str) -> Trial:
-    """Return the rate with a setting, and with those in use just before it.
-
-    The load of a machine changes from minute to minute, so both are measured together. path: of a
-    tar that is made for the trial.
-    """
-    setting = f"{name}={value}"
-    if name == "resize":
-        recipe = Recipe.of(Options(resize=value)).apply
-        small = part.on_excerpt(len(part.index), path, recipe)
-        advice = f"wdstrain convert tars SHARDS OUT --resize {value}"
-        return Trial(setting, baseline=part.run().rate, rate=small.run().rate, advice=advice)
-    baseline = whole.run().rate
-    if name == "cache_dir":  # the excerpt is local, as a full cache is
-        return Trial(setting, part.run().rate, baseline, "--cache-dir DIR")
-    advice = f"--{name.replace('_', '-')} {value}"
-    return Trial(setting, whole.run(**{name: value}).rate, baseline, advice)
-
-
-def _smaller_side(part: _Subject) -> int | None:
-    """Return the side to which images could be resized; None if that would change little."""
-    images = [field for field in (part.fields or {}).values() if isinstance(field, Image)]
-    if len(images) != 1 or images[0].size is None:
-        return None
-    needed, sides = round(max(images[0].size) * _MARGIN), list[int]()
-    for _, fields in part.index.read(range(min(32, len(part.index))), images[0].names):
-        for data in fields.values():
-            with suppress(SampleError):
-                sides.append(min(decode_image(data).shape[:2]))
-    return needed if sides and float(np.median(sides)) >= needed * _LARGER else None
+def _counts_to_try(whole: _Subject) -> list[int]:
+    """Return numbers of workers without that in use; none if fields or functions cannot be sent."""
+    functions = {"transform": whole.transform, "collate_fn": whole.options["collate_fn"]}
+    try:
+        check_picklable(whole.fields, functions, whole.options["multiprocessing_context"])
+    except UsageError:
+        return []
+    powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
+    counts = {0, cores(), *powers} - {whole.options["num_workers"]}
+    return sorted(counts) if whole.decodes else []
 
 
 # --- the page cache -------------------------------------------------------------------------------
-
-
-def _is_remote(index: Index) -> bool:
-    return any(is_remote(shard.path) for shard in index.shards)
 
 
 def _share_in_page_cache(index: Index) -> float | None:

@@ -88,8 +88,7 @@ class BenchOptions(LoaderChoices):
     seconds: float = option(1.5, "duration of each measurement in seconds", metavar="S")
     tune: bool = option(
         False,
-        "also measure other settings (workers, shuffle buffer, smaller images, a cache), and print "
-        "the command to use",
+        "also measure other numbers of worker processes, and print the command to use",
     )
     cold: bool = option(False, "drop local shards from the page cache first")
     note: Callable[[str, int, int], None] | None = progress_option(

@@ -15,7 +15,7 @@ class Trial(NamedTuple):
     """A setting that was run.
 
     setting: the changed option, as "name=value". rate: samples/s. baseline: samples/s of the
-    settings in use, measured just before. advice: a flag of `wdstrain train`, or a whole command.
+    settings in use, measured just before. advice: a flag of `wdstrain train`.
     """
 
     setting: str
@@ -34,9 +34,9 @@ class Bench:
     """Rates of a loader and its stages, in samples/s.
 
     stages: by name. "storage": reading, nothing decoded. "decode" or "transform": all decoders
-    together, as if none waited for the GIL. "hand-off": batches from a local excerpt, nothing
+    together. "hand-off": batches from a local excerpt, nothing
     decoded.
-    achieved: the loader with all its stages. bottleneck: name of the slowest stage, or "GIL".
+    achieved: the loader with all its stages. bottleneck: name of the slowest stage.
     first_batch: seconds until the first batch. mean_bytes: bytes per sample.
     page_cache: share of the shards in the page cache, 0 to 1; None if unknown.
     bad: bad samples that were replaced. trials: settings that were run, with tune=True.
@@ -68,11 +68,6 @@ class Bench:
             )
         kind = "worker process(es)" if self.num_workers else "thread(s)"
         decoders = f"{self.decoders} {kind}"
-        if self.bottleneck == "GIL":
-            return (
-                f"waiting for the GIL limits {decoders} to {self.achieved:.0f} samples/s. "
-                f"Use worker processes (num_workers)."
-            )
         cause = {
             "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
             "decode": f"decoding in {decoders}",
@@ -83,15 +78,10 @@ class Bench:
 
     @property
     def advice(self) -> list[str]:
-        """Commands to use: with the fastest setting of each kind that pays."""
-        best: dict[str, Trial] = {}
-        for trial in sorted(self.trials, key=lambda trial: trial.gain):
-            if trial.gain >= _WORTH:
-                best[trial.setting.partition("=")[0]] = trial
-        words = [trial.advice for trial in best.values()]
-        flags = " ".join(flag for flag in words if flag.startswith("--"))
-        train = [f"wdstrain train SHARDS --out RUN {flags}"] if flags else []
-        return [*train, *(command for command in words if not command.startswith("--"))]
+        """The command with the fastest setting, if it pays."""
+        best = max(self.trials, key=lambda trial: trial.gain, default=None)
+        pays = best is not None and best.gain >= _WORTH
+        return [f"wdstrain train SHARDS --out RUN {best.advice}"] if best and pays else []
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs for a table."""
