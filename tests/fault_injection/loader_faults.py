@@ -1,5 +1,4 @@
-"""Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several loaders at
-once.
+"""Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several at once.
 
 Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and
 a random generator and causes the real fault. It raises Lie if the loader did not survive, and
@@ -19,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from tests.fault_injection.workloads import (
     Remembering,
     Training,
     Work,
-    closing,
     epoch,
     foreign,
 )
@@ -46,59 +44,49 @@ from wdstrain.serve import Server
 Trial = Callable[[Path, random.Random], str]
 
 
-# --- workers ---
-
-
-class Heavy:
-    """A field that at one sample kills its worker, or raises MemoryError."""
+class Bytes:
+    """A field of bytes that at one sample kills its worker, or has no memory."""
 
     names, example = ("bin",), None
 
-    def __init__(self, at: bytes, how: str) -> None:
+    def __init__(self, at: bytes = b"", how: str = "") -> None:
         self._at, self._how = at, how
 
     def read(self, name: str, data: Any, out: Any, draws: Any) -> bytes:
         content = bytes(data)
-        if self._how and self._at in content:
-            if self._how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if (
-                self._how == "limit"
-            ):  # of the addresses that the process may have, as a container's memory is one
-                with open("/proc/self/statm") as file:
-                    now = int(file.read().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
-                return bytes(1 << 30)
-            raise MemoryError
-        return content
+        if not self._how or self._at not in content:
+            return content
+        if self._how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._how == "limit":  # of addresses, as a container's memory is one
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            return bytes(1 << 30)
+        raise MemoryError
+
+
+# --- workers ---
 
 
 def workers(shared: Path) -> Trial:
     """Kill a decoder's worker, or fail its allocation; a new loader resumes from the state."""
     foreign(shared / "set")
-    expected = inside(lambda: _read(shared, "", 0, "")).need("done").value[0]
+    expected = inside(lambda: _read(shared, 0, Bytes())).need("done").value[0]
 
     def trial(place: Path, bits: random.Random) -> str:
-        how, context = (
-            bits.choice(["killed", "killed", "limit", "raised"]),
-            bits.choice(["fork", "forkserver"]),
-        )
+        how = bits.choice(["killed", "killed", "limit", "raised"])
         count = 0 if how == "raised" and bits.random() < 0.5 else bits.choice([1, 2])
-        number = b"%06d" % bits.randrange(120)
-        context = "fork"
-        delivered, error_text, state = (
-            inside(lambda: _read(shared, how, count, context, number)).need("done").value
-        )
+        field = Bytes(b"%06d" % bits.randrange(120), how)
+        delivered, text, state = inside(lambda: _read(shared, count, field)).need("done").value
         if delivered != expected[: len(delivered)]:
             raise Lie("other samples came before the fault")
-        words = (
-            "worker process of the loader died"
-            if how == "killed"
-            else "no memory|nable to allocate|cannot allocate"
-        )
-        if not any(word in error_text for word in words.split("|")) or "\n" in error_text:
-            raise Lie(f"{how}: the error text is {error_text!r}")
-        rest = inside(lambda: _read(shared, "", count, context, b"", state)).need("done").value[0]
+        words = ["worker process of the loader died"]
+        if how != "killed":
+            words = ["no memory", "nable to allocate", "cannot allocate"]
+        if not any(word in text for word in words) or "\n" in text:
+            raise Lie(f"{how}: the error text is {text!r}")
+        rest = inside(lambda: _read(shared, count, Bytes(), state)).need("done").value[0]
         if delivered + rest != expected:
             raise Lie("a new loader does not go on where the old one was")
         return how
@@ -107,42 +95,30 @@ def workers(shared: Path) -> Trial:
 
 
 def _read(
-    shared: Path,
-    how: str,
-    count: int,
-    context: str,
-    number: bytes = b"",
-    state: dict[str, Any] | None = None,
+    shared: Path, count: int, field: Bytes, state: dict[str, Any] | None = None
 ) -> tuple[list[Any], str, dict[str, Any]]:
-    """Return (delivered samples, outcome, state at the end)."""
-    fields = {"bin": Heavy(number, how), "label": wt.label("cls")}
-    loader = wt.Loader(
-        shared / "set",
-        fields,
-        batch_size=8,
-        shuffle_buffer=30,
-        num_workers=count,
-        multiprocessing_context="fork" if count else None,
-    )
-    delivered: list[Any] = []
-    error_text, now = "", loader.state_dict()
+    """Return (delivered samples, text of the error, state at the end)."""
+    fields = {"bin": field, "label": wt.label("cls")}
+    options: dict[str, Any] = {"batch_size": 8, "shuffle_buffer": 30, "num_workers": count}
+    options["multiprocessing_context"] = "fork" if count else None
+    loader = wt.Loader(shared / "set", fields, **options)
+    delivered, now = list[Any](), loader.state_dict()
     if state is not None:
         loader.load_state_dict(state)
     try:
         with closing(loader):
             for batch in loader:
-                delivered += zip(
-                    batch["__key__"], batch["bin"], batch["label"].tolist(), strict=True
-                )
+                labels = batch["label"].tolist()
+                delivered += zip(batch["__key__"], batch["bin"], labels, strict=True)
                 now = loader.state_dict()
     except WdstrainError as error:
-        error_text = str(error)
+        return delivered, str(error), now
     except RuntimeError as error:  # torch's own, in the loop's own code: a signal tells it
-        error_text = str(error)
-        if "DataLoader worker" not in error_text:
+        if "DataLoader worker" not in str(error):
             raise
-        error_text = "a worker process of the loader died: " + error_text.splitlines()[0]
-    return delivered, error_text, now
+        text = f"a worker process of the loader died: {str(error).splitlines()[0]}"
+        return delivered, text, now
+    return delivered, "", now
 
 
 def jobs(shared: Path) -> Trial:
@@ -151,88 +127,60 @@ def jobs(shared: Path) -> Trial:
     started = time.monotonic()
     inside(lambda: work.run(shared / "once")).need("done")
     seconds = time.monotonic() - started
-
-    def trial(place: Path, bits: random.Random) -> str:
-        work.lay(place)
-        after = bits.uniform(0.2, 0.9) * seconds
-
-        def killing() -> bool:
-            hit: list[int] = []
-
-            def kill() -> None:
-                end = time.monotonic() + 10
-                time.sleep(after)
-                while not hit and time.monotonic() < end and not over.is_set():
-                    for child in multiprocessing.active_children():
-                        with suppress(ProcessLookupError):  # it has just ended by itself
-                            if child.pid is not None:
-                                os.kill(child.pid, signal.SIGKILL)
-                                hit.append(child.pid)
-                                break
-                    time.sleep(0.001)
-
-            over = threading.Event()
-            killer = threading.Thread(target=kill)
-            killer.start()
-            try:
-                work.run(place)
-            finally:
-                over.set()
-                killer.join()
-            return bool(hit)
-
-        ended = inside(killing).need("done", "told")
-        if ended.how == "told" and "was killed" not in ended.said:
-            raise Lie(f"what was said: {ended.said}")
-        inside(lambda: work.look(place)).need("done")
-        inside(lambda: work.again(place)).need("done")
-        work.end(place)
-        return "told" if ended.how == "told" else "not missed" if ended.value else "missed"
-
-    return trial
+    return lambda place, bits: _child_killed(
+        work, place, partial(work.run, place), "was killed", bits.uniform(0.2, 0.9) * seconds
+    )
 
 
 def training_workers(shared: Path) -> Trial:
     """Kill a worker of `wdstrain train`: one error line, and --resume ends in the same weights."""
     work = Training(shared)
+    options = ["train", str(shared / "set"), "--num-workers", "2"]
+    for name, value in work.options.items():
+        options += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
 
     def trial(place: Path, bits: random.Random) -> str:
-        work.lay(place)
-        words = ["train", str(shared / "set"), "--out", str(place / "run"), "--num-workers", "2"]
-        for name, value in work.options.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        after = bits.uniform(0.0, 0.3)
-
-        def killing() -> bool:
-            hit = []
-
-            def kill() -> None:
-                end = time.monotonic() + 30
-                while (
-                    not (children := multiprocessing.active_children()) and time.monotonic() < end
-                ):
-                    time.sleep(0.001)
-                time.sleep(after)
-                children = multiprocessing.active_children()
-                with suppress(ProcessLookupError):  # it has just ended by itself
-                    if children and children[0].pid is not None:
-                        os.kill(children[0].pid, signal.SIGKILL)
-                        hit.append(children[0].pid)
-
-            killer = threading.Thread(target=kill, daemon=True)
-            killer.start()
-            typed(*words)
-            return bool(hit)
-
-        ended = inside(killing).need("done", "told")
-        if ended.how == "told" and "worker" not in ended.said:
-            raise Lie(f"what was said: {ended.said}")
-        inside(lambda: work.look(place)).need("done")
-        inside(lambda: work.again(place)).need("done")
-        inside(lambda: work.end(place)).need("done")
-        return "told" if ended.how == "told" else "too late"
+        run = partial(typed, *options, "--out", str(place / "run"))
+        return _child_killed(work, place, run, "worker", bits.uniform(0.0, 0.3))
 
     return trial
+
+
+def _child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, after: float) -> str:
+    """Kill a child of the work, some seconds after its begin or after the first child's.
+
+    word: of its error.
+    """
+    work.lay(place)
+
+    def killing() -> bool:
+        hit, over = list[int](), threading.Event()
+
+        def kill() -> None:
+            while not multiprocessing.active_children() and not over.wait(0.001):
+                pass
+            over.wait(after)
+            while not hit and not over.wait(0.001):
+                for child in multiprocessing.active_children()[:1]:
+                    with suppress(ProcessLookupError):  # it has just ended by itself
+                        os.kill(child.pid or 0, signal.SIGKILL)
+                        hit.append(child.pid or 0)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            run()
+        finally:
+            over.set()
+            killer.join()
+        return bool(hit)
+
+    ended = inside(killing).need("done", "told")
+    if ended.how == "told" and word not in ended.said:
+        raise Lie(f"what was said: {ended.said}")
+    for step in (work.look, work.again, work.end):
+        inside(partial(step, place)).need("done")
+    return "told" if ended.how == "told" else "not missed" if ended.value else "too late"
 
 
 # --- clocks ---
@@ -240,149 +188,117 @@ def training_workers(shared: Path) -> Trial:
 
 def clocks(shared: Path, url: str) -> Trial:
     """Move the wall clock by years while loaders run, with files from the past and the future."""
-    filling, remembering = Filling(shared, url), Remembering(shared / "walk")
-
-    def jumping(bits: random.Random) -> None:
-        real, far = time.time, 10 * 365 * 86400
-        time.time = lambda: real() + bits.uniform(-far, far)
-
-    def age(folder: Path, bits: random.Random) -> None:
-        for path in folder.rglob("*"):
-            when = time.time() + bits.choice([-1, 1]) * bits.uniform(0, 10 * 365 * 86400)
-            os.utime(path, (when, when))
+    works: list[Work] = [Filling(shared, url), Remembering(shared / "walk")]
+    far = 10 * 365 * 86400
 
     def trial(place: Path, bits: random.Random) -> str:
         def worked(work: Work) -> None:
-            jumping(bits)
+            real = time.time
+            time.time = lambda: real() + bits.uniform(-far, far)
             work.run(place)
 
-        for work in (filling, remembering):
-            if work is remembering:
-                shutil.rmtree(place)
+        def age() -> None:
+            for path in place.rglob("*"):
+                when = time.time() + bits.choice([-1, 1]) * bits.uniform(0, far)
+                os.utime(path, (when, when))
+
+        for work in works:
+            shutil.rmtree(place, ignore_errors=True)
             work.lay(place)
             for _ in range(2):
                 if bits.random() < 0.5:  # and somebody is killed on the way
-                    inside(lambda work=work: worked(work), Kill(after=bits.uniform(0, 0.15)))  # type: ignore[misc]
-                    age(place, bits)
-                inside(lambda work=work: worked(work)).need("done")  # type: ignore[misc]
-                inside(lambda work=work: work.end(place)).need("done")  # type: ignore[misc]
-                age(place, bits)
-                inside(lambda work=work: worked(work)).need("done")  # type: ignore[misc]
-        _turned_back(place)
-        return "right"
-
-    def _turned_back(place: Path) -> None:
-        """Replace a shard by one of equal size while the clock shows the old time."""
-        old, new = place / "set" / "part-001.tar", place / "set" / ".new"
-        was, data = os.stat(old), bytearray(old.read_bytes())
-        data[512:518] = b"change"  # in the first sample
-        new.write_bytes(data)
-        os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
-        os.replace(new, old)
+                    inside(partial(worked, work), Kill(after=bits.uniform(0, 0.15)))
+                    age()
+                inside(partial(worked, work)).need("done")
+                inside(partial(work.end, place)).need("done")
+                age()
+                inside(partial(worked, work)).need("done")
+        _turn_back(place / "set" / "part-001.tar")
 
         def read() -> bytes:
-            return dict(
-                (key, data)
-                for key, data, _ in epoch(wt.Loader(place / "set", batch_size=8, shuffle=False))
-            )["s000040"]
+            loader = wt.Loader(place / "set", batch_size=8, shuffle=False)
+            return {key: data for key, data, _ in epoch(loader)}["s000040"]
 
         if not inside(read).need("done").value.startswith(b"change"):
             raise Lie("the old bytes came")
+        return "right"
 
     return trial
 
 
+def _turn_back(shard: Path) -> None:
+    """Replace a shard by one of equal size while the clock shows the old time."""
+    was, data, new = os.stat(shard), bytearray(shard.read_bytes()), shard.with_name(".new")
+    data[512:518] = b"change"  # in the first sample
+    new.write_bytes(data)
+    os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
+    os.replace(new, shard)
+
+
 # --- shards that change ---
+
+KINDS = ("walked", "indexed", "packed", "arrays")
+CHANGES = ("same size", "other size", "kept time", "deleted", "cut", "written over")
+CHANGES += ("another shard",)
 
 
 def shards(shared: Path) -> Trial:
     """Replace, delete, truncate or overwrite a shard while an epoch reads it."""
-    foreign(shared / "walked", 6)
-    foreign(shared / "others", 6, salt=b"other ")
-    foreign(shared / "indexed", 6)
-    inside(lambda: typed("index", str(shared / "indexed"))).need("done")
-    inside(
-        lambda: typed(
-            "convert",
-            "tars",
-            str(shared / "walked"),
-            str(shared / "packed"),
-            "--max-shard-samples",
-            "40",
-        )
-    ).need("done")
-    rows = np.arange(240 * 2048, dtype=np.int64).reshape(240, 2048)
-    np.save(shared / "rows.npy", rows)
-    words = ["--field", f"bin={shared / 'rows.npy'}", "--max-shard-samples", "40"]
-    inside(lambda: typed("convert", "arrays", str(shared / "arrays"), *words)).need("done")
+    for name in ("walked", "indexed"):
+        foreign(shared / name, 6)
+    np.save(shared / "rows.npy", np.arange(240 * 2048, dtype=np.int64).reshape(240, 2048))
+    field, most = f"bin={shared / 'rows.npy'}", ["--max-shard-samples", "40"]
+    for words in (
+        ["index", shared / "indexed"],
+        ["convert", "tars", shared / "walked", shared / "packed", *most],
+        ["convert", "arrays", shared / "arrays", "--field", field, *most],
+    ):
+        inside(partial(typed, *map(str, words))).need("done")
 
-    def read(kind: str) -> Any:
-        return dict(_samples(str(shared / kind), kind, 0))
+    def read(folder: Path, kind: str) -> dict[str, bytes]:
+        return dict(_samples(str(folder), kind, 0))
 
-    right = {
-        kind: inside(partial(read, kind)).need("done").value
-        for kind in ("walked", "indexed", "packed", "arrays")
-    }
+    right = {kind: inside(partial(read, shared / kind, kind)).need("done").value for kind in KINDS}
 
     def trial(place: Path, bits: random.Random) -> str:
-        kind, far = bits.choice(["walked", "indexed", "packed", "arrays"]), bits.random() < 0.3
-        # Of indexed shards on a server without checksums, nothing is known before the first
-        # request.
-        far = far and kind != "indexed"
-        how = bits.choice(
-            [
-                "same size",
-                "other size",
-                "kept time",
-                "deleted",
-                "cut",
-                "written over",
-                "another shard",
-            ]
-        )
-        workers_, replace = bits.choice([0, 0, 2]), bits.random() < 0.3
+        kind, how = bits.choice(KINDS), bits.choice(CHANGES)
+        # Of indexed shards on a server without checksums, nothing is known before the first request.
+        far = bits.random() < 0.3 and kind != "indexed"
+        count, replaces, step = bits.choice([0, 0, 2]), bits.random() < 0.3, bits.randrange(25)
         place.mkdir(parents=True)
         shutil.copytree(shared / kind, place / "set")
         victim = bits.choice(sorted((place / "set").glob("*.tar")))
-        step = bits.randrange(0, 25)
 
-        def read() -> tuple[list[Any], str]:
+        def change(at: int) -> None:
+            if at == step:
+                _change(victim, how, bits)
+
+        def changing() -> tuple[list[Any], str]:
             delivered: list[Any] = []
             with Server(place / "set") as server:
-                names = (
-                    "part-{000..005}.tar"
-                    if kind in ("walked", "indexed")
-                    else "train-{000000..000005}.tar"
-                )
+                name = "part-{000..005}" if kind in KINDS[:2] else "train-{000000..000005}"
+                address = f"{server.url}{name}.tar" if far else str(place / "set")
                 try:
-                    for _sample in _samples(
-                        server.url + names if far else str(place / "set"),
-                        kind,
-                        workers_,
-                        replace,
-                        lambda at: _change(victim, how, bits) if at == step else None,
-                    ):
-                        delivered.append(_sample)
+                    for pair in _samples(address, kind, count, replaces, change):
+                        delivered.append(pair)
                 except WdstrainError as error:
                     return delivered, str(error)
             return delivered, ""
 
-        delivered, error_text = inside(read).need("done").value
+        delivered, text = inside(changing).need("done").value
+        about = f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {count} workers"
         wrong = [key for key, data in delivered if right[kind].get(key) != data]
         if wrong:
-            raise Lie(
-                f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {workers_} workers: other bytes came for {wrong[:3]}"
-            )
-        if len(delivered) != 240 and not error_text:
-            raise Lie(f"{kind}, {how}: {len(delivered)} of 240 samples came, and nothing was said")
-        if error_text and ("\n" in error_text or victim.name not in error_text):
-            raise Lie(f"{kind}, {how}: the error text is {error_text!r}")
+            raise Lie(f"{about}: other bytes came for {wrong[:3]}")
+        if len(delivered) != 240 and not text:
+            raise Lie(f"{about}: {len(delivered)} of 240 samples came, and nothing was said")
+        if text and ("\n" in text or victim.name not in text):
+            raise Lie(f"{about}: the error text is {text!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
-        again = inside(lambda: dict(_samples(str(place / "set"), kind, 0))).need("done").value
-        if again != right[kind]:
+        if inside(partial(read, place / "set", kind)).need("done").value != right[kind]:
             raise Lie("it does not work again")
-        return ("far " if far else "") + ("told" if error_text else "right")
+        return ("far " if far else "") + ("told" if text else "right")
 
     return trial
 
@@ -390,28 +306,19 @@ def shards(shared: Path) -> Trial:
 def _samples(
     address: str,
     kind: str,
-    workers_: int,
-    replace: bool = False,
+    count: int,
+    replaces: bool = False,
     at: Callable[[int], None] = lambda step: None,
 ) -> Iterator[tuple[str, bytes]]:
-    fields = (
-        {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")}
-        if kind == "arrays"
-        else {"bin": _Bytes()}
-    )
+    """Yield (key, bytes) of each sample of an epoch. at: called before each step."""
+    is_array = kind == "arrays"
+    field = wt.array("bin.npy", shape=(2048,), dtype="int64") if is_array else Bytes()
     # Readahead is small, so that faults occur in time.
     reads.READ_SAMPLES = 8
     os.environ |= {"WDSTRAIN_RANGE_SIZE": str(1 << 13), "WDSTRAIN_READ_AHEAD": str(1 << 14)}
-    loader = wt.Loader(
-        address,
-        fields,
-        batch_size=8,
-        shuffle_buffer=16,
-        num_workers=workers_,
-        on_error="replace" if replace else "raise",
-        max_errors=0.5,
-    )
-    with closing(loader):
+    options: dict[str, Any] = {"batch_size": 8, "shuffle_buffer": 16, "num_workers": count}
+    options |= {"on_error": "replace" if replaces else "raise", "max_errors": 0.5}
+    with closing(wt.Loader(address, {"bin": field}, **options)) as loader:
         for step, batch in enumerate(loader):
             at(step)
             values = [
@@ -421,15 +328,8 @@ def _samples(
             yield from zip(batch["__key__"], values, strict=True)
 
 
-class _Bytes:
-    names, example = ("bin",), None
-
-    def read(self, name: str, data: Any, out: Any, draws: Any) -> bytes:
-        return bytes(data)
-
-
 def _change(victim: Path, how: str, bits: random.Random) -> None:
-    data, was = bytearray(victim.read_bytes()), os.stat(victim)
+    data, was = victim.read_bytes(), os.stat(victim)
     other = bytes(byte ^ 0x15 if byte else 0 for byte in data)
     if how == "deleted":
         victim.unlink()
@@ -440,9 +340,8 @@ def _change(victim: Path, how: str, bits: random.Random) -> None:
             file.write(other)
     else:
         if how == "another shard":
-            other = next(
-                path for path in sorted(victim.parent.glob("*.tar")) if path != victim
-            ).read_bytes()
+            others = [path for path in sorted(victim.parent.glob("*.tar")) if path != victim]
+            other = others[0].read_bytes()
         new = victim.with_name(".new")
         new.write_bytes(other + bytes(1024) if how == "other size" else other)
         if how == "kept time":  # as cp -p and rsync -t do
@@ -463,35 +362,31 @@ def together(shared: Path, url: str) -> Trial:
         "caches": Filling(shared, url),
         "runs": Training(shared / "e"),
     }
+    refused = ("another", "holds", "lies there", "was not finished")
 
     def trial(place: Path, bits: random.Random) -> str:
         kind = bits.choice([*kinds, "conversions", "over", "caches"])
-        work = kinds[kind]
-        work.lay(place)
-        waits = [0.0, bits.uniform(0, 0.4)]
+        work, waits = kinds[kind], [0.0, bits.uniform(0, 0.4)]
         bits.shuffle(waits)
-        resume = [bits.random() < 0.4 for _ in waits]
+        resume = [bits.random() < 0.4 and kind != "over" for _ in waits]
+        work.lay(place)
+
+        def outcome(wait: float, resumes: bool) -> str:
+            time.sleep(wait)
+            try:
+                work.resume(place) if resumes else work.run(place)
+            except WdstrainError as error:
+                return str(error)
+            except BaseException as error:
+                return f"wrong: {error!r}"
+            return "done"
 
         def both() -> list[str]:
-            pipes = [os.pipe() for _ in waits]
-            children = []
-            for (_, writing), wait, how in zip(pipes, waits, resume, strict=True):
+            pipes, children = [os.pipe() for _ in waits], []
+            for (_, writing), *how in zip(pipes, waits, resume, strict=True):
                 child = os.fork()
                 if child == 0:
-                    time.sleep(wait)
-                    words = "done"
-                    try:
-                        if how and kind != "over":
-                            typed(
-                                "convert", *work._words, str(place / "out"), "--resume"
-                            ) if isinstance(work, Converting) else work.again(place)
-                        else:
-                            work.run(place)
-                    except WdstrainError as error:
-                        words = str(error)
-                    except BaseException as error:
-                        words = f"wrong: {error!r}"
-                    os.write(writing, words.encode())
+                    os.write(writing, outcome(*how).encode())
                     os._exit(0)
                 children.append(child)
                 os.close(writing)
@@ -500,21 +395,14 @@ def together(shared: Path, url: str) -> Trial:
             return [os.read(heard, 1 << 16).decode() for heard, _ in pipes]
 
         outcomes = inside(both).need("done").value
-        wrong = [
-            words for words in outcomes if words.startswith("wrong") or not words or "\n" in words
-        ]
-        refused = ("another", "holds", "lies there", "was not finished")
-        wrong += [
-            words
-            for words in outcomes
-            if words != "done" and not any(word in words for word in refused)
-        ]
-        if wrong:
-            raise Lie(f"{kind}: {wrong}")
+        for words in outcomes:
+            is_refused = any(word in words for word in refused) and "\n" not in words
+            if words != "done" and (words.startswith("wrong") or not is_refused):
+                raise Lie(f"{kind}: {outcomes}")
         if "done" not in outcomes:
             raise Lie(f"{kind}: none of both was done: {outcomes}")
-        inside(lambda: work.look(place)).need("done")
-        inside(lambda: work.end(place)).need("done")
+        for step in (work.look, work.end):
+            inside(partial(step, place)).need("done")
         return f"{kind} {outcomes.count('done')}"
 
     return trial
@@ -527,62 +415,49 @@ def many(shared: Path) -> Trial:
     """Open and close 200 loaders: descriptors, threads, processes and memory do not grow."""
     foreign(shared / "set", 2, 60)
 
-    def opened_and_closed(count: int, workers_: int, bits: random.Random) -> None:
-        for number in range(count):
-            loader = wt.Loader(
-                shared / "set",
-                {"bin": _Bytes(), "label": wt.label("cls")},
-                batch_size=8,
-                num_workers=workers_,
-            )
+    def open_and_close(loaders: int, count: int, bits: random.Random) -> None:
+        fields = {"bin": Bytes(), "label": wt.label("cls")}
+        for number in range(loaders):
+            loader = wt.Loader(shared / "set", fields, batch_size=8, num_workers=count)
             stop = bits.choice([1, 3, len(loader) + 1])
             for step, _ in enumerate(loader):
                 if step + 1 == stop:
                     break
-            if number % 3 or workers_:
+            if number % 3 or count:
                 loader.close()
 
     def counted() -> Counter[str]:
         gc.collect()
-        end = time.monotonic() + 5
-        while (
+        end = time.monotonic() + 5  # threads of forgotten loaders end by themselves, not at once
+        while time.monotonic() < end and (
             multiprocessing.active_children() or len(os.listdir("/proc/self/task")) > 1
-        ) and time.monotonic() < end:
-            time.sleep(
-                0.01
-            )  # threads of loaders that were forgotten end by themselves, but not at once
-        with open("/proc/self/status") as file:
-            memory = next(
-                int(line.split()[1]) // 1024 for line in file if line.startswith("RssAnon")
-            )
+        ):
+            time.sleep(0.01)
+        status = Path("/proc/self/status").read_text()
+        shared_names = [
+            n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "psm_", "sem."))
+        ]
         return Counter(
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             processes=len(multiprocessing.active_children()),
-            named=len(
-                [
-                    name
-                    for name in os.listdir("/dev/shm")
-                    if name.startswith(("torch_", "psm_", "sem."))
-                ]
-            ),
-            memory=memory,
+            named=len(shared_names),
+            memory=int(status.partition("RssAnon:")[2].split()[0]) // 1024,
         )
 
     def trial(place: Path, bits: random.Random) -> str:
-        workers_ = bits.choice([0, 2])
+        count = bits.choice([0, 2])
 
         def watched() -> list[Counter[str]]:
-            opened_and_closed(20, workers_, bits)
+            open_and_close(20, count, bits)
             before = counted()
-            opened_and_closed(200, workers_, bits)
+            open_and_close(200, count, bits)
             return [before, counted()]
 
         before, after = inside(watched).need("done").value
-        if after["memory"] > before["memory"] + 24 or any(
-            after[name] > before[name] for name in before if name != "memory"
-        ):
+        allowed = Counter(before, memory=before["memory"] + 24)
+        if any(after[name] > allowed[name] for name in before):
             raise Lie(f"before {dict(before)}, after {dict(after)}")
-        return f"{workers_} workers"
+        return f"{count} workers"
 
     return trial

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,10 @@ class Work:
     def again(self, place: Path) -> None:
         """Repeat the work as a user does after a fault."""
         self.run(place)
+
+    def resume(self, place: Path) -> None:
+        """Repeat the work beside another that does it, too."""
+        self.again(place)
 
     def end(self, place: Path) -> None:
         """Raise Lie unless the files equal those of an undisturbed run."""
@@ -150,6 +155,9 @@ class Converting(Work):
             if "replace it with --overwrite" not in str(error) or not self._over:
                 raise
             typed(*words, "--overwrite")
+
+    def resume(self, place: Path) -> None:
+        typed("convert", *self._words, str(place / "out"), "--resume")
 
     def end(self, place: Path) -> None:
         if visible(place / "out") != self.new:
@@ -523,19 +531,6 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"")
                     )
                 number += 1
             file.write(END)
-
-
-class closing:
-    """A loader that is closed at the end."""
-
-    def __init__(self, loader: wt.Loader) -> None:
-        self._loader = loader
-
-    def __enter__(self) -> wt.Loader:
-        return self._loader
-
-    def __exit__(self, *_: object) -> None:
-        self._loader.close()
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:

@@ -446,24 +446,6 @@ def test_an_invalid_model_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-LOCKED = """
-import sys
-from wdstrain.cli import main
-folder = sys.argv[1]
-UNAFFECTED = (("convert folder", "indexed"), ("convert folder", "bare"), ("repair -o {0}/out", "indexed"))
-for verb in ("info", "verify", "show", "index", "repair -o {0}/out", "convert tars", "convert folder"):
-    for place in ("hidden", "indexed", "bare"):
-        words = verb.format(folder).split() + [f"{folder}/{place}"]
-        if verb == "repair -o {0}/out":
-            words = ["repair", f"{folder}/{place}", "-o", f"{folder}/out"]
-        if verb.startswith("convert"):
-            words.append(f"{folder}/out")
-        # `convert folder` reads no index, and repair continues without an unreadable index
-        if (verb, place) not in UNAFFECTED:
-            print(verb, place, main(words), flush=True)
-"""
-
-
 def without_root_privileges() -> list[str]:
     """Return a command prefix that drops root's right to read any file."""
     if os.geteuid() != 0:
@@ -474,65 +456,97 @@ def without_root_privileges() -> list[str]:
     return ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
 
 
-INFO_OF_EACH = """
-import sys
+COMMANDS = """
+import json, sys
 from wdstrain.cli import main
-for pattern in sys.argv[1:]:
-    print(main(["info", pattern]), file=sys.stderr, flush=True)
+for words in json.loads(sys.argv[1]):
+    print(main(words), file=sys.stderr, flush=True)
 """
 
 
+def run_locked(commands: list[list[Any]], modes: dict[Path, int]) -> tuple[list[str], str]:
+    """Return the exit statuses and the output of commands, as a user who is not root.
+
+    modes: of files and folders meanwhile.
+    """
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    program = [*without_root_privileges(), sys.executable, "-c", COMMANDS, words]
+    for path, mode in modes.items():
+        path.chmod(mode)
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    finally:
+        for path in modes:
+            path.chmod(0o755)
+    assert "Traceback" not in done.stderr
+    statuses = [line for line in done.stderr.splitlines() if line.isdigit()]
+    return statuses, done.stderr + done.stdout
+
+
 def test_a_pattern_does_not_skip_unreadable_folders(tmp_path: Path) -> None:
+    sets = tmp_path / "sets"
     for name in ("open", "locked"):
-        wt.pack([{"__key__": name, "txt": "x"}], str(tmp_path / "sets" / name))
-    (tmp_path / "sets" / "notes.txt").write_text(
-        "a file beside the folders is no folder that cannot be read"
-    )
+        wt.pack([{"__key__": name, "txt": "x"}], sets / name)
+    (sets / "notes.txt").write_text("a file beside the folders is no folder that cannot be read")
     patterns = ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"]
-    words = [str(tmp_path / pattern) for pattern in patterns]
-    command = [*without_root_privileges(), sys.executable, "-c", INFO_OF_EACH, *words]
+    commands = [["info", tmp_path / pattern] for pattern in patterns]
     # 0o444: names can be listed, but no file in the folder can be opened
     for mode, status in ((0o755, 0), (0o000, 1), (0o444, 1)):
-        (tmp_path / "sets" / "locked").chmod(mode)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        finally:
-            (tmp_path / "sets" / "locked").chmod(0o755)
-        lines = done.stderr.splitlines()
-        assert [line for line in lines if line.isdigit()] == [str(status)] * 3, done.stderr
-        refused = re.findall(r"locked\S* cannot be (?:read|opened): Permission denied", done.stderr)
+        statuses, shown = run_locked(commands, {sets / "locked": mode})
+        assert statuses == [str(status)] * 3, shown
+        refused = re.findall(r"locked\S* cannot be (?:read|opened): Permission denied", shown)
         assert len(refused) == 3 * status
 
 
 def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
     """A folder, an index.json and a tar without read permission, for every verb."""
-    command = [*without_root_privileges(), sys.executable, "-c", LOCKED, str(tmp_path)]
     for name in ("hidden", "indexed", "bare"):
-        wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
+        wt.pack([{"__key__": "k", "txt": "x"}], tmp_path / name)
     for name in ("index.json", "index.arrow"):
         (tmp_path / "bare" / name).unlink()
-    locked = [
-        tmp_path / "hidden",
-        tmp_path / "indexed" / "index.json",
-        tmp_path / "bare" / "train-000000.tar",
+    hidden, indexed, bare, out = (tmp_path / n for n in ("hidden", "indexed", "bare", "out"))
+    commands: list[list[Any]] = [
+        [verb, place]
+        for verb in ("info", "verify", "show", "index")
+        for place in (hidden, indexed, bare)
     ]
-    for path in locked:
-        path.chmod(0)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    finally:
-        for path in locked:
-            path.chmod(0o755)
-    assert "Traceback" not in done.stderr
-    lines = [
-        line
-        for line in done.stdout.splitlines()
-        if re.match(".* (hidden|indexed|bare) [0-9]$", line)
+    commands += [["convert", "tars", place, out] for place in (hidden, indexed, bare)]
+    # `convert folder` reads no index, and repair continues without an unreadable one
+    commands += [["convert", "folder", hidden, out]]
+    commands += [["repair", place, "-o", out] for place in (hidden, bare)]
+    modes = {hidden: 0, indexed / "index.json": 0, bare / "train-000000.tar": 0}
+    statuses, shown = run_locked(commands, modes)
+    assert statuses == ["1"] * len(commands), shown
+    assert shown.count("Permission denied") == len(commands)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("mode", [0o000, pytest.param(0o444, marks=pytest.mark.slow)])
+def test_files_below_an_unreadable_folder_are_not_reported_missing(
+    tmp_path: Path, mode: int
+) -> None:
+    locked, out = tmp_path / "locked", tmp_path / "out"
+    (locked / "x").mkdir(parents=True)
+    for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
+        (locked / name).touch()
+    (tmp_path / "t.csv").write_text("file\nlocked/x.png\n")
+    tables = [locked / name for name in ("x.parquet", "x.csv", "x.jsonl")]
+    tables += [tmp_path / name for name in ("t.csv", "*/x.csv", "")]
+    commands: list[list[Any]] = [
+        ["convert", "table", path, out, "--image", "file"] for path in tables
     ]
-    assert len(lines) == 6 * 3
-    assert [line for line in lines if not line.endswith(" 1")] == []
-    assert (done.stderr + done.stdout).count("Permission denied") == len(lines)
-    assert not (tmp_path / "out").exists()
+    commands += [
+        ["convert", "arrays", out, "--field", f"x={locked}/x.npy"],
+        ["convert", "arrays", out, "--field", f"x={locked}/x.npz:x"],
+        ["convert", "hdf5", locked / "x.h5", out, "--field", "x=/x"],
+        ["convert", "folder", locked / "x", out],
+    ]
+    commands += [["serve", path, "--port", "0"] for path in (locked, locked / "x")]
+    statuses, shown = run_locked(commands, {locked: mode})
+    assert statuses == ["1"] * 10 + ["2"] * 2, shown
+    assert shown.count("cannot be read: Permission denied") == 10
+    assert shown.count("cannot be served: Permission denied") == 2
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["index.json", "index.arrow"])
@@ -545,66 +559,3 @@ def test_a_named_pipe_in_place_of_an_index_is_refused_without_waiting(
     os.mkfifo(tmp_path / "set" / name)
     status = main([verb, str(tmp_path / "set")])
     assert status == (0 if (verb, name) == ("index", "index.arrow") else 1)
-
-
-BELOW_LOCKED = """
-import sys
-from wdstrain.cli import main
-locked, out = sys.argv[1:]
-for words in (
-    f"arrays {out} --field x={locked}/x.npy",
-    f"arrays {out} --field x={locked}/x.npz:x",
-    f"hdf5 {locked}/x.h5 {out} --field x=/x",
-    f"table {locked}/x.parquet {out} --image file",
-    f"table {locked}/x.csv {out} --image file",
-    f"table {locked}/x.jsonl {out} --image file",
-    f"folder {locked}/x {out}",
-    f"table {locked.removesuffix('locked')}t.csv {out} --image file",
-    f"table {locked.removesuffix('locked')}*/x.csv {out} --image file",
-    f"table {locked.removesuffix('locked')} {out} --image file",
-):
-    print(main(["convert", *words.split()]), flush=True)
-for folder in (locked, f"{locked}/x"):
-    print(main(["serve", folder, "--port", "0"]), flush=True)
-"""
-
-
-@pytest.mark.parametrize("mode", [0o000, pytest.param(0o444, marks=pytest.mark.slow)])
-def test_files_below_an_unreadable_folder_are_not_reported_missing(
-    tmp_path: Path, mode: int
-) -> None:
-    locked = tmp_path / "locked"
-    (locked / "x").mkdir(parents=True)
-    for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
-        (locked / name).touch()
-    (tmp_path / "t.csv").write_text("file\nlocked/x.png\n")
-    locked.chmod(mode)
-    try:
-        command = [
-            *without_root_privileges(),
-            sys.executable,
-            "-c",
-            BELOW_LOCKED,
-            str(locked),
-            str(tmp_path / "out"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    finally:
-        locked.chmod(0o755)
-    assert "Traceback" not in done.stderr
-    assert done.stdout.split() == ["1"] * 12
-    assert done.stderr.count("cannot be read: Permission denied") == 12
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_can_be_listed_but_not_entered_is_not_served(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    code = "import sys; from wdstrain.cli import main; sys.exit(main(['serve', sys.argv[1], '--port', '0']))"
-    command = [*without_root_privileges(), sys.executable, "-c", code, str(tmp_path / "set")]
-    (tmp_path / "set").chmod(0o444)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    finally:
-        (tmp_path / "set").chmod(0o755)
-    assert done.returncode == 1
-    assert "set cannot be read: Permission denied.\nhint: Check the permissions" in done.stderr
