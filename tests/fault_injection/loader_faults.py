@@ -238,8 +238,15 @@ def _turn_back(shard: Path) -> None:
 # --- shards that change ---
 
 KINDS = ("walked", "indexed", "packed", "arrays")
-CHANGES = ("same size", "other size", "kept time", "deleted", "cut", "written over")
-CHANGES += ("another shard",)
+CHANGES = [
+    "same size",
+    "other size",
+    "kept time",
+    "deleted",
+    "cut",
+    "written over",
+    "another shard",
+]
 
 
 def shards(shared: Path) -> Trial:
@@ -383,10 +390,10 @@ def together(shared: Path, url: str) -> Trial:
 
         def both() -> list[str]:
             pipes, children = [os.pipe() for _ in waits], []
-            for (_, writing), *how in zip(pipes, waits, resume, strict=True):
+            for (_, writing), wait, resumes in zip(pipes, waits, resume, strict=True):
                 child = os.fork()
                 if child == 0:
-                    os.write(writing, outcome(*how).encode())
+                    os.write(writing, outcome(wait, resumes).encode())
                     os._exit(0)
                 children.append(child)
                 os.close(writing)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
+from tests.conftest import write_shards
 
 COUNT = 240  # samples, in 4 shards
 
@@ -159,3 +160,23 @@ def test_a_mixture_delivers_every_batch_before_a_read_error(
             taken(iter(loader), delivered)
         loader.close()
     assert delivered == list(takewhile(lambda keys: not damage.keys & set(keys), epoch))
+
+
+def test_an_unexpected_error_of_a_reading_thread_raises_where_samples_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches of the shards before it have arrived and are delivered."""
+    wt.index(write_shards(tmp_path, [40] * 4))
+    loader, preadv, count = wt.Loader(tmp_path, batch_size=4, shuffle=False), os.preadv, 0
+
+    def failing(fd: int, *arguments: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("part-002.tar"):
+            raise RuntimeError("odd")
+        return preadv(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(wt.WdstrainError, match="reading failed: RuntimeError"):
+        for count, _ in enumerate(loader, 1):  # noqa: B007
+            pass
+    assert count == 20
+    loader.close()
