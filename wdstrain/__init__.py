@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
-    from wdstrain.training.callbacks import Callback
+    from wdstrain.training.arguments import Callback
     from wdstrain.training.evaluate import evaluate
     from wdstrain.training.export import export
     from wdstrain.training.predict import predict
@@ -151,7 +151,7 @@ _NAMES = {
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
     "training.evaluate": "evaluate",
-    "training.callbacks": "Callback",
+    "training.arguments": "Callback",
     "training.export": "export",
     "training.predict": "predict",
     "training.train": "train",

@@ -171,7 +171,8 @@ def test_lists_of_numbers_are_flags_and_lines_of_a_file(shards: Path, tmp_path: 
     words += ["--batch-size", "8", "--image-size", "8", "--json", "--quiet"]
     assert main(["train", str(shards), "--out", str(tmp_path / "run"), *words]) == 0
     options, _ = read_config(str(tmp_path / "run" / "config.toml"))
-    assert (options["scale"], options["color_jitter"]) == ((0.35, 1.0), (0.4,))
+    config = Config.of(options)
+    assert (config.scale, config.color_jitter) == ((0.35, 1.0), (0.4,))
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--epochs", "2"]) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1]

@@ -24,9 +24,9 @@ from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
 from wdstrain.training.checkpoint import read_checkpoint
-from wdstrain.training.epoch_report import verdict
-from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.report import verdict
 from wdstrain.training.train import train
+from wdstrain.training.weights import LoadedCheckpoint
 
 SAYS = ["kind", "shade", "tags", "light"]
 OPTIONS: dict[str, Any] = {

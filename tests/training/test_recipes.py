@@ -396,7 +396,7 @@ def test_a_config_file_is_read_and_unknown_options_are_refused(tmp_path: Path, e
             read_config(str(path))
     path.write_text({"toml": "epochs = 'many'\n", "yaml": "epochs: many\n"}[ending])
     with pytest.raises(UsageError, match="epochs='many' is not a whole number"):
-        read_config(str(path))
+        Config.of(read_config(str(path))[0])
     path.write_text("{[")
     with pytest.raises(UsageError, match=f"is no {ending.upper()}"):
         read_config(str(path))

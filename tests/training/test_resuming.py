@@ -214,7 +214,7 @@ class At:
 
 
 def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signal.SIGUSR1) -> None:
-    from wdstrain.training.stop_signals import Stopped
+    from wdstrain.training.distributed import Stopped
 
     with pytest.raises(Stopped) as raised:
         train(

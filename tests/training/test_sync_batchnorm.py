@@ -10,7 +10,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
-from tests.training.train_job import run, run_job
+from tests.training.train_job import run_job
 
 OPTIONS: dict[str, Any] = {
     "model": "tests.training.test_sync_batchnorm:normalized",
@@ -37,10 +37,6 @@ def normalized(outputs: int) -> torch.nn.Module:
     )
 
 
-def plain(outputs: int) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, outputs))
-
-
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("pets")
@@ -54,11 +50,4 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_processes_on_a_cpu_are_refused(pets: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="synchronizes batch norms on GPUs only"):
         run_job(2, pets, [(str(tmp_path / "run"), OPTIONS)])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_model_without_batch_norms_is_refused(pets: str, tmp_path: Path) -> None:
-    options = {**OPTIONS, "model": "tests.training.test_sync_batchnorm:plain"}
-    with pytest.raises(wt.UsageError, match="the model has no batch norm"):
-        run(pets, str(tmp_path / "run"), options)
     assert not (tmp_path / "run").exists()

@@ -191,7 +191,10 @@ def test_every_sample_is_scored_with_any_environment(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model": "alexnet", "image_size": 16}, "does not take images of 16 pixels"),
+        (
+            {"model": "alexnet", "image_size": 16},
+            r"does not take a batch of uint8\[3, 16, 16\].*image_size=224",
+        ),
         ({"model": "resnet19"}, "model='resnet19'"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from wdstrain.cli.common import add_options, given, result, selected, urls, verb, where
+from wdstrain.cli.common import Verb, add_options, given, result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.runtime.options import as_list
@@ -62,30 +62,17 @@ def add_train(verbs: Any, text: str) -> None:
 
 def add_evaluate(verbs: Any, text: str) -> None:
     """Add `evaluate` to the verbs of the command line."""
-    parser = verb(
-        verbs,
-        "evaluate",
-        _evaluate,
-        text,
-        "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'",
-    )
-    _add_checkpoint(parser)
+    example = "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
+    parser = _of_checkpoint(verbs, "evaluate", _evaluate, text, example)
     urls(parser)
     where(parser)
     add_options(parser, EvaluateOptions)
-    _add_model(parser)
 
 
 def add_predict(verbs: Any, text: str) -> None:
     """Add `predict` to the verbs of the command line."""
-    parser = verb(
-        verbs,
-        "predict",
-        _predict,
-        text,
-        "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
-    )
-    _add_checkpoint(parser)
+    example = "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv"
+    parser = _of_checkpoint(verbs, "predict", _predict, text, example)
     parser.add_argument(
         "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
     )
@@ -96,61 +83,50 @@ def add_predict(verbs: Any, text: str) -> None:
     parser.add_argument("--embeddings", action="store_true", help=embeddings)
     where(parser)
     add_options(parser, PredictOptions)
-    _add_model(parser)
 
 
 def add_export(verbs: Any, text: str) -> None:
     """Add `export` to the verbs of the command line."""
-    parser = verb(
-        verbs,
-        "export",
-        _export,
-        text,
-        "export runs/photos/checkpoints/best.pt photos.onnx",
-    )
-    _add_checkpoint(parser)
+    example = "export runs/photos/checkpoints/best.pt photos.onnx"
+    parser = _of_checkpoint(verbs, "export", _export, text, example)
     file = "file to write: .pt (state dict), .pt2 (torch.export) or .onnx"
     parser.add_argument("out", metavar="FILE", help=file)
-    _add_model(parser)
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def _of_checkpoint(
+    verbs: Any, name: str, run: Verb, text: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a verb for a trained model, and return its parser."""
+    parser = verb(verbs, name, run, text, example)
     parser.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
         help="function that makes the model; one that the checkpoint names is called only if "
         "you name it here",
     )
+    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from wdstrain.training.run_dir import CONFIG
 
-    options: dict[str, Any] = {}
-    data: dict[str, Any] = {}
     saved = os.path.join(arguments.out, CONFIG)
-    if arguments.resume and os.path.exists(saved):
-        options, data = read_config(saved)
-    if arguments.config:
-        more, where = read_config(arguments.config)
-        options, data = {**options, **more}, {**data, **where}
-    flags = given(arguments, Config)
-    named = {**(more if arguments.config else {}), **flags}
+    is_there = os.path.exists(saved)
+    before, data = read_config(saved) if arguments.resume and is_there else ({}, {})
+    more, more_data = read_config(arguments.config) if arguments.config else ({}, {})
+    named = {**more, **given(arguments, Config)}
     for name in ("model", "optimizer"):  # a run's folder may be somebody else's
-        value = str(options.get(name, ""))
+        value = str(before.get(name, ""))
         if name not in named and is_made(value):
             again = "module:function" if value.startswith("<") else value
             raise UsageError(
                 f"{saved} names {name}={value}, and functions that a run names are not called. "
                 f"Give it: --{name} {again}"
             )
-    options |= flags
+    options, data = {**before, **named}, {**data, **more_data}
     addresses = arguments.urls or data.get("train")
-    if not addresses and arguments.resume and not os.path.exists(saved):
+    if not addresses and arguments.resume and not is_there:
         raise UsageError(
             f"{arguments.out} holds no run to continue. Check the folder, or name shards to start "
             "one."
@@ -162,9 +138,8 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])
-    from wdstrain.training.distributed import DistributedContext, last_words
-    from wdstrain.training.epoch_report import metric_text, metrics_text
-    from wdstrain.training.stop_signals import Stopped
+    from wdstrain.training.distributed import DistributedContext, Stopped, last_words
+    from wdstrain.training.report import metric_text, metrics_text
     from wdstrain.training.train import train
 
     try:
@@ -185,16 +160,14 @@ def _train(arguments: argparse.Namespace) -> int:
     if not DistributedContext().leads:
         return 0
     last = done.epochs[-1]
+    best = (done.best or {}).get(done.monitor)
     rows = [
         ("epochs", str(len(done.epochs))),
         ("samples/s", f"{last['samples_per_second']:.0f}"),
         ("stall", f"{last['stall']:.1%}"),
-    ]
-    rows += [("bad samples", str(last["bad"]))] if last["bad"] else []
-    rows += [("validation", metrics_text(done.task, done.val))] if done.val else []
-    if done.best and done.monitor in done.best:
-        rows.append(("best", f"{metric_text(done.monitor, done.best[done.monitor])} (best.pt)"))
-    rows += [
+        ("bad samples", str(last["bad"])),
+        ("validation", metrics_text(done.task, done.val) if done.val else "none"),
+        ("best", "" if best is None else f"{metric_text(done.monitor, best)} (best.pt)"),
         ("verdict", last["verdict"]),
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
@@ -236,8 +209,8 @@ def _check_checkpoint(path: str) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.distributed import DistributedContext
-    from wdstrain.training.epoch_report import metrics_text
     from wdstrain.training.evaluate import evaluate
+    from wdstrain.training.report import metrics_text
 
     task, metrics = evaluate(
         arguments.checkpoint,

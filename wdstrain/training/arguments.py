@@ -18,12 +18,38 @@ from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
-from wdstrain.training.callbacks import Callback, check_callback
 from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions, is_made
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
 from wdstrain.training.tasks import Criterion, Task
+
+
+class Callback:
+    """Base class of callbacks. Override the methods that you need; each is called on every rank.
+
+    `trainer` is the run (`wdstrain.training.run.Run`). A callback may read `trainer.model`,
+    `trainer.optimizer`, `trainer.config`, `trainer.state` and `trainer.is_leader`, call
+    `trainer.stop(reason)`, and set `trainer.lr_scale`, a factor on the learning rate of all further
+    steps. What `state_dict()` of a callback returns is kept in checkpoints, and given to its
+    `load_state_dict` on a resume.
+    """
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Before the first step, also of a resumed run."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """After each step of the optimizer. Reading a loss here would wait for the GPU."""
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """After the validation of an epoch. metrics: the line of metrics.jsonl."""
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """After a checkpoint was written, on the rank that wrote it."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """After the last epoch, or when the run ended early; not after an error."""
+
 
 Path = str | os.PathLike[str]
 Fields = Mapping[str, Field] | None
@@ -240,3 +266,14 @@ def _name(value: str | Callable[..., Any] | nn.Module) -> str:
         module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
     )
     return f"{module}:{name}" if is_importable else f"<{name.rpartition('.')[2].strip('<>')}>"
+
+
+def check_callback(callback: object) -> None:
+    """Raise UsageError for a method on_... that no run calls."""
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
+            raise UsageError(
+                f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
+                f"{', '.join(known)}."
+            )

@@ -71,33 +71,28 @@ class Config(RunOptions):
             )
         if self.min_lr > self.lr and not is_made(self.optimizer):  # which has its own rate
             raise UsageError(f"min_lr={self.min_lr}: must be at most lr={self.lr}.")
-        if self.clip_norm and self.clip_value:
-            raise UsageError("clip_norm and clip_value: give one of them.")
-        if self.grad_checkpointing and self.compile:
-            raise UsageError("grad_checkpointing and compile: give one of them.")
-        if self.unfreeze_epoch is not None and self.freeze is None:
-            raise UsageError("unfreeze_epoch needs freeze.")
+        for one, other in (("clip_norm", "clip_value"), ("grad_checkpointing", "compile")):
+            if getattr(self, one) and getattr(self, other):
+                raise UsageError(f"{one} and {other}: give one of them.")
         if self.optimizer not in _OPTIMIZERS and not is_made(self.optimizer):
             raise UsageError(
                 f"optimizer={self.optimizer!r}: must be {', '.join(_OPTIMIZERS)} or "
                 f"module:function."
             )
-        if not self.mixup and not self.cutmix:
-            for name in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch"):
-                if getattr(self, name) != OPTIONS[name].default:
-                    raise UsageError(f"{name} needs mixup or cutmix.")
-        for name, parent, owner in (
-            ("step_epochs", "schedule", "step"),
-            ("plateau_epochs", "schedule", "plateau"),
-            ("momentum", "optimizer", "sgd"),
-            ("max_errors", "on_error", "replace"),
+        mixes = bool(self.mixup or self.cutmix)
+        for name, is_used, owner in (
+            ("step_epochs", self.schedule == "step", "schedule=step"),
+            ("plateau_epochs", self.schedule == "plateau", "schedule=plateau"),
+            ("momentum", self.optimizer == "sgd", "optimizer=sgd"),
+            ("max_errors", self.on_error == "replace", "on_error=replace"),
+            ("unfreeze_epoch", self.freeze is not None, "freeze"),
+            ("mixup_prob", mixes, "mixup or cutmix"),
+            ("mixup_switch_prob", mixes, "mixup or cutmix"),
+            ("mixup_off_epoch", mixes, "mixup or cutmix"),
         ):
-            is_default = getattr(self, name) == OPTIONS[name].default
-            if not is_default and getattr(self, parent) != owner:
-                raise UsageError(
-                    f"{name}={getattr(self, name)} needs {parent}={owner}, and it is "
-                    f"{getattr(self, parent)}."
-                )
+            value = getattr(self, name)
+            if not is_used and value != OPTIONS[name].default:
+                raise UsageError(f"{name}={value} needs {owner}.")
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -183,25 +178,25 @@ class EvaluateOptions(PredictOptions):
 def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (options, data) of a TOML or YAML file. data: its table [data], with train and val.
 
-    Raises UsageError for a file that cannot be read, for keys that are no options, and for values
-    of another type.
+    Raises UsageError for a file that cannot be read, and for keys that are no options.
     """
-    kind = os.path.splitext(path)[1].lower()
-    table = _read_table(path, kind)
+    table = _read_table(path)
     data = table.pop("data", {})
-    try:
-        options = {
-            name.replace("-", "_"): _from_file(name.replace("-", "_"), value, kind)
-            for name, value in ((str(name), value) for name, value in table.items())
-        }
-        _check_data(data)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+    options = {str(name).replace("-", "_"): value for name, value in table.items()}
+    for name in options:
+        check_known(name, OPTIONS, f"options of a training run, in {path}")
+    lists = [urls if isinstance(urls, list) else [urls] for urls in dict(data).values()]
+    if not set(data) <= set(_DATA) or not all(isinstance(u, str) for urls in lists for u in urls):
+        raise UsageError(
+            f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only. Write for "
+            f"example: [data] train = 'shards/train-*.tar'"
+        )
     return options, data
 
 
-def _read_table(path: str, kind: str) -> dict[Any, Any]:
-    """Return the table of a file. kind: its ending."""
+def _read_table(path: str) -> dict[Any, Any]:
+    """Return the table of a file."""
+    kind = os.path.splitext(path)[1].lower()
     if kind not in (".toml", ".yaml", ".yml"):
         raise UsageError(
             f"{path} is neither .toml nor .yaml. Name a file of options such as config.toml."
@@ -210,41 +205,15 @@ def _read_table(path: str, kind: str) -> dict[Any, Any]:
         with open(path, "rb") as file:
             raw = file.read()
         if kind == ".toml":
-            table: Any = tomllib.loads(raw.decode())
-        else:
-            import yaml
+            return tomllib.loads(raw.decode())
+        import yaml
 
-            table = yaml.safe_load(raw) or {}
+        return dict(yaml.safe_load(raw) or {})
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
     except Exception as error:  # each parser has errors of its own
         cause = " ".join(str(error).split())
-        raise UsageError(f"{path} is no {kind[1:].upper()}: {cause}.") from None
-    if not isinstance(table, dict):
-        raise UsageError(f"{path} holds no table of options. Write for example: epochs = 10")
-    return table
-
-
-def _from_file(name: str, value: Any, kind: str) -> Any:
-    """Return the value of an option in a file."""
-    check_known(name, OPTIONS, "options of a training run")
-    if kind != ".toml" and isinstance(value, str) and kinds()[name][0] is float:
-        with suppress(ValueError):  # YAML takes 1e-3 for a text
-            value = float(value)
-    return _typed(name, value)
-
-
-def _check_data(data: Any) -> None:
-    """Raise UsageError for a table [data] that does not hold addresses."""
-    if not isinstance(data, dict):
-        raise UsageError(
-            f"data={data!r} is no table. Write for example: [data] train = 'shards/train-*.tar'"
-        )
-    for name, value in data.items():
-        check_known(str(name), _DATA, "keys of [data]")
-        urls = value if isinstance(value, list) else [value]
-        if not all(isinstance(url, str) for url in urls):
-            raise UsageError(f"data.{name}={value!r} is neither an address nor a list of them.")
+        raise UsageError(f"{path} is no {kind[1:].upper()} table of options: {cause}.") from None
 
 
 def _toml(value: Any) -> str:
@@ -295,31 +264,21 @@ def _typed(name: str, value: Any) -> Any:
             return parse_size(value)
         except ValueError as error:
             raise UsageError(f"image_size={value!r}: {error}.") from None
-    value = _as_plain(name, kind, value)
-    if kind is tuple and all(type(number) in (int, float) for number in value):
-        return tuple(map(float, value))
-    if type(value) is not kind or kind is tuple:
+    plain = value
+    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
+        plain = value.item()
+    with suppress(ValueError, TypeError):
+        if kind is int and isinstance(plain, float) and plain.is_integer():
+            plain = int(plain)
+        elif kind is float and type(plain) in (int, str):  # YAML takes 1e-3 for a text
+            plain = float(plain)
+        elif kind is tuple:
+            plain = tuple(map(float, plain if isinstance(plain, (list, tuple)) else (plain,)))
+        elif kind is str and (isinstance(plain, os.PathLike) or name in ("device", "cache_limit")):
+            plain = str(plain)
+    if type(plain) is not kind:
         raise UsageError(f"{name}={value!r} is not {_WORDS[kind]}.")
     choices = OPTIONS[name].metadata.get("choices")
-    if choices and value not in choices:
-        raise UsageError(f"{name}={value!r} is none of the choices. Use {' or '.join(choices)}.")
-    return value
-
-
-def _as_plain(name: str, kind: type, value: Any) -> Any:
-    """Return numbers of NumPy, paths, devices of torch and sizes in bytes as plain values."""
-    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
-        value = value.item()
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is tuple:
-        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if kind is str and isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if name == "device" and isinstance(getattr(value, "type", None), str):
-        return str(value)
-    if name == "cache_limit" and type(value) is int:
-        return str(value)
-    return value
+    if choices and plain not in choices:
+        raise UsageError(f"{name}={plain!r} is none of the choices. Use {' or '.join(choices)}.")
+    return plain

@@ -18,8 +18,8 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.inputs import InputSpec
-from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory
+from wdstrain.training.weights import LoadedCheckpoint
 
 Write = Callable[[LoadedCheckpoint, tuple[Tensor, ...], str], None]
 
@@ -161,8 +161,7 @@ def _onnx(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> 
             dynamo=True,
             verbose=False,
         )
-    if program is None:
-        raise UsageError("this version of torch makes no ONNX program. Use .pt2.")
+    assert program is not None
     with put_whole(path) as file:
         file.write(program.model_proto.SerializeToString())
 

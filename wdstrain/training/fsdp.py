@@ -7,6 +7,7 @@ processes, and also without FSDP. Every function here is collective: all process
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wdstrain.errors import UsageError
+from wdstrain.training.models import blocks_in
 
 _SMALLEST_BLOCK = 100_000  # parameters; smaller blocks are completed together with what is around
 
@@ -24,22 +25,16 @@ def shard_model(model: nn.Module, device: torch.device, cpu_group: Any) -> None:
     """Split the parameters of a model on the CPU, in place, and move them to the device.
 
     All processes start from the weights and buffers of rank 0, which `cpu_group` copies. Make the
-    optimizer afterwards. Raises UsageError for a model that cannot be split.
+    optimizer afterwards.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise UsageError(
-                f"fsdp=True: the parameter {name} has no dimension, which FSDP cannot split. "
-                f"Give it the shape [1], or leave fsdp out."
-            )
     for value in model.state_dict().values():
         if isinstance(value, Tensor):
             dist.broadcast(value, 0, group=cpu_group)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in [*_blocks(model), model]:
+    for block in [*_parts(model), model]:
         fully_shard(block, mesh=mesh)
 
 
@@ -133,38 +128,20 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to split by themselves, inner ones first: large elements of sequences.
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to split by themselves: large blocks of sequences.
 
     Only these are known to be called as modules. Attention, for example, reads the weights of its
-    layers without calling them. Modules that share a parameter with others are left out.
+    layers without calling them. Blocks that share a parameter with other modules are left out.
     """
-    shared = _shared_parameters(model)
-    blocks: list[nn.Module] = []
-
-    def visit(module: nn.Module, is_element: bool) -> None:
-        is_sequence = isinstance(module, (nn.Sequential, nn.ModuleList))
-        parameters = list(module.parameters())
-        size = sum(parameter.numel() for parameter in parameters)
-        is_alone = not any(parameter in shared for parameter in parameters)
-        if is_element and not is_sequence and is_alone and size >= _SMALLEST_BLOCK:
-            blocks.append(module)
-            return
-        for child in module.children():
-            visit(child, is_sequence)
-
-    visit(model, is_element=False)
-    return list(dict.fromkeys(blocks))
-
-
-def _shared_parameters(model: nn.Module) -> set[Tensor]:
-    """Return the parameters that several modules have."""
-    seen: set[Tensor] = set()
-    shared: set[Tensor] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (shared if parameter in seen else seen).add(parameter)
-    return shared
+    uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    parts = []
+    for block in blocks_in(model):
+        parameters = list(block.parameters())
+        is_alone = all(uses[parameter] == 1 for parameter in parameters)
+        if is_alone and sum(parameter.numel() for parameter in parameters) >= _SMALLEST_BLOCK:
+            parts.append(block)
+    return parts
 
 
 def _may_be_split() -> bool:

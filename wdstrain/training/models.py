@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from wdstrain.errors import UsageError
-from wdstrain.training.config import is_made
 from wdstrain.training.inputs import ModelInputs
 
 ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
@@ -50,71 +49,49 @@ def build(
     name and for images that the model cannot take.
     """
     if not isinstance(name, str):
-        return call_factory(name, title, outputs)
-    if ":" in name and not name.startswith(TIMM):
-        return call_factory(import_function(name), name, outputs)
-    if is_dense:
-        return _dense_model(name, outputs)
-    if name == "small":
-        return Small(outputs, image_size)
-    if name.startswith(TIMM):
-        return _timm_model(name.removeprefix(TIMM), outputs, image_size, pretrained)
-    return _torchvision_model(name, outputs, image_size)
+        model = call_factory(name, title, outputs)
+    elif ":" in name and not name.startswith(TIMM):
+        model = call_factory(import_function(name), name, outputs)
+    elif name == "small":
+        model = SmallSegmentation(outputs) if is_dense else Small(outputs, image_size)
+    elif name.startswith(TIMM) and not is_dense:
+        model = _timm_model(name.removeprefix(TIMM), outputs, image_size, pretrained)
+    else:
+        model = _torchvision_model(name, outputs, image_size, is_dense)
+    model.register_forward_hook(_main_output)
+    return model
 
 
-def _torchvision_model(name: str, outputs: int, image_size: int) -> nn.Module:
+def _main_output(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return the entry "out" of a dict, as torchvision's models for segmentation return it.
+
+    As a hook it leaves the names of the weights as they are.
+    """
+    return outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs
+
+
+def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool) -> nn.Module:
     # torchvision imports torch's compiler, which takes 2 seconds. "small" does not need it.
-    import torchvision
+    from torchvision import models
 
-    known = torchvision.models.list_models(module=torchvision.models)
+    known = models.list_models(module=models.segmentation if is_dense else models)
     if name not in known:
-        near = [model for model in known if model.startswith(name[:6])]
-        near = near or get_close_matches(name, known, 8, 0.4) or known[:8]
+        near = ", ".join(get_close_matches(name, known, 8, 0.4) or known[:8])
         raise UsageError(
-            f"model={name!r}: unknown. Use small, a model of torchvision such as "
-            f"{', '.join(near[:8])}, timm:NAME, or module:function."
+            f"model={name!r}: no model{' for masks' if is_dense else ''} has this name. Use small, a "
+            f"model of torchvision such as {near}, timm:NAME, or module:function."
         )
-    options: dict[str, Any] = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    options: dict[str, Any] = {"weights_backbone": None} if is_dense else {}
+    options |= {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
     try:
-        model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **options)
+        model = models.get_model(name, weights=None, num_classes=outputs, **options)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"model={name} cannot be built for images of {image_size} pixels ({error}). "
             f"Use image_size=224."
         ) from error
     return cast(nn.Module, model)
-
-
-def _dense_model(name: str, outputs: int) -> nn.Module:
-    """Return a model for segmentation."""
-    if name == "small":
-        return SmallSegmentation(outputs)
-    import torchvision
-
-    known = torchvision.models.list_models(module=torchvision.models.segmentation)
-    if name not in known:
-        raise UsageError(
-            f"model={name!r}: no model for masks. Use small, {', '.join(known)}, or module:function."
-        )
-    model = torchvision.models.get_model(
-        name, weights=None, weights_backbone=None, num_classes=outputs
-    )
-    return with_main_output(cast(nn.Module, model))
-
-
-def with_main_output(model: nn.Module) -> nn.Module:
-    """Return the model; of a dict that it returns it gives the entry "out" alone.
-
-    torchvision's models for segmentation return {"out": ..., "aux": ...}. A hook leaves the names
-    of the weights as they are.
-    """
-    model.register_forward_hook(_main_output)
-    return model
-
-
-def _main_output(model: nn.Module, inputs: Any, outputs: Any) -> Any:
-    return outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs
 
 
 def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -136,23 +113,19 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
             model = timm.create_model(name, img_size=image_size, **options)
         except TypeError:  # models that take images of any size have no such option
             model = timm.create_model(name, **options)
-    except UsageError:
-        raise
     except Exception as error:  # timm and its hub client raise errors of many types
         cause = " ".join(str(error).split())[:300] or type(error).__name__
-        hint = (
-            " Without a network, give a file: weights=FILE."
-            if pretrained
-            else " Try another image_size."
-        )
-        raise UsageError(f"model={TIMM}{name} cannot be created: {cause}.{hint}") from error
+        raise UsageError(
+            f"model={TIMM}{name} cannot be created: {cause}. Try another image_size, or without a "
+            f"network weights=FILE."
+        ) from error
     return cast(nn.Module, model)
 
 
 def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:
     """Return the model that a user's function makes, or a copy of a user's model."""
     if isinstance(factory, nn.Module):
-        return with_main_output(deepcopy(factory))
+        return deepcopy(factory)
     try:
         model = factory(outputs)
     except TypeError as error:
@@ -163,7 +136,7 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
         raise UsageError(
             f"model={name} returned {type(model).__name__}: must be a torch.nn.Module."
         )
-    return with_main_output(model)
+    return model
 
 
 def check_shapes(
@@ -182,7 +155,14 @@ def check_shapes(
             shape = tuple(found.shape)
     except Exception as error:  # a model may raise anything for images that are too small
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(_refused_inputs(name, inputs, cause)) from error
+        kinds = ", ".join(spec.kind for spec in inputs.specs.values())
+        what = f"a batch of {kinds}, or returns no tensor"
+        if len(inputs.specs) > 1:
+            what = f"the keyword arguments {', '.join(inputs.specs)}"
+        raise UsageError(
+            f"the model {name} does not take {what} ({cause}). Use images of another size, such as "
+            f"image_size=224, or a model for these inputs."
+        ) from error
     if shape != (2, *outputs):
         kind = "classification" if len(outputs) == 1 else "segmentation"
         raise UsageError(
@@ -190,25 +170,6 @@ def check_shapes(
             f"Use a {kind} model that takes the number of outputs."
         )
     return model.train(was_training)
-
-
-def _refused_inputs(name: str, inputs: ModelInputs, cause: str) -> str:
-    """Return the text of an error: a model does not take the inputs."""
-    kinds = [spec.kind for spec in inputs.specs.values()]
-    if len(kinds) > 1:
-        return (
-            f"the model {name} does not take the keyword arguments {', '.join(inputs.specs)} "
-            f"({cause}). Its forward needs arguments with these names."
-        )
-    if inputs.image_size and not is_made(name):
-        return (
-            f"the model {name} does not take images of {inputs.image_size} pixels ({cause}). "
-            f"Use image_size=224."
-        )
-    return (
-        f"the model {name} does not take a batch of {kinds[0]}, or returns no tensor ({cause}). "
-        f"Use a model for this input, or give other fields."
-    )
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
@@ -327,11 +288,8 @@ class _Block(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost members of sequences and module lists that consist of several layers.
-
-    Raises UsageError for a model without any.
-    """
-    blocks = list(_blocks(model, type(model) in _CONTAINERS))
+    """Return the blocks of a model. Raises UsageError if there are none."""
+    blocks = list(blocks_in(model))
     if not blocks:
         raise UsageError(
             "grad_checkpointing: the model has no blocks in a torch.nn.Sequential or "
@@ -340,16 +298,18 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _blocks(module: nn.Module, is_container: bool) -> Iterator[nn.Module]:
+def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost members of sequences and module lists that consist of several layers."""
+    is_container = type(module) in _CONTAINERS
     for child in module.children():
         layers = list(child.children())
-        is_list = type(child) in _CONTAINERS
         is_nested = any(True for layer in layers for _ in layer.children())
+        is_list = type(child) in _CONTAINERS
         is_callable = type(child) is not nn.ModuleList and not (is_list and is_nested)
         if is_container and layers and is_callable:
             yield child
         else:
-            yield from _blocks(child, is_list)
+            yield from blocks_in(child)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How weights change: optimizers, the learning rate of every step, moving averages, autocast.
+"""How weights change: optimizers, the learning rate of every step, moving averages.
 
 The learning rate is a function of the step and of the validations so far. It holds no state, so a
 resumed run needs none. Weight decay is for matrices only: norms and biases are not drawn to zero
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -185,7 +184,7 @@ def _block_of(name: str) -> str:
     return match.group() if match else ""
 
 
-# --- averages, autocast ---------------------------------------------------------------------------
+# --- averages ---------------------------------------------------------------------------
 
 
 class ModelEMA:
@@ -213,10 +212,3 @@ class ModelEMA:
             average([mine[name] for name in floats], [others[name] for name in floats], None)
         for name in mine.keys() - set(floats):
             mine[name].copy_(others[name])
-
-
-def autocast(config: Config, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which the model runs: 16-bit arithmetic where config.amp says so."""
-    if config.amp == "none":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)

@@ -45,12 +45,12 @@ from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.arguments import PredictArguments, given_options
 from wdstrain.training.data import label_column, whole_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
+from wdstrain.training.evaluate import Pixels, Setup, mask_png
 from wdstrain.training.heads import Head, NumberHead
-from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.models import last_layer
-from wdstrain.training.optim import autocast
-from wdstrain.training.previews import Pixels, mask_png
 from wdstrain.training.sources import ERROR, FieldSource, InputSource
+from wdstrain.training.weights import LoadedCheckpoint
 
 _TABLES = (".csv", ".parquet")
 _GROUP_ROWS = 4096  # rows of a row group of Parquet
@@ -100,7 +100,15 @@ def predict(arguments: PredictArguments) -> PredictResult:
         else:
             true = _true_columns(index, loaded, reporter)
             batches = _batches_of_shards(index, source, loaded, device, reporter)
-        table = _Table(loaded, arguments, device, true)
+        setup = Setup(
+            task=loaded.task,
+            config=loaded.config,
+            inputs=loaded.inputs,
+            device=device,
+            distributed=distributed,
+            reporter=reporter,
+        )
+        table = _Table(setup, loaded.model.to(device), arguments, true)
         with closing(batches), torch.inference_mode():
             return table.write(path, batches)
 
@@ -140,19 +148,18 @@ class _Table:
 
     def __init__(
         self,
-        loaded: LoadedCheckpoint,
+        setup: Setup,
+        model: nn.Module,
         arguments: PredictArguments,
-        device: torch.device,
         true: Mapping[str, pa.Array],
     ) -> None:
-        self._loaded, self._device, self._true = loaded, device, true
+        self._setup, self._model, self._true = setup, model, true
         self._probabilities, self._embeds = arguments.probabilities, arguments.embeddings
         path = os.fspath(arguments.out)
-        self._masks = _MaskFolder(loaded, path) if loaded.task.is_dense else None
+        self._masks = _MaskFolder(setup.inputs, path) if setup.task.is_dense else None
         self._embedding = torch.zeros(0, 0)
-        loaded.model.to(device)
         if self._embeds:
-            last_layer(loaded.model)[1].register_forward_pre_hook(self._keep_input)
+            last_layer(model)[1].register_forward_pre_hook(self._keep_input)
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
@@ -192,12 +199,13 @@ class _Table:
         self, inputs: Mapping[str, Tensor], samples: Sequence[_Sample], first: int
     ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
         """Yield (name, type, cells) of each column for some samples. first: number of the first."""
-        task = self._loaded.task
+        task = self._setup.task
         errors = [sample.error for sample in samples]
         readable = [row for row, error in enumerate(errors) if not error]
-        outputs = (
-            self._outputs(inputs) if readable else torch.zeros(0, *task.output_shape((0, 1, 1)))
-        )
+        outputs = torch.zeros(0, *task.output_shape((0, 1, 1)))
+        if readable:
+            on_device = {name: x.to(self._setup.device) for name, x in inputs.items()}
+            outputs = self._setup.call(self._model, on_device).float().cpu()
         is_finite = outputs.flatten(1).isfinite().all(1)
         for row, is_sound in zip(readable, is_finite.tolist(), strict=True):
             errors[row] = "" if is_sound else "the output of the model is not finite"
@@ -222,14 +230,6 @@ class _Table:
             embedding = self._embedding[is_finite].tolist() if readable else []
             yield "embedding", pa.list_(pa.float32()), placed(embedding)
         yield "error", pa.string(), [error or None for error in errors]
-
-    def _outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the outputs of the model, on the CPU."""
-        loaded = self._loaded
-        on_device = {name: value.to(self._device) for name, value in inputs.items()}
-        with autocast(loaded.config, self._device):
-            outputs = loaded.inputs.call(loaded.model, on_device, channels_last=False)
-        return outputs.float().cpu()
 
     def _predictions(
         self, head: Head, outputs: Tensor, samples: Sequence[_Sample]
@@ -284,9 +284,9 @@ def _parquet_cell(cell: Any) -> Any:
 class _MaskFolder:
     """Folder of predicted masks, named by the keys of their pictures."""
 
-    def __init__(self, loaded: LoadedCheckpoint, path: str) -> None:
+    def __init__(self, inputs: ModelInputs, path: str) -> None:
         self._folder, self._names = os.path.splitext(path)[0], set[str]()
-        self._seen = loaded.inputs.image
+        self._seen = inputs.image
         if os.path.isfile(self._folder) or (
             os.path.isdir(self._folder) and os.listdir(self._folder)
         ):

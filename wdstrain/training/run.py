@@ -25,9 +25,9 @@ from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
 from wdstrain.training.config import Config
 from wdstrain.training.data import class_weights, open_data, run_loader
 from wdstrain.training.distributed import (
+    CheckpointSchedule,
     DistributedContext,
     device_of,
-    synchronize_batch_norms,
 )
 from wdstrain.training.evaluate import Setup
 from wdstrain.training.fsdp import (
@@ -47,7 +47,6 @@ from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
 from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_sources
 from wdstrain.training.state import EpochSums, Monitor, TrainerState
-from wdstrain.training.stop_signals import CheckpointSchedule
 from wdstrain.training.tasks import Task
 
 
@@ -84,7 +83,16 @@ class Run:
         train_source, val_source = run_sources(arguments, train, val, task, config)
         torch.manual_seed(config.seed)
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
-        self.model = _model(arguments, config, task, ModelInputs(train_source.specs), weights)
+        inputs, name = ModelInputs(train_source.specs), config.model
+        net = build(
+            arguments.model,
+            task.outputs,
+            inputs.image_size or max(config.image_shape),
+            title=name,
+            pretrained=model_weights.uses_timm_weights(name, weights),
+            is_dense=task.is_dense,
+        )
+        self.model = check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))
         self.weights = None
         if weights is not None:
             self.weights = model_weights.load(
@@ -151,8 +159,13 @@ class Run:
         model = self.model
         if config.channels_last and not config.fsdp:  # which splits contiguous tensors only
             model = model.to(memory_format=torch.channels_last)
-        if config.sync_batchnorm:
-            model = synchronize_batch_norms(model, device, distributed.size)
+        if config.sync_batchnorm and distributed.size > 1:
+            if device.type == "cpu":
+                raise UsageError(
+                    "sync_batchnorm=True: torch synchronizes batch norms on GPUs only."
+                )
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model = convert(model)
         self.average = ModelEMA(model, config.ema) if config.ema else None
         self.model = distributed.place(model, device, shards=config.fsdp)
         if self.average is not None:
@@ -405,19 +418,3 @@ def _absolute(config: Config) -> Config:
         paths["weights"] = config.weights
     absolute: dict[str, Any] = {n: os.path.abspath(p) for n, p in paths.items() if p is not None}
     return replace(config, **absolute)
-
-
-def _model(
-    arguments: TrainArguments, config: Config, task: Task, inputs: ModelInputs, weights: str | None
-) -> nn.Module:
-    """Return the model of a run, with random weights or those of timm."""
-    name = config.model
-    net = build(
-        arguments.model,
-        task.outputs,
-        inputs.image_size or max(config.image_shape),
-        title=name,
-        pretrained=model_weights.uses_timm_weights(name, weights),
-        is_dense=task.is_dense,
-    )
-    return check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))

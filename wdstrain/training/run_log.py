@@ -15,9 +15,8 @@ import torch
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.data import addresses, count_pixels
-from wdstrain.training.epoch_report import mean_loss, pixels_sentence, progress_text
 from wdstrain.training.heads import MaskHead
-from wdstrain.training.report import write_report
+from wdstrain.training.report import mean_loss, pixels_sentence, progress_text, write_report
 from wdstrain.training.run import Run
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.state import STAGES

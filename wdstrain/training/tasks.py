@@ -131,10 +131,12 @@ class Task:
         for i, (head, columns, target) in enumerate(parts):
             own = criterion.get(head.name) if isinstance(criterion, Mapping) else criterion
             if own is not None:
-                total = total + _own_loss(own, head, columns, target)
+                losses = own(*head.for_criterion(columns, target))
+                losses = losses.flatten(1).mean(1) if losses.ndim > 1 else losses
             else:
                 weight = weights[i] if weights else None
-                total = total + head.losses(columns, target, smoothing=smoothing, weights=weight)
+                losses = head.losses(columns, target, smoothing=smoothing, weights=weight)
+            total = total + losses
         return total
 
     def check(self, index: Index) -> None:
@@ -202,28 +204,6 @@ def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     if name not in known:
         raise UsageError(f"the index has no label {name!r}. Use one of: {', '.join(known)}.")
     return make_head(known[name], kind)
-
-
-def _own_loss(criterion: Criterion, head: Head, columns: Tensor, target: Tensor) -> Tensor:
-    """Return the loss of a criterion of the user's, a scalar or [b].
-
-    Raises UsageError that names what it gets, if it fails.
-    """
-    outputs, target = head.for_criterion(columns, target)
-    try:
-        loss = criterion(outputs, target)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"it returned {type(loss).__name__}")
-        return loss.flatten(1).mean(1) if loss.ndim > 1 else loss
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
-        kinds = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (outputs, target)]
-        raise UsageError(
-            f"criterion failed for label {head.name!r} ({head.describe()}): "
-            f"{' '.join(str(error).split())[:300]}. It gets outputs {kinds[0]} and a target "
-            f"{kinds[1]}, and must return a scalar or [b]. With several labels, give a dict by label."
-        ) from error
 
 
 # --- heads ----------------------------------------------------------------------------------------

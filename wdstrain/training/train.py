@@ -30,8 +30,11 @@ from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
 from wdstrain.training.arguments import TrainArguments
 from wdstrain.training.config import Config
-from wdstrain.training.distributed import DistributedContext
-from wdstrain.training.epoch_report import (
+from wdstrain.training.distributed import DistributedContext, SignalHandler, Stopped, raise_stopped
+from wdstrain.training.evaluate import evaluate_pass
+from wdstrain.training.inputs import batch_augmentation
+from wdstrain.training.models import checkpointed
+from wdstrain.training.report import (
     Passes,
     best_sentence,
     epoch_lines,
@@ -39,12 +42,8 @@ from wdstrain.training.epoch_report import (
     samples_sentence,
     verdict,
 )
-from wdstrain.training.evaluate import evaluate_pass
-from wdstrain.training.inputs import batch_augmentation
-from wdstrain.training.models import checkpointed
 from wdstrain.training.run import Run, resume
 from wdstrain.training.run_log import RunLog, StepLog, open_log
-from wdstrain.training.stop_signals import SignalHandler, Stopped, raise_stopped
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import set_trainable, train_mode
 

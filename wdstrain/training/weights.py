@@ -1,4 +1,4 @@
-"""Weights to start from, and parameters that are frozen.
+"""Weights to start from, parameters that are frozen, and a trained model of a checkpoint.
 
 `load` takes torchvision's weights by name, timm's, or a file: a state dict, a checkpoint of a run,
 or one of another trainer. A classifier of another shape is initialized at random, and is named.
@@ -16,10 +16,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from wdstrain.decode.decoder import Transform
+from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
-from wdstrain.training.checkpoint import FORMAT, load_file
+from wdstrain.shards.index import Index
+from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
+from wdstrain.training.config import Config, is_made
 from wdstrain.training.inputs import ModelInputs, Normalization
-from wdstrain.training.models import TIMM, output_layers
+from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
+from wdstrain.training.sources import (
+    FieldSource,
+    InputSource,
+    check_same_inputs,
+    given_source,
+)
 from wdstrain.training.tasks import Task
 
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
@@ -88,10 +98,8 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
         state = member.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         cache = os.path.join(torch.hub.get_dir(), "checkpoints")
-        reason = getattr(error, "reason", error)  # of a URLError
-        reason = getattr(reason, "strerror", None) or reason
         raise UsageError(
-            f"weights={weights} of {model_name} cannot be downloaded ({reason}). Download {member.url} "
+            f"weights={weights} of {model_name} cannot be downloaded ({error}). Download {member.url} "
             f"elsewhere, and put it into {cache} or give it as weights=FILE."
         ) from error
     transforms = member.transforms()
@@ -143,12 +151,12 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
 def _load_safetensors(path: str) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file as load_safetensors
+
+        return cast("dict[str, Tensor]", load_safetensors(path))
     except ImportError:
         raise UsageError(
             f"weights={path} needs safetensors. Install it: pip install safetensors"
         ) from None
-    try:
-        return cast("dict[str, Tensor]", load_safetensors(path))
     except Exception as error:  # also an error type of its own
         raise UsageError(f"weights={path} is no safetensors file: {error}.") from error
 
@@ -195,13 +203,10 @@ def _without_prefixes(
 ) -> dict[str, Tensor]:
     """Return a state dict without the prefixes of wrappers, and without auxiliary heads."""
     names = list(state)
-    unwrapped: list[str] = []
-    while names != unwrapped:
-        unwrapped = names
-        for prefix in _PREFIXES:
-            is_own = any(name.startswith(prefix) for name in wanted)
-            if not is_own and all(name.startswith(prefix) for name in names):
-                names = [name.removeprefix(prefix) for name in names]
+    for prefix in 2 * _PREFIXES:  # in any order
+        is_own = any(name.startswith(prefix) for name in wanted)
+        if not is_own and all(name.startswith(prefix) for name in names):
+            names = [name.removeprefix(prefix) for name in names]
     renamed = dict(zip(names, state.values(), strict=True))
     return {
         name: value
@@ -261,3 +266,86 @@ def train_mode(model: nn.Module) -> None:
             for part in module.modules():
                 if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
                     part.training = False
+
+
+# --- a trained model ------------------------------------------------------------------------------
+# A checkpoint is data, never code. It may name a function that makes its model, but the function is
+# imported and called only if the caller names it too. Otherwise `evaluate stranger.pt` would run
+# functions that its author chose.
+
+# Options of the machine that trained, which need not fit this one.
+_OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", "max_errors")
+
+
+@dataclass
+class LoadedCheckpoint:
+    """A model with its weights, its task, its options and the inputs that it takes."""
+
+    model: nn.Module
+    task: Task
+    config: Config
+    path: str
+    inputs: ModelInputs
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: ModelFactory | nn.Module | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> LoadedCheckpoint:
+        """Load a checkpoint.
+
+        model: makes the model, where the checkpoint names neither "small" nor a model of
+        torchvision or timm. options: in place of those of training. Raises UsageError for a file
+        that is no checkpoint, and for weights of another model.
+        """
+        state = read_checkpoint(os.fspath(path))
+        trained = {
+            name: value for name, value in state["config"].items() if name not in _OF_MACHINE
+        }
+        config = Config.of({**trained, **(options or {})})
+        task, inputs = Task.from_state(state["task"]), ModelInputs.from_state(state["inputs"])
+        if model is None and is_made(config.model):
+            raise UsageError(
+                f"{path} holds a model that a function made ({config.model}), and functions that a "
+                f"checkpoint names are not called. Give it: model=module:function."
+            )
+        given = config.model if model is None else model
+        size = inputs.image_size or max(config.image_shape)
+        net = build(given, task.outputs, size, is_dense=task.is_dense)
+        try:
+            net.load_state_dict(state["model"])
+        except RuntimeError as error:
+            cause = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"the weights of {path} are of another model than {config.model}: {cause}"
+            ) from error
+        return cls(net.eval(), task, config, os.fspath(path), inputs)
+
+    def source(
+        self,
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        index: Index | None,
+    ) -> InputSource:
+        """Return the source of the inputs: the given one, or as validation had it in training.
+
+        index: the shards; None for image files. Raises UsageError for fields with other inputs, and
+        for a missing source of the user's.
+        """
+        given = given_source(fields, transform, self.task, index, known=self.inputs.specs)
+        if given is not None:
+            check_same_inputs(self.inputs.specs, given, f"{self.path} was trained on", sizes=True)
+            return given
+        found: dict[str, Field] = {}
+        for name, spec in self.inputs.specs.items():
+            field = spec.to_field()
+            if field is None:
+                kind, argument = f"a field of your own, {spec.source}(...)", "fields"
+                if spec.source == "transform":
+                    kind, argument = "a transform of your own", "transform"
+                raise UsageError(f"{self.path} was trained on {kind}. Give it again: {argument}=.")
+            found[name] = field
+        return FieldSource(found)
