@@ -218,6 +218,7 @@ FIRST: dict[str, tuple[str, ...]] = {
 # Why a mutant is not killed, by its full name.
 REASONS: dict[str, str] = {
     "shards/second-end-block": "what follows a zero block is refused by the next check, too",
+    "reader/first-failed": "the error hits the first batch that lacks a sample, and each is asked",
     "training/finite-loss": "a step with such a loss makes such weights; only the hint differs",
 }
 
