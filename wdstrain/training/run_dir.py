@@ -1,6 +1,6 @@
 """The folder of a run: config.toml, metrics.jsonl, steps.jsonl, checkpoints/, tensorboard/, report.html.
 
-`metrics.jsonl` has a line for each epoch, `steps.jsonl` one for each second or so. A resumed run
+`metrics.jsonl` has a line for each epoch, `steps.jsonl` one every 0.5 to 10 s. A resumed run
 first removes the lines after its checkpoint from both. One process at a time uses a folder.
 """
 
