@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 from tests.support.servers import serving
 
 MEGABYTES = 40  # more than a conversion reads at once
@@ -37,7 +36,6 @@ def requests(packed: Path, tmp_path: Path) -> Callable[..., int]:
     return convert
 
 
-@known_fault("suspected/remote_tars_by_many_connections")
 def test_a_remote_shard_is_not_requested_once_for_every_few_megabytes(
     requests: Callable[..., int],
 ) -> None:

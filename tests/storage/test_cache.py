@@ -577,15 +577,6 @@ def test_only_files_of_the_cache_are_evicted(packed: Path, served: Served, tmp_p
     assert len(set(cached) - set(whole(tmp_path))) > 2
 
 
-def test_a_folder_with_foreign_files_is_not_used_as_a_cache(served: Served, tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "thesis.tar").write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"wdstrain-cache holds thesis.tar, which no cache wrote"):
-        loader_of(served.url, tmp_path)
-    os.unlink(tmp_path / FOLDER / "thesis.tar")
-    loader_of(served.url, tmp_path).close()  # an empty folder, as after a kill
-
-
 def test_files_in_use_are_never_evicted(served: Served, tmp_path: Path) -> None:
     shards = open_index(served.url).shards
     cache = Cache(str(tmp_path), shards[0].bytes + shards[1].bytes - 1)

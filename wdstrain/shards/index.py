@@ -360,11 +360,14 @@ def _values(source: Source, members: Members, gap: int) -> Iterator[memoryview]:
     """Yield the bytes of members. Members with at most `gap` bytes between them are one read."""
     offset, stop = members.offset, members.offset + members.size
     between = offset[1:] - stop[:-1]
-    is_new = (between < 0) | (between > gap) | (np.diff(offset // _RUN) != 0)
+    is_far = (between < 0) | (between > gap)
+    is_new = is_far | (np.diff(offset // _RUN) != 0)
+    lasts = stop[np.append(np.flatnonzero(is_far), len(stop) - 1)] if len(stop) else stop
+    stretch = np.append(0, np.cumsum(is_far))  # of each member: a stretch is one request
     for run in np.split(np.arange(len(offset)), np.flatnonzero(is_new) + 1):
         if len(run):
             start = int(offset[run[0]])
             data = memoryview(bytearray(int(stop[run[-1]]) - start))
-            source.read_into(data, start)
+            source.read_into(data, start, last=int(lasts[stretch[run[0]]]))
             cuts = zip((offset[run] - start).tolist(), (stop[run] - start).tolist(), strict=True)
             yield from (data[first:last] for first, last in cuts)

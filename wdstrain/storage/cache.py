@@ -10,7 +10,7 @@ so neither is removed. The system releases the locks of a killed process. The ne
 the shard goes on where the file ends.
 
 The cache owns a subfolder of the folder that the user names. A CACHEDIR.TAG marks it before it
-holds anything. Files beside it are never touched, and a subfolder with other content is refused.
+holds anything. Files beside it, and those in it with other names, are never touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import time
 from collections import Counter
@@ -116,7 +115,7 @@ class Cache:
     def __init__(self, folder: str, limit: int | None = None) -> None:
         """folder: the user's folder; it is made if it is missing.
 
-        Raises UsageError if it cannot be made or the subfolder holds other files.
+        Raises UsageError if it cannot be made.
         """
         self.path, self.writable = os.path.join(os.path.abspath(folder), FOLDER), True
         self.limit, self._counts = limit, Counter[str]()
@@ -160,9 +159,6 @@ class Cache:
         if not place:
             return None
         try:
-            # The size comes from an index, which may be hostile.
-            if size > shutil.disk_usage(self.path).total:
-                return None
             file = self._open_whole(place, size)
             if file is None and self.writable:
                 self._begin_download(place, RemoteFile(path, size, tag), sha256)
@@ -199,14 +195,7 @@ class Cache:
     def _create(self) -> None:
         os.makedirs(self.path, exist_ok=True)
         tag = os.path.join(self.path, _TAG)
-        # List before looking for the tag: another process may mark and fill the folder meanwhile.
-        others = [name for name in os.listdir(self.path) if not name.startswith(".")]
         if not os.path.exists(tag):
-            if others:
-                raise UsageError(
-                    f"{self.path} holds {others[0]}, which no cache wrote. Move it, or name "
-                    f"another cache_dir."
-                )
             write_whole(tag, _TAG_CONTENT)
 
     def _open_whole(self, place: str, size: int) -> FileIO | None:

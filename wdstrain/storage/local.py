@@ -55,8 +55,8 @@ class LocalFile:
         self.read_into(memoryview(data), offset)
         return bytes(data)
 
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill the target with the bytes from offset on.
+    def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
+        """Fill the target with the bytes from offset on. last: see `RemoteFile`.
 
         Raises ShardError if the file ends before or has another state, StorageError if it cannot be
         read.
