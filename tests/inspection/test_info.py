@@ -82,7 +82,6 @@ def test_an_indexed_set_is_reported_exactly(tmp_path: Path) -> None:
     assert (info.samples, info.shards) == (40, len(index.shards))
     assert info.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
     assert sum(info.splits.values()) == 40
-    assert sum(info.split_shards.values()) == info.shards
     sizes = [path.stat().st_size for path in photos.rglob("*.png")]
     png, cls = info.contents
     assert (png.name, png.samples, png.sizes.total, png.sizes.smallest) == (
@@ -92,15 +91,14 @@ def test_an_indexed_set_is_reported_exactly(tmp_path: Path) -> None:
         min(sizes),
     )
     assert png.sizes.largest == max(sizes)
-    assert info.overhead == info.bytes - sum(sizes) - 40
-    assert cls.content.what == "integer, 0 to 1"
+    assert cls.content.what == "number 0 to 1"
     assert png.content.images.width == (24, 24, 24)  # type: ignore[union-attr]
     assert png.content.images.height == (20, 20, 20)  # type: ignore[union-attr]
     (column,) = info.columns
     assert column.classes == {"cat": 30, "dog": 10}
     assert column.exact
     assert column.imbalance == 3
-    assert "from folder (classes 2)" in info.made[0]
+    assert info.made[0].startswith("from folder; classes 2; ")
     assert "split train=0.8,val=0.2" in info.made[0]
 
 
@@ -145,9 +143,7 @@ def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> N
     assert angle.numbers.quartiles == tuple(
         np.quantile(values, (0.25, 0.5, 0.75), method="inverted_cdf")
     )
-    assert angle.numbers.commonest[1] == 1 / 8
     assert tags.classes == {"a": 6, "b": 3, "c": 0}
-    assert tags.per_sample == (0, 1, 2)
     assert tags.empty == ("c",)
 
 
@@ -192,7 +188,6 @@ def test_unindexed_shards_are_counted_and_the_result_is_stored(foreign: Path) ->
     info = wt.info(foreign, note=reported.append)
     assert info.exact
     assert info.samples == 1800
-    assert info.per_shard == (150, 150, 150)
     assert info.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
     assert [item.name for item in info.contents] == ["cls", "json", "png"]
     assert {item.samples for item in info.contents} == {1800}
@@ -229,7 +224,7 @@ def test_large_values_are_counted_and_not_read(tmp_path: Path) -> None:
     assert info.columns[0].classes == {"1": 3}
     path = write_tar(tmp_path / "t" / "long.tar", [("a", {"mp4": bytes(9_000_000), "txt": b"x"})])
     film, text = (item.content.what for item in wt.info(path).contents)
-    assert (film, text.split(",")[0]) == ("not looked at", "text (UTF-8)")
+    assert (film, text) == ("not looked at", "text, characters: 1 to 1")
 
 
 # --- on a server ---
@@ -248,8 +243,6 @@ def test_an_indexed_set_on_a_server_is_exact_with_few_requests(tmp_path: Path) -
         "shards",
         "bytes",
         "splits",
-        "overhead",
-        "per_shard",
         "made",
         "columns",
         "keys",
@@ -388,27 +381,27 @@ def test_indexed_and_unindexed_shards_are_reported_together(shards: Path, foreig
 @pytest.mark.parametrize(
     ("name", "values", "description"),
     [
-        ("cls", [b"3", b"12\n"], "integer, 3 to 12"),
-        ("score", [b"0.5", b"-2"], "number, -2 to 0.5"),
-        ("txt", ["größe".encode(), "\ufeffab".encode()], "text (UTF-8), 2 to 5 characters"),
-        ("score", [b"0.5", b"-2", b"7"], "number, -2 to 7"),
+        ("cls", [b"3", b"12\n"], "number 3 to 12"),
+        ("score", [b"0.5", b"-2"], "number -2 to 0.5"),
+        ("txt", ["größe".encode(), "\ufeffab".encode()], "text, characters: 2 to 5"),
+        ("score", [b"0.5", b"-2", b"7"], "number -2 to 7"),
         (
             "txt",
             [b"a few", b"1"],
-            "text (UTF-8), 5 to 5 characters (1 of 2); integer, 1 to 1 (1 of 2)",
+            "text, characters: 5 to 5 (1 of 2); number 1 to 1 (1 of 2)",
         ),
         ("txt", [b""], "empty"),
         (
             "npy",
             [npy(np.zeros((2, 3), np.uint8)), npy(np.zeros((4, 3), np.uint8))],
-            "uint8 array [2-4, 3], shape varies",
+            "uint8 array [2, 3] (1 of 2); uint8 array [4, 3] (1 of 2)",
         ),
-        ("npy", [npy(np.float32(2)), npy(np.float32(5))], "number in .npy (float32), 2 to 5"),
-        ("npy", [npy(np.array([{}], object))], "array of Python objects (never loaded)"),
+        ("npy", [npy(np.float32(2)), npy(np.float32(5))], "float32 array [] 2 to 5"),
+        ("npy", [npy(np.array([{}], object))], "invalid array (it holds Python objects"),
         ("pyd", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
         ("bin", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
-        ("json", [b"[1, 2.5]"], "JSON: list of number"),
-        ("json", [b'{"a": 1, "b": null}', b'{"a": 2.5}'], "JSON: a (number), b (null, in 50%)"),
+        ("json", [b"[1, 2.5]"], "JSON"),
+        ("json", [b'{"a": 1, "b": null}', b'{"a": 2.5}'], "JSON: a, b"),
         ("json", [b"{"], "invalid JSON"),
         ("bin", [b"\x00\x01\x02"], "binary data of unknown type"),
     ],

@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import given, is_utf8, print_json, result, step_bytes, verb
+from wdstrain.cli.common import given, is_utf8, result, step_bytes, verb
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -57,7 +57,7 @@ def add_info(verbs: Any, text: str) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspection.info import FIELD_HEAD, info
+    from wdstrain.inspection.info import COLUMN_HEAD, FIELD_HEAD, info
 
     with Reporter() as reporter:
         known = info(
@@ -65,22 +65,18 @@ def _info(arguments: argparse.Namespace) -> int:
             note=reporter.line,
             progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )
-    if arguments.json:
-        print_json(known.as_dict())
-    else:
-        print_table(known.summary())
+    result(arguments, known.as_dict(), known.summary())
+    if not arguments.json:
         if known.contents:
             print_grid(FIELD_HEAD, known.field_rows())
             print_table((field.name, field.content.what) for field in known.contents)
-        for column in known.charted():
-            line = f"{column.name}: {'; '.join(column.notes())}"
-            print_result(f"\n{fill(line, get_terminal_size().columns)}")
-            if column.numbers is not None:
-                print_table(column.facts())
-            _print_bars(column.bars())
-        if others := known.other_columns():
-            head = ("column", "kind", "missing", "values")
-            print_grid(head, others, left=(0, 1, 3))
+        for column in known.columns:
+            if column.is_label:
+                line = f"{column.name}: {'; '.join(column.notes())}"
+                print_result(f"\n{fill(line, get_terminal_size().columns)}")
+                _print_bars(column.bars())
+        if others := known.column_rows():
+            print_grid(COLUMN_HEAD, others, left=(0, 1, 3))
     for finding in known.findings:
         print_message(finding)
     return 0 if known.ok else 1

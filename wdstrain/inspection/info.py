@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.contents import Content, Range, described, range_of
+from wdstrain.inspection.contents import Content, described
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import InfoOptions
-from wdstrain.report.printing import counted, printable
+from wdstrain.report.printing import printable
 from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import PLAIN_FIELDS, Column, ColumnBuilder, is_json, typed
 from wdstrain.shards.header_scans import Note, recall_or_scan
@@ -36,6 +36,7 @@ from wdstrain.storage.remote import is_remote
 Progress = Callable[[str, int, int], None]  # (work, finished samples, all samples)
 
 FIELD_HEAD = ("field", "samples", "smallest", "median", "99 %", "largest", "total")
+COLUMN_HEAD = ("column", "kind", "missing", "values")
 BARS = 20  # of a chart of classes; the other classes are added up
 
 _VALUES = 200  # samples whose values are looked at
@@ -45,7 +46,6 @@ _ALL_BYTES = 64 << 20  # of all values that are read
 _SHARDS, _FIRST_BYTES = 8, 1 << 20  # remote shards whose beginning is read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
-_COMMON = 0.05  # share of a number from which on it is reported
 _DEFAULTS = {"check": "magic", "max_shard_size": 256_000_000, "on_error": "raise", "shuffle": True}
 
 
@@ -74,8 +74,8 @@ class FieldSummary:
 class Numbers:
     """Distribution of the finite numbers of a column.
 
-    quartiles: values that occur. commonest: (value, its share). not_finite: NaN or infinite values.
-    bins: (low, high, samples) of 10 intervals of equal width.
+    quartiles: values that occur. not_finite: NaN or infinite values. bins: (low, high, samples) of
+    10 intervals of equal width.
     """
 
     mean: float
@@ -83,9 +83,13 @@ class Numbers:
     smallest: float
     quartiles: tuple[float, ...]
     largest: float
-    commonest: tuple[float, float]
     not_finite: int
     bins: tuple[tuple[float, float, int], ...]
+
+    def __str__(self) -> str:
+        bad = f", {self.not_finite} not finite" if self.not_finite else ""
+        spread = f"mean {self.mean:.5g}, deviation {self.deviation:.5g}"
+        return f"{self.smallest:.5g} to {self.largest:.5g}, {spread}{bad}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class ColumnSummary:
     classes: samples of each class, or of each value of a flag, text or multi-label column, of which
     at most 1000 different ones are listed. distinct: number of different values. empty: classes
     without samples. imbalance: samples of the largest class / of the smallest that has any.
-    per_sample: classes of a sample, for multi-labels. numbers: for numbers and integers.
+    numbers: for numbers and integers.
     """
 
     name: str
@@ -109,70 +113,50 @@ class ColumnSummary:
     distinct: int
     empty: tuple[str, ...]
     imbalance: float | None
-    per_sample: Range | None
     numbers: Numbers | None
 
     def notes(self) -> list[str]:
-        """Return remarks besides counts and numbers."""
+        """Return remarks besides counts of classes."""
         some = "" if self.exact else ", which were read; to read all: --exact"
+        empty = ", ".join(self.empty[:5]) + (", ..." if len(self.empty) > 5 else "")
         notes = [f"{self.looked_at} samples{some}"]
-        if self.is_label and self.imbalance is not None and self.imbalance > 1:
+        notes += [str(self.numbers)] if self.numbers else []
+        if self.imbalance is not None and self.imbalance > 1:
             ratio = f"{self.imbalance:.3g}"
             notes.append(f"the largest class has {ratio} times the samples of the smallest")
-        if self.empty:
-            names = ", ".join(self.empty[:5]) + (", ..." if len(self.empty) > 5 else "")
-            notes.append(f"classes without samples ({len(self.empty)}): {names}")
-        if self.per_sample is not None:
-            low, median, high = self.per_sample
-            notes.append(f"{low} to {high} classes per sample, median {median}")
+        notes += [f"classes without samples ({len(self.empty)}): {empty}"] if self.empty else []
         return [*notes, *[f"{self.missing} without a valid value"] * (self.missing > 0)]
 
     def bars(self) -> dict[str, int]:
         """Return samples by class or by interval: at most 20 bars, the rest as one."""
         if self.numbers is not None:
             return {f"{low:.4g} to {high:.4g}": count for low, high, count in self.numbers.bins}
-        if len(self.classes) <= BARS:
-            return self.classes
         ranked = Counter(self.classes).most_common()
+        if len(ranked) <= BARS:
+            return self.classes
         rest = sum(count for _, count in ranked[BARS:])
         return {**dict(ranked[:BARS]), f"{self.distinct - BARS} others": rest}
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Return (name, value) pairs for a column of numbers."""
-        n = self.numbers
-        if n is None:
-            return []
-        value, share = n.commonest
-        return [
-            ("mean", f"{n.mean:.5g}, standard deviation {n.deviation:.5g}"),
-            ("range", f"{n.smallest:.5g} to {n.largest:.5g}"),
-            ("quartiles", ", ".join(f"{value:.5g}" for value in n.quartiles)),
-            *[("most common", f"{value:.5g} ({share:.0%})")] * (share >= _COMMON),
-            *[("not finite", str(n.not_finite))] * (n.not_finite > 0),
-        ]
-
     def line(self) -> str:
         """Return the statistics as a short line."""
-        n, ranked = self.numbers, Counter(self.classes).most_common(3)
-        if n is not None:
-            return f"{n.smallest:.5g} to {n.largest:.5g}, mean {n.mean:.5g}"
-        shown = ", ".join(f"{name[:24]} {count}" for name, count in ranked)
+        if self.numbers is not None:
+            return str(self.numbers)
+        ranked = Counter(self.classes).most_common(3)
+        shown = ", ".join(f"{name[:24]} {count}" for name, count in ranked) or "no values"
         if self.distinct <= 3:
-            return shown or "no values"
-        common = f"; most common: {shown}" * (ranked[0][1] > 1)
-        return f"{self.distinct} different{common}"
+            return shown
+        return f"{self.distinct} different" + f"; most common: {shown}" * (ranked[0][1] > 1)
 
 
 @dataclass(frozen=True)
 class Info:
     """Contents of some shards. Prints as text; `as_dict()` is JSON-able.
 
-    exact: no label was left unread. bytes: of all shards. overhead: bytes of headers and padding.
-    per_shard: samples per shard. split_shards: shards of each split. made: how the set was made, in
-    words; info: the same as the index has it. ignored: members that belong to no sample, by reason.
-    keys: the first keys. contents: each field. columns: statistics of labels, then of other
-    columns. disagreements: labels that cannot be joined, because they differ between the sets, by
-    field. findings: what is wrong with shards that are left out.
+    exact: no label was left unread. bytes: of all shards. made: how the set was made, in words;
+    info: the same as the index has it. ignored: members that belong to no sample, by reason. keys:
+    the first keys. contents: each field. columns: statistics of labels, then of other columns.
+    disagreements: labels that cannot be joined, because they differ between the sets, by field.
+    findings: what is wrong with shards that are left out.
     """
 
     samples: int
@@ -183,9 +167,6 @@ class Info:
     labels: tuple[ColumnInfo, ...]
     info: dict[str, Any]
     exact: bool
-    overhead: int
-    per_shard: Range | None
-    split_shards: dict[str, int]
     made: tuple[str, ...]
     ignored: dict[str, int]
     keys: tuple[str, ...]
@@ -203,8 +184,7 @@ class Info:
         """Return everything as JSON-able values."""
         labels = [label.row for label in self.labels]
         text = json.dumps({**asdict(self), "labels": labels, "ok": self.ok})
-        values: dict[str, Any] = json.loads(text)
-        return values
+        return dict(json.loads(text))
 
     def __repr__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.summary()]
@@ -214,36 +194,21 @@ class Info:
 
     def summary(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs about the set as a whole."""
-        each = ""
-        if self.per_shard is not None and self.shards > 1:
-            low, median, high = self.per_shard
-            each = f", {low} to {high} samples each, median {median}"
-        per_sample, share = (
-            self.overhead // max(1, self.samples),
-            self.overhead / max(1, self.bytes),
-        )
-        splits = (
-            f"{name or 'without a split'} {count} ({counted(self.split_shards[name], 'shard')})"
-            for name, count in self.splits.items()
-        )
-        ignored = (f"{count} x {reason}" for reason, count in self.ignored.items())
-        rows = [
-            ("samples", str(self.samples)),
-            ("shards", f"{self.shards}{each}"),
-            ("size", format_size(self.bytes)),
-            ("headers, padding", f"{share:.1%}, {per_sample} bytes per sample"),
-            ("splits", ", ".join(splits) if any(self.splits) else ""),
-            ("fields", ", ".join(self.fields)),
-            *((f"label {label.name}", label.summary) for label in self.labels),
-            *(
-                (f"label {place}", f"{reason}. For its classes, look at each set alone")
-                for place, reason in self.disagreements.items()
-            ),
-            *(("made", text) for text in self.made),
-            ("ignored members", ", ".join(ignored)),
-            ("first keys", ", ".join(self.keys)),
-        ]
-        return [(name, value) for name, value in rows if value]
+        splits = [f"{name or 'without a split'} {count}" for name, count in self.splits.items()]
+        ignored = [f"{count} x {reason}" for reason, count in self.ignored.items()]
+        hint = "For its classes, look at each set alone"
+        rows = {
+            "samples": str(self.samples),
+            "shards": f"{self.shards}, {format_size(self.bytes)}",
+            "splits": ", ".join(splits) if any(self.splits) else "",
+            "fields": ", ".join(self.fields),
+            **{f"label {label.name}": label.summary for label in self.labels},
+            **{f"label {at}": f"{why}. {hint}" for at, why in self.disagreements.items()},
+            "made": "\n".join(self.made),
+            "ignored members": ", ".join(ignored),
+            "first keys": ", ".join(self.keys),
+        }
+        return [(name, value) for name, value in rows.items() if value]
 
     def field_rows(self) -> list[list[str]]:
         """Return the rows of a table of fields, under FIELD_HEAD."""
@@ -252,12 +217,8 @@ class Info:
             for part in self.contents
         ]
 
-    def charted(self) -> list[ColumnSummary]:
-        """Return the columns that are shown as bar charts: labels."""
-        return [column for column in self.columns if column.is_label]
-
-    def other_columns(self) -> list[list[str]]:
-        """Return the rows of a table of the other columns: name, kind, missing, values."""
+    def column_rows(self) -> list[list[str]]:
+        """Return the rows of a table of the columns that are no labels, under COLUMN_HEAD."""
         return [
             [column.name, column.kind, str(column.missing), column.line()]
             for column in self.columns
@@ -284,9 +245,6 @@ def info(options: InfoOptions) -> Info:
         raise type(errors[0])(f"{errors[0]}{others}")
     contents = _contents(index, errors)
     counted = join([_with_columns(part, options, errors) for part in parts])
-    size = sum(shard.bytes for shard in index.shards)
-    if index.is_selection:  # its shards hold other samples too
-        size = int(index.offsets.size.sum())
     splits, ignored = dict.fromkeys(index.splits, 0), Counter[str]()
     for shard in index.shards:
         splits[shard.split] += shard.samples
@@ -295,15 +253,12 @@ def info(options: InfoOptions) -> Info:
     return Info(
         samples=len(index),
         shards=len(index.shards),
-        bytes=size,
+        bytes=round(index.megabytes * 1e6),
         splits=splits,
         fields=tuple(map(printable, index.fields)),
         labels=index.labels,
         info={name: value for name, value in index.info.items() if name != "states"},
         exact=len(counted) == len(index),
-        overhead=max(0, size - sum(summary.sizes.total for summary in contents)),
-        per_shard=range_of(index.counts.tolist()),
-        split_shards=dict(Counter(shard.split for shard in index.shards)),
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
         ignored=dict(ignored),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
@@ -440,13 +395,11 @@ def _columns(index: Index, counted: Index) -> tuple[ColumnSummary, ...]:
 
 def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSummary:
     """Return the statistics of a column. label: that it holds. exact: of all samples."""
-    if label is not None and label.kind == "class" and column.kind != "class":
-        column = replace(column, kind="class", values=pc.cast(column.values, pa.string()))
-    present, numbers, per_sample = column.values.drop_null(), None, None
+    present, numbers = column.values.drop_null(), None
     if pa.types.is_list(present.type):
-        per_sample = range_of(pc.list_value_length(present).to_pylist())
         present = present.flatten()
-    if column.kind in ("integer", "number"):
+    is_class = label is not None and label.kind == "class"
+    if column.kind in ("integer", "number") and not is_class:
         numbers, present = _numbers(np.asarray(present, np.float64)), present[:0]
     pairs = pc.value_counts(present).to_pylist()
     counts = Counter({str(pair["values"]): int(pair["counts"]) for pair in pairs})
@@ -459,7 +412,7 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
     used = [count for count in classes.values() if count]
     return ColumnSummary(
         name=printable(column.name if label is None else label.name),
-        kind=column.kind,
+        kind="class" if is_class else column.kind,
         is_label=label is not None,
         exact=exact,
         looked_at=len(column),
@@ -468,7 +421,6 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
         distinct=distinct,
         empty=tuple(name for name, count in classes.items() if exact and not count),
         imbalance=max(used) / min(used) if used else None,
-        per_sample=per_sample,
         numbers=numbers,
     )
 
@@ -480,23 +432,15 @@ def _numbers(values: Any) -> Numbers | None:
         return None
     quantiles = np.quantile(finite, (0, 0.25, 0.5, 0.75, 1), method="inverted_cdf")
     low, *quartiles, high = quantiles.tolist()
-    commonest = pc.mode(pa.array(finite))[0].as_py()
-    bins: list[tuple[float, float, int]] = []
-    if 0 < high - low < np.inf:
-        counts, edges = np.histogram(finite, _BINS)
-        ends = edges.tolist()
-        bins = list(zip(ends[:-1], ends[1:], counts.tolist(), strict=True))
     with np.errstate(over="ignore", invalid="ignore"):  # huge numbers
         mean, deviation = float(finite.mean()), float(finite.std())
+        bins = list[tuple[float, float, int]]()
+        if 0 < high - low < np.inf:
+            counts, edges = np.histogram(finite, _BINS)
+            ends = edges.tolist()
+            bins = list(zip(ends[:-1], ends[1:], counts.tolist(), strict=True))
     return Numbers(
-        mean=mean,
-        deviation=deviation,
-        smallest=low,
-        quartiles=tuple(quartiles),
-        largest=high,
-        commonest=(commonest["mode"], commonest["count"] / len(finite)),
-        not_finite=len(values) - len(finite),
-        bins=tuple(bins),
+        mean, deviation, low, tuple(quartiles), high, len(values) - len(finite), tuple(bins)
     )
 
 
@@ -515,24 +459,18 @@ def _provenance(info: Mapping[str, Any]) -> str:
     source, options = _mapping(info.get("source")), _mapping(info.get("options"))
     if not source:
         return "by another program, its index does not say how"
+    about = {name: value for name, value in source.items() if name != "kind"}
     changed = {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
-    about = _pairs({name: value for name, value in source.items() if name != "kind"})
-    parts = [f"from {source.get('kind')}{about and f' ({about})'}"]
-    parts += [f"with {text}" for text in [_pairs(changed)] if text]
-    parts += ["not shuffled"] * (options.get("shuffle") is False)
-    if isinstance(info.get("listed"), int):
-        counts = [f"{info[name]} {name}" for name in ("skipped", "renamed") if info.get(name)]
-        parts.append(", ".join([f"{info['listed']} samples listed", *counts]))
-    parts += ["index made again from the headers"] * (info.get("made") == "scanned from headers")
-    return "; ".join(parts)
+    counts = {name: info.get(name) for name in ("listed", "skipped", "renamed")}
+    facts = [
+        f"{name} {_text(value)}"
+        for name, value in {**about, **changed, **counts}.items()
+        if value not in (None, 0, "", [], {}) or value is False
+    ]
+    return "; ".join([f"from {source.get('kind')}", *facts])
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    """Return these values as text: "name value, ..."; empty values are left out."""
-    return ", ".join(f"{name} {_value_text(value)}" for name, value in values.items() if value)
-
-
-def _value_text(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{name}={item}" for name, item in value.items())
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
