@@ -114,13 +114,6 @@ class PeekOptions(CheckedOptions):
         metavar="N",
         least=1,
     )
-    normalize: Any = option(
-        None,
-        'normalization of a batch, which is undone: "imagenet" or (mean, standard deviation), as '
-        "for wt.Augmentation; without it, float images are scaled linearly, and the scale is in "
-        "`notes`",
-        flag=None,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,6 +147,11 @@ class PeekOptions(CheckedOptions):
     def is_augmented(self) -> bool:
         """Whether images are shown as a loader delivers them."""
         return self.augment is not None or self.image_size is not None
+
+    @property
+    def epochs(self) -> range:
+        """Epochs whose augmentation is shown."""
+        return range(self.epoch or 0, (self.epoch or 0) + (self.copies or 1))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ it is printed and sent around.
 from __future__ import annotations
 
 import io
-import math
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,14 +18,12 @@ from rich.cells import cell_len, set_cell_size
 from wdstrain.inspection.views import Pixels, SampleView
 from wdstrain.report.printing import printable
 
-Rows = Sequence[Sequence[SampleView]]  # each begins on a new line of a sheet
-
 _MAX_ROWS = 20  # of the table in a terminal
 _WIDTH = 80  # columns of a terminal
 
 _LARGEST_CELL, _SMALLEST_CELL = 192, 72  # pixels of a picture in the PNG
-_MAX_PIXELS = 20e6  # of all pictures of the PNG, unless the smallest cells need more
-_SHEET, _MAX_SHEET = 1280, 3900  # width of a PNG with few samples, and with many
+_MANY = 500  # pictures from which on they are small
+_SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
 _MAX_LINES = 5  # of text under a picture; without pictures twice as many
 _TINY = 48  # pixels of the longer side of a picture that is enlarged without smoothing
@@ -39,35 +36,33 @@ def text_table(samples: Sequence[SampleView]) -> str:
     Keys are complete. What does not fit into 80 columns is cut at the end of the row.
     """
     lines, shown = list[str](), samples[:_MAX_ROWS]
-    key_width = max((cell_len(printable(view.key)) for view in shown), default=0)
-    label_width = max((cell_len(view.label_text) for view in shown), default=0)
-    for view in shown:
-        key, label = printable(view.key), set_cell_size(view.label_text, min(label_width, 26))
-        key = set_cell_size(key, max(cell_len(key), min(key_width, 40)))
+    keys = [printable(view.key) for view in shown]
+    key_width = min(40, max(map(cell_len, keys), default=0))
+    label_width = min(26, max((cell_len(view.label_text) for view in shown), default=0))
+    for key, view in zip(keys, shown, strict=True):
         fields = ", ".join(f"{name}: {value}" for name, value in view.fields.items())
         other = printable("; ".join(filter(None, (view.error, view.text, fields))))
-        row = f"{key}  {label}  {other}"
+        padded = set_cell_size(key, max(cell_len(key), key_width))
+        row = f"{padded}  {set_cell_size(view.label_text, label_width)}  {other}"
         lines.append(set_cell_size(row, max(_WIDTH, cell_len(key))).rstrip())
     more = [f"... and {len(samples) - _MAX_ROWS} more"] * (len(samples) > _MAX_ROWS)
     return "\n".join([*lines, *more])
 
 
-def png_sheet(rows: Rows, title: str, notes: Sequence[str]) -> bytes:
-    """Return a PNG with equal cells in a grid. Many samples get smaller cells."""
+def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[str]) -> bytes:
+    """Return a PNG with equal cells in a grid. Each of `rows` begins on a new line."""
     samples = [view for row in rows for view in row]
     pictures = max([1, *(len(view.pictures) for view in samples)])
-    side = math.sqrt(_MAX_PIXELS / max(1, len(samples) * pictures))
-    side = int(min(_LARGEST_CELL, max(_SMALLEST_CELL, side)))
+    side = _LARGEST_CELL if len(samples) * pictures < _MANY else _SMALLEST_CELL
     width = pictures * (side + _PADDING) + _PADDING
+    columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
+    lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
     tall = side + _PADDING if any(view.pictures for view in samples) else 0
     text_lines = max((len(_texts(view, width)) for view in samples), default=0)
     height = tall + text_lines * _LINE + 2 * _PADDING
-    square = min(math.ceil(math.sqrt(1.4 * len(samples) * height / width)), _MAX_SHEET // width)
-    columns = max(1, min(max(map(len, rows), default=1), max(_SHEET // width, square)))
     sheet_width = max(480, columns * width)
     head = [line for text in (title, *notes) for line in _wrapped(text, sheet_width, 14)]
     top = 20 * len(head) + 2 * _PADDING
-    lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
     sheet = Image.new("RGB", (sheet_width, top + len(lines) * height), _BACK)
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
     for number, line in enumerate(lines):

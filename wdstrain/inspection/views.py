@@ -6,9 +6,8 @@ What is wrong with a sample is in its `error`. A mask is drawn in colors over th
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,6 @@ _SIDE = 256  # pixels of the longer side of a thumbnail
 _MAX_TEXT = 300  # characters of a text that are kept
 _MIN_SIDE = 8  # pixels of the shorter side of an array that is shown as an image
 _MAX_ASPECT = 64  # longer side / shorter side of such an array
-_MAX_SHARES = 3  # classes of a mixed label that are named
 _MAX_BYTES = 64 << 20  # of a member that is read
 _MAX_UNKNOWN_BYTES = 1 << 10  # of a member of an unknown type, which may be text
 _TEXTS = ("txt", "text", "caption", "transcript")
@@ -81,14 +79,13 @@ class SampleView:
     @property
     def field_text(self) -> str:
         """The fields that are no picture as one line."""
-        others = {name: text for name, text in self.fields.items() if name not in self.pictures}
-        return printable(", ".join(f"{name}: {value}" for name, value in others.items()))
+        others = [name for name in self.fields if name not in self.pictures]
+        return printable(", ".join(f"{name}: {self.fields[name]}" for name in others))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pixels as JSON-able values."""
         text = json.dumps({**vars(self), "pictures": list(self.pictures)}, ensure_ascii=False)
-        values: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
-        return values
+        return dict(json.loads(text.encode("utf-8", "replace")))
 
     def add_error(self, name: str, reason: object) -> None:
         """Add an error of a field; of the sample if `name` is empty."""
@@ -98,106 +95,90 @@ class SampleView:
     def add_bytes(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
         """Add a field as it is stored in a shard. labels: of the set, some of which it may hold."""
         mine = [label for label in labels if label.field == name]
-        for label in mine:
-            if label.kind != "mask":
-                self._attempt(f"label {label.name}", self._add_label, label, data)
-        self.fields[name] = format_size(len(data))
-        self._attempt(name, self._add_content, name, data, mine)
-
-    def add_value(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
-        """Add a field as a batch has it. classes: names of class numbers or class shares."""
-        if isinstance(value, str):
-            self.text = self.text or shortened(value)
-        elif isinstance(value, np.ndarray) and value.ndim:
-            if shares := class_shares_text(value, classes):
-                self.labels[name] = shares
-            elif value.dtype == np.int64 and value.ndim == 2 and is_image_shape(value.shape):
-                self._add_mask(name, value)
-            else:
-                self._add_array(name, value)
-        elif isinstance(value, (np.ndarray, np.generic, int, float)):
-            number = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
-            is_class = type(number) is int and 0 <= number < len(classes)
-            self.labels[name] = classes[int(number)] if is_class else number_text(number)
-        elif value is not None:
-            self.fields[name] = shortened(_json_text(value))
-
-    def _attempt(self, name: str, add: Callable[..., None], *values: Any) -> None:
+        if all(label.entry for label in mine):
+            self.fields[name] = format_size(len(data))
         try:
-            add(*values)
+            for label in mine:
+                if label.kind != "mask":
+                    names = classes_in(memoryview(data), label.entry, label.classes)
+                    is_number = label.kind == "number"
+                    value = scalar(memoryview(data), label.entry) if is_number else "|".join(names)
+                    self.labels[label.name] = (
+                        value if isinstance(value, str) else number_text(value)
+                    )
+            self._add_stored(name, data, mine)
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
             self.add_error(name, error)
 
-    def _add_label(self, label: ColumnInfo, data: bytes) -> None:
-        value = scalar(memoryview(data), label.entry)
-        names = classes_in(memoryview(data), label.entry, label.classes)
-        self.labels[label.name] = number_text(value) if label.kind == "number" else "|".join(names)
+    def add_value(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
+        """Add a value of a field. classes: names of class numbers or class shares."""
+        if isinstance(value, str):
+            self._add_text(name, value)
+        elif isinstance(value, (np.ndarray, np.generic, int, float)) and not np.ndim(value):
+            number = np.asarray(value).item()
+            is_class = type(number) is int and 0 <= number < len(classes)
+            self.labels[name] = classes[number] if is_class else number_text(number)
+        elif not isinstance(value, np.ndarray):
+            text = json.dumps(value, ensure_ascii=False, default=lambda item: type(item).__name__)
+            self.fields[name] = shortened(re.sub(r'"(\w+)":', r"\1:", text))
+        elif shares := class_shares_text(value, classes):
+            self.labels[name] = shares
+        elif value.dtype == np.int64 and value.ndim == 2 and is_image_shape(value.shape):
+            self._add_mask(name, value)
+        else:
+            self.fields[name] = array_text(value)
+            pixels = to_image(value)
+            if pixels is not None:
+                self.pictures[name] = thumbnail(pixels)
 
-    def _add_content(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
+    def _add_stored(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
         """Add the contents of a field, whose size is its text yet. labels: that it holds."""
         extension = name.rpartition(".")[2]
         if is_mask(name, labels):
             self._add_mask(name, decode_mask(data))
         elif is_image(name):
             pixels = decode_image(data)
-            height, width = pixels.shape[:2]
-            self.fields[name] = f"{width} x {height}, {format_size(len(data))}"
+            self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {format_size(len(data))}"
             self.pictures[name] = thumbnail(pixels)
         elif extension == "npy":
-            value = npy_array(memoryview(data))
-            self.fields[name] = array_text(value) if value.ndim else number_text(value.item())
-            self._add_array(name, value)
+            self.add_value(name, npy_array(memoryview(data)))
         elif extension == "json":
-            self._add_json(name, data, {label.entry for label in labels})
+            document, shown = parsed_json(data), {label.entry for label in labels}
+            if isinstance(document, dict):
+                document = {entry: of for entry, of in document.items() if entry not in shown}
+            self.add_value(name, document)
         elif not labels:
-            self._add_text(name, data, extension)
-        if any(label.entry is None for label in labels) and name not in self.pictures:
-            del self.fields[name]
+            text = data.decode("utf-8-sig", "strict" if extension in _TEXTS else "surrogateescape")
+            if extension in (*_TEXTS, *_NUMBERS) or text.isprintable():
+                self._add_text(name, text)
 
-    def _add_array(self, name: str, value: Array) -> None:
-        pixels = to_image(value)
-        self.fields.setdefault(name, array_text(value))
-        if pixels is not None:
-            self.pictures[name] = thumbnail(pixels)
+    def _add_text(self, name: str, text: str) -> None:
+        """Add a number or name as a label, and a first text as the caption."""
+        extension = name.rpartition(".")[2]
+        is_stored = name in self.fields  # a batch has no field of an unknown type
+        if extension in _NUMBERS:
+            self.labels[name] = shortened(text)
+        elif self.text or (is_stored and extension not in _TEXTS):
+            self.fields[name] = shortened(text)
+            return
+        else:
+            self.text = shortened(text)
+        self.fields.pop(name, None)
 
     def _add_mask(self, name: str, numbers: Array) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
         height, width = numbers.shape
         classes = ", ".join(map(str, np.unique(numbers).tolist()))
         self.fields[name] = shortened(f"{width} x {height}, classes {classes}")
-        below = self.picture if self.pictures else thumbnail(np.zeros((height, width, 3), np.uint8))
-        assert below is not None
+        below = self.picture
+        if below is None:
+            below = thumbnail(np.zeros((height, width, 3), np.uint8))
         small = Image.fromarray(numbers.astype(np.uint8)).resize(
             below.shape[1::-1], Image.Resampling.NEAREST
         )
         mixed = _OPACITY * COLORS[np.array(small)] + (1 - _OPACITY) * below
         is_background = np.array(small)[:, :, None] == 0
         self.pictures[name] = np.where(is_background, below, mixed).astype(np.uint8)
-
-    def _add_json(self, name: str, data: bytes, shown: set[str | None]) -> None:
-        """Add a JSON document without the entries that are shown as labels."""
-        document = parsed_json(bytes(data))
-        if isinstance(document, dict):
-            document = {entry: value for entry, value in document.items() if entry not in shown}
-        self.fields[name] = shortened(re.sub(r'"(\w+)":', r"\1:", _json_text(document)))
-        if not document and shown:
-            del self.fields[name]
-
-    def _add_text(self, name: str, data: bytes, extension: str) -> None:
-        try:
-            text = shortened(bytes(data).decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            if extension in _TEXTS:
-                self.add_error(name, "it is not UTF-8 text")
-            return
-        if extension in _NUMBERS:
-            self.labels[name] = text
-            del self.fields[name]
-        elif extension in _TEXTS and not self.text:
-            self.text = text
-            del self.fields[name]
-        elif extension in _TEXTS or text.isprintable():
-            self.fields[name] = text
 
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
@@ -223,11 +204,7 @@ def shortened(text: str) -> str:
 
 def number_text(value: Any) -> str:
     """Return a number as short text."""
-    if isinstance(value, (bool, int)):
-        return str(value)
-    number = float(value)
-    is_whole = math.isfinite(number) and number == int(number) and abs(number) < 1e15
-    return str(int(number)) if is_whole else f"{number:.4g}"
+    return str(value) if isinstance(value, int) else f"{float(value):.6g}"
 
 
 def array_text(value: Array) -> str:
@@ -235,33 +212,21 @@ def array_text(value: Array) -> str:
     kind = f"{value.dtype}{list(value.shape)}"
     if value.dtype.kind not in "iuf" or not value.size:
         return kind
-    if value.size <= 4:
-        return f"{kind} {' '.join(number_text(number) for number in value.ravel().tolist())}"
     low, high = value_range(value)
     return f"{kind}, {low:.4g} to {high:.4g}"
 
 
 def class_shares_text(value: Array, classes: Sequence[str]) -> str:
     """Return a vector of class shares as text, or of 0 and 1 as class names; "" for others."""
-    if value.ndim != 1 or value.dtype.kind != "f" or len(value) < 2:
+    names = classes or [str(number) for number in range(len(value))]
+    if value.ndim != 1 or value.dtype.kind != "f" or len(names) != len(value) or not len(value):
         return ""
-    shares = value.astype(np.float64)
-    is_share = ((shares >= 0) & (shares <= 1.001)).all()
-    if not is_share or (classes and len(classes) != len(value)):
+    is_flags = bool(classes) and np.isin(value, (0, 1)).all()
+    if not is_flags and not (value.min() >= 0 and abs(value.sum() - 1) <= 0.02):
         return ""
-    names = classes or [str(number) for number in range(len(shares))]
-    if np.isin(shares, (0, 1)).all() and (classes or shares.sum() == 1):
-        return "|".join(names[i] for i in np.flatnonzero(shares).tolist()) or "none"
-    largest = np.argsort(-shares, kind="stable")[:_MAX_SHARES].tolist()
-    text = ", ".join(f"{names[i]} {shares[i]:.0%}" for i in largest if shares[i] >= 0.005)
-    return text if abs(shares.sum() - 1) <= 0.02 else ""
-
-
-def _json_text(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=lambda item: type(item).__name__)
-    except RecursionError:
-        return "nested too deeply to be shown"
+    largest = [i for i in np.argsort(-value, kind="stable").tolist() if value[i] >= 0.005]
+    shares = [f"{names[i]} {value[i]:.0%}".removesuffix(" 100%") for i in largest]
+    return shortened(", ".join(shares) or "none")
 
 
 # --- values as small images -----------------------------------------------------------------------
@@ -283,30 +248,30 @@ def is_image_shape(shape: Sequence[int]) -> bool:
     return len(shape) == 2 and min(shape) >= _MIN_SIDE and max(shape) <= _MAX_ASPECT * min(shape)
 
 
-def to_image(value: Array, low: float | None = None, high: float | None = None) -> Pixels | None:
+def to_image(value: Array, of: Array | None = None) -> Pixels | None:
     """Return an array of numbers as an image uint8[h, w, 3]; None if it has not the shape of one.
 
-    uint8 stays as it is. Other numbers are mapped linearly, from `low` (black) to `high` (white).
-    Default: 0 to 1 if they all are, else the smallest to the largest.
+    uint8 stays as it is. Other numbers are mapped linearly, so that the `display_range` of the array
+    `of` (default: of this one) is black to white.
     """
     if value.dtype.kind not in "biuf" or not is_image_shape(value.shape):
         return None
     if value.ndim == 3 and value.shape[2] not in (1, 3):
         value = np.moveaxis(value, 0, -1)
     planes = value[:, :, None] if value.ndim == 2 else value
-    step = max(1, max(planes.shape[:2]) // (2 * _SIDE))
-    planes = planes[::step, ::step] if step > 2 else planes  # floats need 8 times the memory
+    step = max(1, max(planes.shape[:2]) // (2 * _SIDE))  # floats need 8 times the memory
+    planes = planes[::step, ::step] if step > 2 else planes
     if planes.dtype != np.uint8:
-        if low is None or high is None:
-            low, high = display_range(*value_range(planes))
+        low, high = display_range(planes if of is None else of)
         floats = np.nan_to_num(planes.astype(np.float32), nan=low, posinf=high, neginf=low)
         scaled = (floats - low) * (255 / max(high - low, 1e-30))
         planes = np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(planes, (*planes.shape[:2], 3)))
 
 
-def display_range(low: float, high: float) -> tuple[float, float]:
-    """Return the numbers that are shown as black and white, for numbers from `low` to `high`."""
+def display_range(value: Array) -> tuple[float, float]:
+    """Return the numbers that are shown as black and white: 0 and 1, or the extremes of an array."""
+    low, high = value_range(value)
     return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
