@@ -271,7 +271,7 @@ def run_salvage(data: bytes) -> None:
         _must(at <= damage.start <= damage.stop <= len(data), "damages lie apart, inside", damage)
         _must(bool(damage.reason), "damages have reasons", damage)
         at = damage.stop
-    faults = found.damages or found.twice or found.again
+    faults = found.damages or found.faults
     try:
         intact = list(samples(_reading(data), len(data), "it"))
     except ShardError as error:
@@ -290,16 +290,17 @@ def run_rescue(data: bytes) -> None:
     for promised in (index, None):
         try:
             with ShardReader(path, threading.Event(), lambda count: None) as reader:
-                intact, findings = recover(reader, promised)
+                intact, _, findings = recover(reader, path, promised)
         except CompressedError:
             return
-        for sample in intact:
-            for name, offset, size, crc in sample.members:
+        keys = intact.keys(np.arange(len(intact)))
+        for key, members in zip(keys, members_of(intact.offsets), strict=True):
+            for name, offset, size, crc in members:
                 body = data[offset : offset + size]
-                _must(offset >= 0 and offset + size <= len(data), "members lie inside", sample)
-                _must(crc32(body) == crc, "a checksum is that of its member", sample)
-                is_packed = promised is None or body == known[sample.key, name]
-                _must(is_packed, "copied samples equal packed samples", sample)
+                _must(offset >= 0 and offset + size <= len(data), "members lie inside", members)
+                _must(crc32(body) == crc, "a checksum is that of its member", members)
+                is_packed = promised is None or body == known[key, name]
+                _must(is_packed, "copied samples equal packed samples", members)
         if promised is not None:
             lost = [finding.key for finding in findings if finding.key]
             _must(len(intact) + len(lost) == len(index), "each sample is saved or reported", lost)

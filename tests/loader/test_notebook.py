@@ -113,7 +113,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
         "wt.bench(",
     ):
         (bundle,) = of(part).displays
-        assert " samples" in bundle["text/plain"], part
+        assert "samples" in bundle["text/plain"], part
     for part in ('plot("Loss"', 'plot("Accuracy"'):
         assert all(
             "<svg" in output.get("text/html", "") or "image/png" in output

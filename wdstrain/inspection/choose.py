@@ -120,10 +120,11 @@ def _by_class(
     notes += [f"fewer than {n} samples of {listed(few)}{part}"] if few else []
     taken, how = Counter(dict.fromkeys(classes, n)), f"{n} of each of {listed(order)}"
     if not wanted.classes:  # one of each class, then a second of each, and so on
-        names = np.array(list(classes), object)
-        if len(names) > n:
-            names = names[_shuffled(np.arange(len(names)), wanted.seed, "classes")]
-        turns = (name for turn in range(n) for name in names if turn < len(classes[name]))
+        order = list(classes)
+        if len(order) > n:
+            places = _shuffled(np.arange(len(order)), wanted.seed, "classes").tolist()
+            order = [order[place] for place in places]
+        turns = (name for turn in range(n) for name in order if turn < len(classes[name]))
         taken, how = Counter(islice(turns, n)), f"evenly over {len(classes)} classes"
     lines = [np.sort(ids[: taken[name]]) for name, ids in classes.items() if taken[name]]
     count = sum(map(len, lines))

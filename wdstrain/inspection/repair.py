@@ -16,10 +16,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.shard_writer import write_samples
@@ -31,27 +29,24 @@ from wdstrain.inspection.scan import (
     Scan,
     ShardReader,
     compared,
-    decode_error,
     field_kind,
     finding_of,
     is_header,
     limited,
     members_of,
     scan_shard,
+    shards_at,
+    total_bytes,
 )
-from wdstrain.inspection.verify import HasFindings, Shards, total_bytes
+from wdstrain.inspection.verify import HasFindings, decode_error
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
-from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.resolve import IndexFiles, tars_of
+from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK
-from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
 from wdstrain.storage.files import disk_errors
-from wdstrain.storage.local import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
 
 
@@ -82,10 +77,10 @@ def repair(options: RepairOptions) -> Repair:
     StorageError if the disk fails. `out` is then unchanged.
     """
     result = Repair(os.fspath(options.out))
-    todo = _listed(options.urls, result)
+    todo, faults = shards_at(options.urls)
+    result.notes = [fault.sentence for fault in faults]
     _check(result.out, [path for path, _ in todo])
-    stage = Staging(result.out, overwrite=options.overwrite)
-    total, read = total_bytes(todo), 0
+    stage, total, read = Staging(result.out, overwrite=options.overwrite), total_bytes(todo), 0
 
     def tick(size: int) -> None:
         nonlocal read
@@ -97,13 +92,12 @@ def repair(options: RepairOptions) -> Repair:
         folder = stage.folder("shards")
         with disk_errors(result.out, "Free some space, or choose another folder."):
             made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
-        parts = [index for index in made if index is not None]
+        parts = [index for index in made if len(index)]
         if not parts:
             first = f" The first: {result.findings[0]}" if result.findings else ""
             raise ShardError(f"none of {len(todo)} shards holds an intact sample.{first}")
-        index = _with_what_was_known(
-            join(parts), [expected for _, expected in todo if expected is not None], result
-        )
+        known = [expected for _, expected in todo if expected is not None]
+        index = _with_what_was_known(join(parts), known, result)
         stage.commit(index, folder, {shard.name: shard.name for shard in index.shards})
     except BaseException:
         stage.discard()
@@ -113,18 +107,6 @@ def repair(options: RepairOptions) -> Repair:
     return result
 
 
-# --- one shard ------------------------------------------------------------------------------------
-
-
-class IntactSample(NamedTuple):
-    """A sample to copy. is_suspect: it is next to damage."""
-
-    key: str
-    start: int
-    members: list[Member]
-    is_suspect: bool = False
-
-
 def _repaired(
     path: str,
     expected: Index | None,
@@ -132,174 +114,133 @@ def _repaired(
     result: Repair,
     decode: bool,
     tick: Callable[[int], None],
-) -> Index | None:
-    """Write one shard; return its index, None if nothing of it is intact."""
-    shown = shown_path(path)
+) -> Index:
+    """Write one shard; return its index, which is empty if nothing of it is intact."""
     listed = Shard(path, 0, 0) if expected is None else expected.shards[0]
     labels = () if expected is None else expected.labels
+    intact, suspects, findings = Index((), OffsetsBuilder().offsets()), set[int](), list[Finding]()
     try:
         with ShardReader(path, threading.Event(), tick) as reader:
-            intact, findings = recover(reader, expected)
+            intact, suspects, findings = recover(reader, path, expected)
     except WdstrainError as error:
-        finding = finding_of(shown, error)
-        lost = f"; its {listed.samples} samples are lost" if listed.samples else ""
-        result.findings.append(finding._replace(reason=finding.reason + lost))
-        result.lost += listed.samples
-        return None
-    with open_source(path) as source:
-        entries = _entries(source, shown, intact, findings, labels if decode else None)
+        findings = [finding_of(shown_path(path), error)]
+    if len(intact):
+        samples = _readable(intact, suspects, findings, labels if decode else None)
         target = os.path.join(folder, name_of(path))
-        index = write_samples(target, listed.split, entries, lambda *_: None)
+        intact = write_samples(target, listed.split, samples, lambda *_: None)
+        if not len(intact):
+            os.unlink(target)
     named = sum(bool(finding.key) for finding in findings)
-    unseen = listed.samples - len(index) - named
-    if unseen > 0:
-        reason = f"held {listed.samples} samples, of which {unseen} are lost without a trace"
-        findings.append(Finding(shown, "", "", 0, reason))
-    result.lost += named + max(0, unseen)
-    result.findings += limited(shown, findings)
-    if not len(index):
-        os.unlink(target)
-        return None
-    return index
+    lost = max(named, listed.samples - len(intact))
+    if lost > named:
+        reason = f"held {listed.samples} samples, of which {lost - named} are lost without a trace"
+        findings.append(Finding(shown_path(path), "", "", 0, reason))
+    result.lost += lost
+    result.findings += limited(findings)
+    return intact
 
 
 def recover(
-    reader: ShardReader, expected: Index | None
-) -> tuple[list[IntactSample], list[Finding]]:
-    """Return the intact samples of a shard, and what is lost: samples, then bytes without samples.
+    reader: ShardReader, path: str, expected: Index | None
+) -> tuple[Index, set[int], list[Finding]]:
+    """Return the intact samples of a shard, those of them next to damage, and what is lost.
 
     Raises StorageError or ShardError for a shard that cannot be read.
     """
-    scan = scan_shard(reader)
-    if expected is None or expected.shards[0].sha256 == scan.sha256:
-        return _by_headers(reader.shown, scan)
-    keys = expected.keys(np.arange(len(expected)))
-    strange = [number for key, number in scan.first.items() if key not in {*keys}]
-    has_checksums = expected.offsets.has_checksums
-    if not has_checksums and (strange or not scan.damages):
-        return _by_headers(reader.shown, scan)
-    intact, lost = list[IntactSample](), list[Finding]()
+    scan, rows = scan_shard(reader), OffsetsBuilder()
+    has_checksums = expected is not None and expected.offsets.has_checksums
+    if expected is None or not has_checksums or expected.shards[0].sha256 == scan.sha256:
+        taken, lost = _by_headers(reader.shown, scan, expected)
+    else:
+        taken, lost = _by_checksums(reader, scan, expected)
+    for key, (members, _) in taken.items():
+        rows.put(key, members[0][1], members[-1][1], members)
+    suspects = {number for number, (_, is_suspect) in enumerate(taken.values()) if is_suspect}
+    shard = Shard(path, len(taken), reader.size)
+    return Index((shard,), rows.offsets()), suspects, lost
+
+
+Taken = dict[str, tuple[list[Member], bool]]  # members of each sample, and is it next to damage
+
+
+def _by_checksums(reader: ShardReader, scan: Scan, expected: Index) -> tuple[Taken, list[Finding]]:
+    """Return the samples of an index whose bytes are intact, and what is lost."""
+    taken, lost = Taken(), list[Finding]()
     for key, members, changes in compared(scan, expected, reader):
         lost += changes[:1]
         if not changes:
-            intact.append(IntactSample(key, members[0][1], members))
+            taken[key] = members, False
+    known = {*expected.keys(np.arange(len(expected)))}
+    strange = [key for key in scan.first if key not in known]
     if strange:  # the shard was replaced
-        (key,), start = scan.offsets.keys_of(np.array(strange[:1])), scan.offsets.start[strange[0]]
         reason = (
-            f"holds {len(strange)} samples that its index does not list, the first '{key}' at "
-            f"offset {start}; they are not copied. Run: wdstrain index on it first"
+            f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
+            f"they are not copied. Run: wdstrain index on it first"
         )
-        lost.append(Finding(reader.shown, "", "", int(start), reason))
-    return intact, lost
+        lost.append(Finding(reader.shown, "", "", 0, reason))
+    return taken, lost
 
 
-def _by_headers(shown: str, scan: Scan) -> tuple[list[IntactSample], list[Finding]]:
+def _by_headers(shown: str, scan: Scan, expected: Index | None) -> tuple[Taken, list[Finding]]:
     """Return the samples with valid headers. One whose members lie in two places becomes whole."""
-    taken, lost = dict[str, IntactSample](), list[Finding]()
+    taken, lost = Taken(), list[Finding]()
     starts = scan.offsets.start.tolist()
     behind = np.searchsorted(starts, [damage.start for damage in scan.damages], side="right")
-    suspects, twice = {*behind.tolist(), *(behind - 1).tolist()}, {row[0] for row in scan.twice}
+    near = {*behind.tolist(), *(behind - 1).tolist()}
+    twice = {number for number, field, _, _ in scan.faults if field}
     keys = scan.offsets.keys_of(np.arange(len(starts)))
     for number, (key, members) in enumerate(zip(keys, members_of(scan.offsets), strict=True)):
-        one = IntactSample(key, starts[number], members, number in suspects)
-        earlier = taken.setdefault(key, one)
-        reason = ""
-        if number in twice:
-            del taken[key]
-            reason = "two of its members have one name"
-        elif earlier is not one and {row[0] for row in members} & {
-            row[0] for row in earlier.members
-        }:
-            reason = f"its key came before, at offset {earlier.start}"
-        elif earlier is not one:
-            is_suspect = earlier.is_suspect or one.is_suspect
-            taken[key] = IntactSample(key, earlier.start, earlier.members + members, is_suspect)
+        earlier, is_suspect = taken.get(key, ([], False))
+        reason = "two of its members have one name" if number in twice else ""
+        if {row[0] for row in members} & {row[0] for row in earlier}:
+            reason = f"its key came before, at offset {starts[scan.first[key]]}"
         if reason:
-            lost.append(Finding(shown, key, "", one.start, reason))
-    kinds = {key: frozenset(field_kind(row[0]) for row in taken[key].members) for key in taken}
+            lost.append(Finding(shown, key, "", starts[number], reason))
+        else:
+            taken[key] = earlier + members, is_suspect or number in near
+    kinds = {key: frozenset(field_kind(row[0]) for row in rows) for key, (rows, _) in taken.items()}
     usual = Counter(kinds.values()).most_common(1)
     for key, kind in kinds.items():
-        if taken[key].is_suspect and kind != usual[0][0]:
-            lacks = " and ".join(sorted(usual[0][0] - kind))
-            reason = "lacks what the others have: " if lacks else "has other fields than the others"
-            reason = f"it is next to damage and {reason}{lacks}"
-            lost.append(Finding(shown, key, "", taken.pop(key).start, reason))
+        if taken[key][1] and kind != usual[0][0]:
+            reason = (
+                f"it is next to damage and has {', '.join(kind)}, others {', '.join(usual[0][0])}"
+            )
+            lost.append(Finding(shown, key, "", taken.pop(key)[0][0][1], reason))
+    named = {*taken, *(finding.key for finding in lost)}
+    for number, key in enumerate(
+        () if expected is None else expected.keys(np.arange(len(expected)))
+    ):
+        if key not in named:
+            offset = int(expected.offsets.start[number]) if expected is not None else 0
+            lost.append(Finding(shown, key, "", offset, "it is not there, as the index says"))
     lost += [Finding(shown, "", "", damage.start, damage.reason) for damage in scan.damages]
-    return list(taken.values()), lost
+    return taken, lost
 
 
-def _entries(
-    source: Source,
-    shown: str,
-    intact: list[IntactSample],
-    findings: list[Finding],
-    labels: Sequence[ColumnInfo] | None,
+def _readable(
+    intact: Index, suspects: set[int], findings: list[Finding], labels: Sequence[ColumnInfo] | None
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yield the samples to write. A sample whose bytes prove to be damaged becomes a finding.
 
     labels: of the index, with which values are decoded; None: they are not.
     """
-    for sample in intact:
-        parts: list[Part] = []
-        for name, offset, size, crc in sample.members:
-            data = source.read(offset, size)
-            reason = ""
-            if crc32(data) != crc:
-                reason = "its bytes changed while they were read"
-            elif sample.is_suspect and any(
-                is_header(data[at : at + BLOCK]) for at in range(0, size, BLOCK)
+    for number, values in intact.read(np.arange(len(intact))):
+        key, reason = intact.key(number), ""
+        for name, offset, _ in intact.members(number):
+            data = values[name]
+            if number in suspects and any(
+                is_header(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)
             ):
                 reason = "the next sample begins within it: bytes before that are missing"
-            elif "\0" in sample.key + name:
+            elif "\0" in key + name:
                 reason = "a NUL character is in its name"
             elif labels is not None:
                 reason = decode_error(name, data, labels)
             if reason:
-                findings.append(Finding(shown, sample.key, name, offset, reason))
+                findings.append(Finding(intact.shards[0].shown, key, name, offset, reason))
                 break
-            parts.append((name, data))
-        else:
-            yield sample.key, parts
-
-
-# --- the set --------------------------------------------------------------------------------------
-
-
-def _listed(urls: Urls, result: Repair) -> Shards:
-    """Return the shards with what their index says, or with what is left of a damaged one."""
-    todo, files, known = dict[str, Index | None](), IndexFiles(), dict[str, Index | None]()
-    for path in expand(urls):
-        if is_remote(path):
-            todo.update(files.each(path))
-            continue
-        where = path if is_json(path) else beside(path, INDEX_NAME)
-        if where not in known:
-            known[where], note = _index_at(where)
-            result.notes += [note] if note else []
-        index, tars = known[where], [path]
-        if is_json(path):
-            tars = tars_of(os.path.dirname(path))
-            tars = tars if index is None else [shard.path for shard in index.shards]
-        for tar in tars:
-            own = None if index is None else picked(index, [tar])
-            todo[tar] = own if own is not None and own.shards else None
-    return list(todo.items())
-
-
-def _index_at(path: str) -> tuple[Index | None, str]:
-    """Return a local index, or what is left of a damaged one, and a note about the damage."""
-    check_finished(os.path.dirname(path))
-    try:
-        index = find_index(path)
-        reason = "" if index is None else changed(path)
-        if index is not None and not reason:
-            return index, ""
-    except ShardError as error:
-        reason = str(error)
-    left = remains(path)
-    if left is not None and len(left):
-        return left, f"repaired with the index in {TABLE_NAME} alone: {reason or 'no index.json'}"
-    return left, f"repaired without an index, by headers alone: {reason}" if reason else ""
+        if not reason:
+            yield key, list(values.items())
 
 
 def _check(out: str, paths: list[str]) -> None:

@@ -9,43 +9,42 @@ of bytes of memory, so a shard that consists of headers only does no harm.
 from __future__ import annotations
 
 import hashlib
-import math
+import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.formats import EXTENSIONS, is_image
-from wdstrain.decode.labels import field_of
-from wdstrain.errors import SampleError, ShardError, StorageError, WdstrainError
+from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
+from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.index_document import read_document
+from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
 from wdstrain.shards.offsets import Offsets, OffsetsBuilder
+from wdstrain.shards.resolve import tars_of
 from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
 from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
-from wdstrain.shards.values import npy_array, parsed_json, scalar
-from wdstrain.storage.local import LocalFile, Source
-from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, shown_path
+from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
+from wdstrain.storage.local import open_source
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 
-LARGEST = 1 << 30  # bytes of a field that is decoded or compared
-NOT_FINITE = "is NaN or infinite"
+MOST = 1000  # findings of one shard, or of one kind, that are listed
 _READ = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
-_MOST = 1000  # findings of one shard that are listed
 _KINDS = b"0\x007" + EXTENSION_HEADERS  # of headers at which a walk goes on: files, and extensions
 
 Fields = frozenset[str]
 Member = tuple[str, int, int, int]  # field, offset, size, crc32
-Part = tuple[str, int, bytes]  # field, offset, bytes
+Shards = list[tuple[str, Index | None]]  # (path, index of this shard)
 
 
 class ShardReader(Window):
@@ -58,11 +57,7 @@ class ShardReader(Window):
 
     def __init__(self, path: str, stopping: threading.Event, tick: Callable[[int], None]) -> None:
         self.shown = shown_path(path)
-        self._source: Source = (
-            RemoteFile(path, tag="", stopping=stopping, first_bytes=ALL_BYTES)
-            if is_remote(path)
-            else LocalFile(path)
-        )
+        self._source = open_source(path, state="", stopping=stopping)
         super().__init__(self._source.read, self._source.size)
         self._stopping, self._tick, self._sha256 = stopping, tick, hashlib.sha256()
 
@@ -128,18 +123,16 @@ class Damage(NamedTuple):
 class Scan:
     """Samples of a shard, in order.
 
-    first: number of the first sample with each key. again: numbers of the others. twice: (number,
-    field, offset) of members whose name the sample already has. empty: the same of members of 0
-    bytes. kinds: numbers of the sets of fields that samples have. hashes: key, fields with their
-    bytes, images (0: none), and number of the kind, of each sample; hashes are valid within this process.
+    first: number of the first sample with each key. faults: (number, field, offset, reason) of
+    members whose name the sample already has, and of samples whose key came before. kinds: numbers
+    of the sets of fields that samples have. hashes: key and fields with their bytes, images (0:
+    none), and number of the kind, of each sample; hashes are valid within this process.
     """
 
     def __init__(self) -> None:
         self.damages: list[Damage] = []
         self.first: dict[str, int] = {}
-        self.again: list[int] = []
-        self.twice: list[tuple[int, str, int]] = []
-        self.empty: list[tuple[int, str, int]] = []
+        self.faults: list[tuple[int, str, int, str]] = []
         self.kinds: dict[Fields, int] = {}
         self.hashes, self.ignored, self.sha256 = array("q"), SkippedMembers(), ""
         self.offsets = Offsets.of([])
@@ -148,19 +141,21 @@ class Scan:
 def scan_shard(
     reader: ShardReader,
     wants: Callable[[str, int], bool] = lambda field, size: False,
-    visit: Callable[[str, list[Part]], None] = lambda key, parts: None,
+    visit: Callable[[str, list[Member], dict[str, bytes]], None] = lambda key, members, values: (
+        None
+    ),
 ) -> Scan:
     """Read a shard to its end and return what it holds.
 
     wants: called with field and size of each member, returns whether its bytes are needed. visit:
-    called with the key of each sample and those members. Raises StorageError if the shard cannot be
-    read, ShardError if it cannot be a set of samples.
+    called with the key of each sample, its members, and these bytes. Raises StorageError if the
+    shard cannot be read, ShardError if it cannot be a set of samples.
     """
     check_plain(reader.read(0, BLOCK), reader.shown)
-    scan, rows = Scan(), OffsetsBuilder()
+    scan, rows, starts = Scan(), OffsetsBuilder(), array("q")
     for key, group in by_key(_members(reader, scan), scan.ignored):
-        number, wanted = len(rows), list[Part]()
-        start, stop, members = 0, 0, dict[str, tuple[int, int, int, int]]()
+        number, stop, values = len(rows), 0, dict[str, bytes]()
+        members, hashes = dict[str, Member](), list[tuple[str, int, int]]()
         for _, field, member in group:
             crc, hashed, parts = 0, 0, list[bytes]()
             is_wanted = wants(field, member.size)
@@ -168,25 +163,28 @@ def scan_shard(
                 crc, hashed = crc32(part, crc), hash((hashed, part))
                 if is_wanted:
                     parts.append(part)
-            if is_wanted:
-                wanted.append((field, member.offset, b"".join(parts)))
-            if field in members:
-                scan.twice.append((number, field, member.offset))
-            if not member.size:
-                scan.empty.append((number, field, member.offset))
             if not members:
-                start = member.start
-            members.setdefault(field, (member.offset, member.size, crc, hashed))
+                starts.append(member.start)
             stop = min(reader.size, member.stop)  # a cut may take padding alone
+            if field in members:
+                reason = "it is the second member of this name. Pack the shard again"
+                scan.faults.append((number, field, member.offset, reason))
+                continue
+            members[field] = (field, member.offset, member.size, crc)
+            hashes.append((field, member.size, hashed))
+            if is_wanted:
+                values[field] = b"".join(parts)
         if scan.first.setdefault(key, number) < number:
-            scan.again.append(number)
-        contents = sorted((field, size, hashed) for field, (_, size, _, hashed) in members.items())
-        images = [one[1:] for one in contents if one[0] in EXTENSIONS and one[1]]
+            reason = "its members are in two places; the fields of a sample must be adjacent"
+            scan.faults.append(
+                (number, "", starts[-1], f"{reason}, the first at offset {starts[scan.first[key]]}")
+            )
+        images = sorted(one[1:] for one in hashes if one[1] and one[0] in EXTENSIONS)
         kind = scan.kinds.setdefault(frozenset(members), len(scan.kinds))
-        image = hash(tuple(images)) if images else 0
-        scan.hashes.extend((hash(key), hash(tuple(contents)), image, kind))
-        rows.put(key, start, stop, [(name, *row[:3]) for name, row in members.items()])
-        visit(key, wanted)
+        whole = hash((key, *sorted(hashes)))
+        scan.hashes.extend((whole, hash(tuple(images)) if images else 0, kind))
+        rows.put(key, starts[-1], stop, list(members.values()))
+        visit(key, list(members.values()), values)
     scan.sha256, scan.offsets = reader.finish(), rows.offsets()
     return scan
 
@@ -203,43 +201,34 @@ def members_of(offsets: Offsets) -> list[list[Member]]:
 def compared(
     scan: Scan, expected: Index, reader: ShardReader
 ) -> Iterator[tuple[str, list[Member], list[Finding]]]:
-    """Yield (key, members, findings) of each sample of an index.
+    """Yield (key, members, findings) of each sample of an index with checksums.
 
     members: as they lie in the shard: where the scan found a sample of this key with these bytes, or
-    where the index says. findings: of those whose bytes have another crc32 than the index says, or
-    without checksums: of a sample that the scan did not find.
+    where the index says. findings: of those whose bytes have another crc32 than the index says.
     """
-    found, has_checksums = members_of(scan.offsets), expected.offsets.has_checksums
-    keys = expected.keys(np.arange(len(expected)))
+    found, keys = members_of(scan.offsets), expected.keys(np.arange(len(expected)))
     for key, wanted in zip(keys, members_of(expected.offsets), strict=True):
         there = found[scan.first[key]] if key in scan.first else []
-        known = {(name, size, crc * has_checksums): at for name, at, size, crc in there}
-        lacking = [one for one in wanted if (one[0], one[2], one[3]) not in known]
-        if not has_checksums and lacking:
-            reason = "it is not there with the fields and sizes that the index says"
-            yield key, [], [Finding(reader.shown, key, "", wanted[0][1], reason)]
-        elif not has_checksums:
-            yield key, there, []
-        else:
-            places = [
-                (name, known.get((name, size, crc), at), size, crc)
-                for name, at, size, crc in wanted
-            ]
-            yield key, places, list(_changed(scan, expected, reader, key, lacking))
+        known = {(name, size, crc): (name, at, size, crc) for name, at, size, crc in there}
+        members, findings = list[Member](), list[Finding]()
+        for member in wanted:
+            name, offset, size, crc = member
+            members.append(known.get((name, size, crc), member))
+            if (name, size, crc) not in known and (why := _change(scan, expected, reader, member)):
+                findings.append(Finding(reader.shown, key, name, offset, why))
+        yield key, members, findings
 
 
-def _changed(
-    scan: Scan, expected: Index, reader: ShardReader, key: str, members: list[Member]
-) -> Iterator[Finding]:
-    """Yield the members of a sample whose bytes are not where the index says. They are read again."""
-    for name, offset, size, crc in members:
-        reason = "the bytes are not those that were packed"
-        if scan.sha256 == expected.shards[0].sha256:
-            reason = "the bytes are those that were packed, but the index has another crc32"
-        elif offset + size > reader.size:
-            reason = f"the shard has ended before byte {offset + size}, where it should"
-        if offset + size > reader.size or reader.reread_crc32(offset, size) != crc:
-            yield Finding(reader.shown, key, name, offset, reason)
+def _change(scan: Scan, expected: Index, reader: ShardReader, member: Member) -> str:
+    """Return how the bytes where an index has a member differ, "" if not. They are read again."""
+    _, offset, size, crc = member
+    if offset + size > reader.size:
+        return f"the shard has ended before byte {offset + size}, where it should"
+    if reader.reread_crc32(offset, size) == crc:
+        return ""
+    if scan.sha256 == expected.shards[0].sha256:
+        return "the bytes are those that were packed, but the index has another crc32"
+    return "the bytes are not those that were packed"
 
 
 def finding_of(shown: str, error: WdstrainError) -> Finding:
@@ -250,13 +239,12 @@ def finding_of(shown: str, error: WdstrainError) -> Finding:
     return Finding(shown, "", "", 0, f"cannot be checked: {text.removeprefix(f'{shown}: ')}")
 
 
-def limited(shown: str, findings: list[Finding]) -> list[Finding]:
+def limited(findings: Sequence[Finding]) -> Sequence[Finding]:
     """Return the findings of a shard; of very many the first, and how many more there are."""
-    more = len(findings) - _MOST
-    if more <= 0:
+    if len(findings) <= MOST:
         return findings
-    reason = f"has {more} more findings than the {_MOST} that are listed"
-    return [*findings[:_MOST], Finding(shown, "", "", 0, reason)]
+    reason = f"has {len(findings) - MOST} more findings than the {MOST} that are listed"
+    return [*findings[:MOST], Finding(findings[0].shard, "", "", 0, reason)]
 
 
 def field_kind(field: str) -> str:
@@ -294,44 +282,64 @@ def _members(reader: ShardReader, scan: Scan) -> Iterator[TarMember]:
             offset += BLOCK
 
 
-# --- decoding -------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
-def can_decode(field: str, labels: Sequence[ColumnInfo]) -> bool:
-    """Return whether bytes of a field may be wrong for training. labels: of the index."""
-    is_known = field.rpartition(".")[2] in ("cls", "json", "npy", "text", "txt")
-    return is_known or is_image(field) or any(label.field == field for label in labels)
+def shards_at(urls: Urls) -> tuple[Shards, list[Finding]]:
+    """Return the shards with what their index says, each once, and what is wrong with indexes.
 
-
-def decode_error(
-    field: str, data: bytes, labels: Sequence[ColumnInfo], *, is_finite: bool = False
-) -> str:
-    """Return the reason that training cannot use a field; "" if it can. Nothing is unpickled.
-
-    labels: of the index. is_finite: NaN and infinite labels are refused, with a reason that ends
-    with NOT_FINITE.
+    What remains of a damaged index takes its place. Tars that an index does not list are a finding.
     """
-    mine, extension = [label for label in labels if label.field == field], field.rpartition(".")[2]
+    shards, findings, index_at = dict[str, Index | None](), dict[str, Finding](), cache(_index_at)
+    for path in expand(urls):
+        is_list, tars = is_json(path), [path]
+        where = path if is_list else beside(path, INDEX_NAME)
+        index, fault = index_at(where)
+        if fault is not None:
+            findings[where] = fault
+        if is_list and index is not None:
+            shards |= {shard.path: picked(index, [shard.path]) for shard in index.shards}
+        elif is_list and is_remote(path):
+            read_document(path)  # raises the error
+        if is_list:
+            tars = [] if is_remote(path) else tars_of(os.path.dirname(path))
+        for tar in tars:
+            is_listed = index is not None and name_of(tar) in index.shard_numbers
+            if index is None or not is_list:
+                shards[tar] = picked(index, [tar]) if index is not None and is_listed else None
+            if index is not None and not is_listed:
+                reason = "lies beside the index, which does not list it"
+                findings[tar] = Finding(shown_path(tar), "", "", 0, reason)
+    return list(shards.items()), list(findings.values())
+
+
+def _index_at(path: str) -> tuple[Index | None, Finding | None]:
+    """Return the index at `path`, or what remains of a damaged one, and what is wrong with it."""
+    shown, is_local = shown_path(path), not is_remote(path)
+    if is_local:
+        check_finished(os.path.dirname(path))
     try:
-        for label in mine:
-            value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
-            if is_finite and label.kind == "number" and not math.isfinite(value):
-                raise SampleError(f"its {label.entry or field} {NOT_FINITE}")
-        if mine:
-            return ""
-        if is_image(field):
-            decode_image(data)
-        elif extension == "json":
-            parsed_json(data.decode("utf-8-sig"))
-        elif extension == "npy":
-            npy_array(memoryview(data))
-        elif extension == "cls" and not str(scalar(memoryview(data), None)):
-            raise SampleError("it is empty")
-        elif extension in ("text", "txt"):
-            data.decode("utf-8-sig")
-    except Exception as error:  # parsers raise whatever they meet
-        return str(error).split("\n")[0].strip().rstrip(".") or type(error).__name__
-    return ""
+        index, reason = find_index(path), ""
+        if index is not None:
+            reason = changed(path)
+        elif is_local and os.path.exists(beside(path, TABLE_NAME)):
+            reason = f"is missing or damaged, but its {TABLE_NAME} is there"
+        if not reason:
+            return index, None
+        fault = Finding(shown, "", "", 0, reason)
+    except ShardError as error:
+        fault = finding_of(shown, error)
+    return remains(path), fault
 
 
-_field_of = lru_cache(maxsize=256)(field_of)
+def total_bytes(shards: Shards) -> int | None:
+    """Return the bytes of all shards; None if that is not known."""
+    total = 0
+    for path, index in shards:
+        if index is not None:
+            total += index.shards[0].bytes
+        elif is_remote(path):
+            return None
+        elif os.path.exists(path):
+            total += os.path.getsize(path)
+    return total
