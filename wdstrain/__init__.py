@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from wdstrain.loader.loader import Loader
     from wdstrain.loader.mixture import mix
     from wdstrain.order.plan import Plan
+    from wdstrain.shards.declare import index
     from wdstrain.shards.index import Index, Shard
     from wdstrain.shards.kinds import ColumnInfo as Label
-    from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
     from wdstrain.training.arguments import Callback
@@ -159,7 +159,7 @@ _NAMES = {
     "tuning.result": "Bench",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
-    "index": "shards.make_index",
+    "index": "shards.declare",
     "open": "shards.resolve",
 }
 _OWN_NAMES = {"Label": "ColumnInfo", "open": "open_index"}

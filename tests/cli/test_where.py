@@ -79,7 +79,10 @@ def test_convert_keeps_declared_labels(tmp_path: Path, capsys: pytest.CaptureFix
     assert wt.open(tmp_path / "new").labels[0].field == "kind"
     for more, message in (
         (["--label", "cls", "--drop", "cls"], "would be left out"),
-        (["--label", "cls", "--classes", "cat"], "is '1', which is not one of the 1 classes"),
+        (
+            ["--label", "cls", "--classes", "cat"],
+            "is '1', which does not fit the label (1 class: cat",
+        ),
         (["--classes", "cat,dog"], "Give both"),
     ):
         assert main([*map(str, words), "--overwrite", *more]) == 2

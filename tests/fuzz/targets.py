@@ -52,7 +52,7 @@ from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.inspection.repair import recover
 from wdstrain.inspection.scan import ShardReader, members_of, scan_shard
 from wdstrain.order.rng import uniform
-from wdstrain.shards import make_index
+from wdstrain.shards import declare
 from wdstrain.shards.header_scans import place_of, recall, scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
@@ -355,7 +355,7 @@ def run_index(data: bytes) -> None:
     shard = os.path.join(folder, "it.tar")
     with open(shard, "wb") as file:
         file.write(tar_of(_SAMPLES))
-    stored = place_of(os.path.join(folder, ""))
+    stored = place_of(shard)
     os.makedirs(os.path.dirname(stored), exist_ok=True)
     for path, content in (
         (os.path.join(folder, "index.json"), document),
@@ -367,9 +367,10 @@ def run_index(data: bytes) -> None:
     with suppress(WdstrainError):
         _check_index(open_index([os.path.join(folder, "index.json")]), folder)
     with suppress(WdstrainError):
-        _check_index(recall([shard]), folder)
+        for index in recall([shard]).values():
+            _check_index(index, folder)
     with suppress(WdstrainError):
-        rebuilt = make_index.index([shard])
+        rebuilt = declare.index([shard])
         _check_index(rebuilt, folder)
         _must(
             rebuilt.keys(np.arange(len(rebuilt))) == [key for key, _ in _SAMPLES],
@@ -478,8 +479,7 @@ def _rewritten(data: bytes, random: Random) -> bytes:
 
 
 _TABLE = tuple(  # code that reads the table of an index
-    f"wdstrain.shards.index_document:{name}"
-    for name in (*("from_batch", "_names", "_part_names", "_check_extents", "_lies_in"),)
+    f"wdstrain.shards.index_io:{name}" for name in ("_with_rows", "_check_extents", "_lies_in")
 )
 _NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63))
 

@@ -27,7 +27,7 @@ from tests.fuzz.tar_mutations import KINDS, summed
 from tests.fuzz.targets import TARGETS
 from wdstrain.decode import codecs, fields, labels
 from wdstrain.errors import SampleError, ShardError
-from wdstrain.shards import index_document, tar
+from wdstrain.shards import index_io, tar
 from wdstrain.shards.tar import samples
 from wdstrain.shards.tar_headers import header, padding
 from wdstrain.storage import http
@@ -65,7 +65,7 @@ def test_seeds_of_a_fuzzer_pass_and_are_within_its_size_limit(name: str) -> None
     [
         (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
         (
-            index_document,
+            index_io,
             "_lies_in",
             lambda offset, *_: offset == offset,
             "part/member-outside-its-sample",

@@ -138,7 +138,9 @@ def test_training_names_the_label_of_undeclared_shards(
     words[words.index("txt")] = "json.colour"
     assert "no sample has a value in json.colour" in failure(capsys, *words, "--overwrite")
     words[-1] = "cls"
-    assert "not one of the 2" in failure(capsys, *words, "--overwrite", "--classes", "a,b")
+    assert "does not fit the label (2 classes: a, b" in failure(
+        capsys, *words, "--overwrite", "--classes", "a,b"
+    )
     assert "--label cls" in failure(capsys, *words[:-2], "--overwrite")
 
 
@@ -179,12 +181,21 @@ def test_kinds_of_labels_follow_their_values(shards: Path) -> None:
         (["--columns", "json.mixed"], "no column can hold"),
         (["--label", "png"], "no sample has a value in png"),
         (["--label", "json.minus"], "add :number"),
-        (["--label", "txt", "--classes", "Shirts,Pants"], "is 'Other', which is not one of the 2"),
-        (["--label", "cls", "--classes", "a,b"], "is '2', which is not one of the 2"),
-        (["--label", "txt:number"], "which is not a number"),
-        (["--label", "json.tags", "--classes", "a,c"], "not a list of the 2 classes"),
-        (["--label", "cls", "--classes", "a,b,a"], "'a' occurs twice"),
-        (["--label", "cls", "--classes", ","], "the list is empty"),
+        (
+            ["--label", "txt", "--classes", "Shirts,Pants"],
+            "is 'Other', which does not fit the label (2 classes: Shirts, Pants",
+        ),
+        (
+            ["--label", "cls", "--classes", "a,b"],
+            "is '2', which does not fit the label (2 classes: a, b",
+        ),
+        (["--label", "txt:number"], "does not fit the label (a number"),
+        (
+            ["--label", "json.tags", "--classes", "a,c"],
+            "does not fit the label (any of 2 classes: a, c",
+        ),
+        (["--label", "cls", "--classes", "a,b,a"], "must name each class once"),
+        (["--label", "cls", "--classes", ","], "must name each class once"),
         (["--classes", "a,b"], "Give both"),
         (["--label", "txt", "--classes", "missing.txt"], "there is no such file"),
         (["--label", "cls:number", "--classes", "a,b"], "numbers have no classes"),

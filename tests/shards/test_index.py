@@ -128,8 +128,8 @@ def test_a_cached_scan_is_validated_like_any_file(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scanned_samples(shards)
     for damage in (b"", b"x" * 100):
-        (stored,) = (path for path in (tmp_path / "cache").rglob("*") if path.suffix == ".arrow")
-        stored.write_bytes(damage)
+        for stored in (tmp_path / "cache").rglob("*.arrow"):
+            stored.write_bytes(damage)
         assert [scanned_samples(shards), scanned_samples(shards)] == [21, 0]
 
 
@@ -363,7 +363,8 @@ def test_a_set_with_several_splits_needs_the_name_of_one(tmp_path: Path) -> None
     (folder / "index.json").write_text(json.dumps(document))
     for urls in (folder, [folder], folder / "index.json", f"{folder}/*.tar"):
         with pytest.raises(
-            UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"
+            UsageError,
+            match=r"several splits: train, val. Name one .*part-000.tar, \S*part-001.tar",
         ):
             wt.Loader(urls)
     assert (
@@ -382,8 +383,7 @@ def test_shards_without_a_split_are_listed_beside_the_splits(tmp_path: Path) -> 
     (folder / "index.json").write_text(json.dumps(document))
     with pytest.raises(
         UsageError,
-        match=r"several splits: train, and shards without a split \(2, the first is part-001.tar\). Name one split, or the shards without "
-        r"one: \S*/train-\*.tar, or \S*/part-001.tar and so on$",
+        match=r"several splits: no split, train. Name one .*part-001.tar, \S*/train-000.tar",
     ):
         wt.Loader(folder)
 

@@ -258,8 +258,7 @@ def add_index(verbs: Any, text: str) -> None:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from wdstrain.shards.declare import column_rows
-    from wdstrain.shards.make_index import index
+    from wdstrain.shards.declare import column_rows, index
 
     made = index(**given(arguments, IndexOptions))
     result(arguments, facts(made), [*summary(made), *column_rows(made)])

@@ -14,10 +14,9 @@ import numpy as np
 
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import U64, bits, key
-from wdstrain.shards.declare import with_labels
+from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
-from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number

@@ -20,8 +20,8 @@ from wdstrain.conversion.sources.shards import read_keys
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.options import takes
+from wdstrain.shards.declare import class_counts
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.where import matching

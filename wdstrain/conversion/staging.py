@@ -31,10 +31,10 @@ from typing import Any
 
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_document import find_document
 from wdstrain.shards.index_io import (
     TABLE_NAME,
     check_sizes,
+    find_document,
     json_bytes,
     load,
     move_index,

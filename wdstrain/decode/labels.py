@@ -30,7 +30,6 @@ from wdstrain.shards.kinds import (
     ColumnInfo,
     Place,
     classes_of,
-    disagreement,
     json_place,
     names_of,
     number_of,
@@ -262,7 +261,7 @@ def _joined(
     label = next((label for label in index.labels if label.place in places), None)
     column = next((column for column in index.columns if column.place in places), None)
     if label is None or column is None:
-        why = disagreement(index.shard_labels, (shard.shown for shard in index.shards), places[0])
+        why = index.numberings(*places[0])
         raise UsageError(
             f"{why}. Pack them together, or make a column of each set: wdstrain "
             f"index SET --label {places[0][0]} --classes A,B,... (wdstrain index --columns shows how)."

@@ -26,7 +26,6 @@ from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.kinds import disagreement
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
@@ -206,7 +205,7 @@ def warn_of_class_numbers(index: Index) -> None:
             _log.warning(
                 "%s. Batches hold its bytes as they were packed. "
                 "fields={'label': wt.label('%s')} gives one numbering.",
-                disagreement(index.shard_labels, (shard.shown for shard in index.shards), place),
+                index.numberings(*place),
                 field,
             )
 

@@ -1,20 +1,27 @@
-"""Columns and labels for shards that were made elsewhere, read from their fields in one forward pass.
+"""The index of a folder of shards, with columns and labels: `wt.index` and `wdstrain index`.
 
-A column is named by where it is stored: `cls` for a field, `json.kind` for an entry of a JSON field.
+Headers are read again. Splits, labels, provenance and, for shards with the same samples, checksums
+and columns are kept from the index that is there. Columns and labels of shards made elsewhere are
+read from their fields in one forward pass. A column is named by where it is stored: `cls` for a field,
+`json.kind` for an entry of a JSON field.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+import os
+from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import UsageError
+from wdstrain.errors import ShardError, UsageError
 from wdstrain.report.printing import printable
+from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.columns import (
     PLAIN_FIELDS,
     Column,
@@ -23,13 +30,138 @@ from wdstrain.shards.columns import (
     is_json,
     typed,
 )
-from wdstrain.shards.index import Index
+from wdstrain.shards.header_scans import is_unchanged, picked, scan
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.index_io import find_document, load, save_index
 from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place, json_place
 from wdstrain.shards.label_values import read_columns
+from wdstrain.shards.options import IndexOptions
+from wdstrain.shards.resolve import is_newer, tars_of
 from wdstrain.shards.where import column_named, names_in
+from wdstrain.storage.addresses import INDEX_NAME, check_finished, expand
+from wdstrain.storage.remote import is_remote
 
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
 _MOST_CLASSES = 1 << 20  # of a label without names
+_log = logging.getLogger("wdstrain")
+
+
+# --- the index of a folder ------------------------------------------------------------------------
+
+
+@takes(IndexOptions)
+def index(options: IndexOptions) -> Index:
+    """Make the index of all shards in a folder, write it there, and return it.
+
+    Only headers are read, the chosen columns, and the columns of shards that the existing index does
+    not list as they are. Splits, labels and provenance of an existing index are kept, and the
+    checksums and columns of shards whose samples have the same offsets. Raises UsageError for shards
+    of several folders, for a folder without shards, and for columns and labels that do not fit,
+    ShardError for a shard that is cut or damaged.
+    """
+    listed = expand(options.urls)
+    folder, *others = dict.fromkeys(map(os.path.dirname, listed))
+    if others or is_remote(listed[0]):
+        raise UsageError(
+            f"these shards lie in {len(others) + 1} folders or on a server; an index is written beside "
+            f"the shards of one folder on this machine. Run this for each folder, and copy the index "
+            f"to the server."
+        )
+    check_finished(folder)
+    paths = tars_of(folder)
+    if not paths:
+        raise UsageError(
+            f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards."
+        )
+    index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
+    changed = [shard.name for shard in index.shards if not is_unchanged(shard)]
+    if changed:
+        raise ShardError(
+            f"{changed[0]} was written to while it was scanned. Run this again when it is complete."
+        )
+    document = find_document(index_path)
+    if document is not None:
+        index = _with_former(index, document, index_path)
+    if options.columns:
+        index = with_columns(index, as_list(options.columns))
+    if options.label is not None:
+        index = with_label(index, options.label, options.classes)
+    save_index(index, folder)
+    return index
+
+
+def _with_former(index: Index, document: Index, index_path: str) -> Index:
+    """Return `index` with what headers do not give, from the former index file at `index_path`.
+
+    Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
+    document: the former index without its samples.
+    """
+    splits, labels = {shard.name: shard.split for shard in document.shards}, document.labels
+    places = dict.fromkeys(info.place for info in (*document.columns, *labels))
+    former, parts, new = replace(document, shards=()), list[Index](), list[str]()
+    with suppress(ShardError):
+        former = load(index_path)
+    for number, shard in enumerate(index.shards):
+        part, old = index.pick([number]), picked(former, [shard.path])
+        if old.shards and _is_same(old, part, {field for field, _ in places}):
+            part = replace(old, shards=(replace(shard, sha256=old.shards[0].sha256),))
+        else:
+            new.append(shard.name)
+            part = with_labels(read_columns(part, places), labels)
+        parts.append(replace(part, labels=()))
+    info = {**document.info, **index.info}
+    merged = replace(join(parts), labels=labels, info=info)
+    shards = tuple(replace(s, split=splits.get(s.name, "")) for s in merged.shards)
+    merged = replace(merged, shards=shards)
+    if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
+        merged.info["samples"] = class_counts(merged)
+    for label in labels if new else ():
+        if label.is_class and label.entry is None:
+            _log.warning(
+                "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
+                ", ".join(new[:5]) + ", ..." * (len(new) > 5),
+                label.field,
+                label.numbering,
+            )
+    return merged
+
+
+def _is_same(old: Index, new: Index, fields: set[str]) -> bool:
+    """Return whether one shard still holds the samples that its former index lists.
+
+    fields: those of its columns. They are compared by checksums if the shard is newer than the index.
+    """
+    if old.shards[0].bytes != new.shards[0].bytes or old.offsets.differences(new.offsets):
+        return False
+    if not is_newer(new.shards[0]):
+        return True
+    with suppress(ShardError):
+        deque(old.read(np.arange(len(old)), fields), maxlen=0)
+        return old.offsets.has_checksums
+    return False
+
+
+def class_counts(index: Index) -> dict[str, dict[str, int]]:
+    """Return the number of samples of each class, by split, from the column of the first label.
+
+    Samples without a value count as the class "".
+    """
+    label = next((label for label in index.labels if label.is_class), None)
+    columns = [column for column in index.columns if label and column.place == label.place]
+    values = columns[0].values if columns else pa.nulls(len(index))
+    places = {name: place for place, name in enumerate(label.classes if label is not None else ())}
+    by_split = {split: Counter[str]() for split in index.splits}
+    for shard, first in zip(index.shards, index.first.tolist(), strict=False):
+        for row in pc.value_counts(values.slice(first, shard.samples)).to_pylist():
+            name = "" if row["values"] is None else str(row["values"])
+            by_split[shard.split][name] += row["counts"]
+    return {
+        split: dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
+        for split, counts in by_split.items()
+    }
+
+
+# --- columns and labels ---------------------------------------------------------------------------
 
 
 def with_columns(index: Index, names: Sequence[str]) -> Index:
@@ -45,12 +177,14 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
 
 def with_columns_of(index: Index, condition: str) -> Index:
     """Return the index with columns of the fields that a condition names and that have none."""
+    places = {name: json_place(name) for name in names_in(condition)}
     names = [
         name
-        for name in names_in(condition)
+        for name, (field, entry) in places.items()
         if column_named(index, name) is None
-        and (place := _place_in(index, name)) is not None
-        and not index.disagreement(*place)
+        and field in index.fields
+        and is_json(field) == (entry is not None)
+        and not index.disagreement(field, entry)
     ]
     return with_columns(index, names) if names else index
 
@@ -78,8 +212,7 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     kind = kind or ("class" if column.kind not in _LABELS or is_named else column.kind)
     if kind == "number" and classes is not None:
         raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
-    plain = place[1] is None and place[0] in PLAIN_FIELDS
-    title = "label" if plain else column_name(place)
+    title = "label" if place[1] is None and place[0] in PLAIN_FIELDS else column_name(place)
     label = ColumnInfo(title, kind, *place, _classes(column, kind, classes))
     declared = as_label(column, label)
     _check_values(index, column, declared, label)
@@ -124,32 +257,22 @@ def column_rows(index: Index) -> list[tuple[str, str]]:
 
 def _place(index: Index, name: str) -> Place:
     """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
-    if (place := _place_in(index, name)) is not None:
-        return place
+    field, entry = json_place(name)
+    if field in index.fields and is_json(field) == (entry is not None):
+        return field, entry
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
     raise UsageError(f"there is no field {name!r} in these shards. Use one of: {shown}.")
-
-
-def _place_in(index: Index, name: str) -> Place | None:
-    field, entry = place = json_place(name)
-    return place if field in index.fields and is_json(field) == (entry is not None) else None
 
 
 def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     """Return the columns of these places as their bytes say. Raises UsageError."""
     columns = read_columns(index, places).columns
     for column in columns:
-        name = column.stored_as
-        if column.kind == NOT_A_COLUMN:
-            raise UsageError(
-                f"{name} holds values that no column can hold: long texts, documents, or values of "
-                f"different types. A column holds numbers, texts of at most 256 characters, "
-                f"true and false, or lists of names."
-            )
         if column.values.null_count == len(column):
             raise UsageError(
-                f"no sample has a value in {name} that a column can hold: a number, a short text, true "
-                f"or false, or a list of names. Look at one: wdstrain show"
+                f"no sample has a value in {column.stored_as}, or it holds values that no column can "
+                f"hold. A column holds numbers, texts of at most 256 characters, true and false, or "
+                f"lists of names, and values of one type. Look at one: wdstrain show"
             )
     return columns
 
@@ -161,12 +284,10 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
     if kind == "flag" or (column.kind == "flag" and given is None):
         return FLAG_CLASSES
     if given is not None:
-        twice = next((name for name, count in Counter(given).items() if count > 1), None)
-        if twice is not None or not given:
-            problem = f"{twice!r} occurs twice" if given else "the list is empty"
+        if not given or len(set(given)) < len(given):
             raise UsageError(
-                f"classes: {problem}. Give each class once, in the order of their numbers: cat,dog, "
-                f"or a file with a name on each line."
+                f"classes={','.join(given)[:80]!r}: must name each class once, in the order of their "
+                f"numbers: cat,dog, or a file with a name on each line."
             )
         return tuple(given)
     if column.kind == "integer":
@@ -179,10 +300,9 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
         return tuple(map(str, range(high + 1)))
     values = column.values.flatten() if column.kind == "multi" else column.values
     names = sorted(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
-    number = next((name for name in names if name.isdecimal()), None)
-    if number is not None and column.entry is None:
+    if column.entry is None and any(map(str.isdecimal, names)):
         raise UsageError(
-            f"{column.name} holds names and numbers, such as {names[-1]!r} and {number!r}, and a number "
+            f"{column.name} holds names and numbers, such as {names[-1]!r} and {names[0]!r}, and a number "
             f"counts as the number of a class. Name the classes in the order of their numbers."
         )
     return tuple(names)
@@ -191,20 +311,14 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
 def _check_values(index: Index, raw: Column, declared: Column, label: ColumnInfo) -> None:
     """Raise UsageError for the first sample whose value is none that the label can have."""
     wrong = np.asarray(declared.values.is_null()) & ~np.asarray(raw.values.is_null())
-    if label.kind == "multi" and raw.kind == "multi":
-        known = pa.array(label.classes, pa.string())
-        rows = pc.list_parent_indices(raw.values)
-        unknown = pc.invert(pc.is_in(raw.values.flatten(), value_set=known))
-        wrong[rows.filter(unknown).to_numpy()] = True
-    if not wrong.any():
-        return
-    number = int(np.flatnonzero(wrong)[0])
-    shard = index.shard_with(number)
-    value = str(raw.values[number].as_py())[:80]
-    classes = f"of the {len(label.classes)} classes"
-    rule = {"number": "a number", "multi": f"a list {classes}"}.get(label.kind, f"one {classes}")
-    raise UsageError(
-        f"{shard.shown}: {printable(raw.name)} of sample {printable(index.key(number))!r} is "
-        f"{printable(value)!r}, which is not {rule} ({int(wrong.sum())} such samples). Name all "
-        f"classes, or another kind."
-    )
+    if label.kind == raw.kind == "multi":
+        known = pc.is_in(raw.values.flatten(), value_set=pa.array(label.classes, pa.string()))
+        wrong[pc.list_parent_indices(raw.values).filter(pc.invert(known)).to_numpy()] = True
+    if wrong.any():
+        number = int(wrong.argmax())
+        value = str(raw.values[number].as_py())[:80]
+        raise UsageError(
+            f"{index.shard_with(number).shown}: {printable(raw.name)} of sample "
+            f"{printable(index.key(number))!r} is {printable(value)!r}, which does not fit the label "
+            f"({label.summary}; {int(wrong.sum())} such samples). Name all classes, or another kind."
+        )

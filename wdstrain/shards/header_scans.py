@@ -1,7 +1,7 @@
 """Indexes of shards that have none, made from tar headers once and stored.
 
-A scan is stored in the user's cache folder, and used as long as the state of a shard (times and
-inode, or ETag) does not change.
+The scan of a shard is stored in the user's cache folder, and used as long as the state of the shard
+(times and inode, or ETag) does not change.
 One process of a machine scans a set; the others, such as ranks, wait for its result.
 """
 
@@ -17,25 +17,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import islice
 from multiprocessing.pool import ThreadPool
 
-import numpy as np
-
-from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_document import FORMAT_ERRORS
-from wdstrain.shards.index_io import load_table, save_table
+from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import beside
-from wdstrain.storage.files import user_cache
+from wdstrain.storage.files import read_whole, user_cache, write_whole
 from wdstrain.storage.local import is_state, open_source
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _THREADS = 16  # remote shards that are examined at the same time
-_PAUSE = 20.0  # seconds of a scan between two lines about its progress, which is stored then
+_PAUSE = 20.0  # seconds of a scan between two lines about its progress
 _ADVICE = "An index beside them saves this: wdstrain index"
 
 _log = logging.getLogger("wdstrain")
@@ -52,33 +49,43 @@ def recall_or_scan(
     which are then left out; None: the first error is raised.
     """
     known, log = recall(paths), note or _log.info
-    if len(known.shards) < len(paths):
+    if len(known) < len(paths):
         with _only_scan_of(beside(paths[0], ""), log):
             known = recall(paths)  # another process may have scanned them meanwhile
-            fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
-            known = _joined([known, *_scanned_and_stored(fresh, failed, log)])
-    return picked(known, paths)
+            fresh = [path for path in paths if path not in known]
+            known |= _scanned_and_stored(fresh, failed, log)
+    return _joined([known[path] for path in paths if path in known])
 
 
-def recall(paths: Sequence[str]) -> Index:
-    """Return the index of the shards among `paths` that an earlier scan stored, in their order.
+def recall(paths: Sequence[str]) -> dict[str, Index]:
+    """Return the indexes of the shards among `paths` that an earlier scan stored.
 
-    paths: shards of one folder. Raises UsageError for a shard that was not finished.
+    Raises UsageError for a shard that was not finished.
     """
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    index = picked(_stored(beside(paths[0], "")), paths)
     with _threads(_THREADS) as threads:
-        unchanged = threads.map(is_unchanged, index.shards)
-    return index.pick(np.flatnonzero(unchanged))
+        known = dict(zip(paths, threads.map(_recalled, paths), strict=True))
+    return {path: index for path, index in known.items() if index is not None}
 
 
-def remember(parts: Iterable[Index]) -> None:
-    """Store the indexes of shards whose headers were read, for later calls of `recall`."""
-    for folder, known in groupby(parts, key=lambda part: beside(part.shards[0].path, "")):
-        with _only_scan_of(folder, _log.debug):
-            _store(list(known))
+def remember(index: Index) -> bool:
+    """Store the index of one shard for later calls of `recall`. Returns False if that fails."""
+    (shard,) = index.shards
+    place = place_of(shard.path)
+    with suppress(OSError, WdstrainError):
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        write_whole(place, pack_part(index, {"state": shard.tag}))
+        return True
+    return False
+
+
+def place_of(path: str) -> str:
+    """Return the path of the file where the scan of a shard is stored."""
+    place = path if is_remote(path) else os.path.abspath(path)
+    digest = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12)
+    return user_cache("scans", f"{digest.hexdigest()}.arrow")
 
 
 def scan(paths: Iterable[str]) -> Index:
@@ -132,27 +139,32 @@ def is_unchanged(shard: Shard) -> bool:
 # --- parts ----------------------------------------------------------------------------------------
 
 
+def _recalled(path: str) -> Index | None:
+    """Return the index of a shard that was stored; None if there is none for its current state."""
+    with suppress(WdstrainError, OSError):
+        index, extra = unpack_part(read_whole(place_of(path)) or b"", path)
+        shard = replace(index.shards[0], path=path, tag=str(extra["state"]))
+        return replace(index, shards=(shard,)) if is_unchanged(shard) else None
+    return None
+
+
 def _scanned_and_stored(
     paths: list[str], failed: list[WdstrainError] | None, log: Note
-) -> list[Index]:
-    """Return the indexes of shards from their headers. They are stored, also after an error."""
-    parts, begun = list[Index](), time.perf_counter()
-    told = begun
-    try:
-        for part in _scanned(paths, failed):
-            parts.append(part)
-            now = time.perf_counter()
-            if now - told > _PAUSE:
-                told, left = now, (now - begun) * (len(paths) / len(parts) - 1)
-                _store(parts)
-                log(
-                    f"{shown_path(paths[0])}: {len(parts)} of {len(paths)} shards without an index "
-                    f"are scanned, about {left:.0f} s to go. {_ADVICE}"
-                )
-    finally:  # a scan that is interrupted continues where it ended
-        is_stored = bool(parts) and _store(parts)
-    if parts:
-        scanned, seconds = _joined(parts), max(time.perf_counter() - begun, 1e-9)
+) -> dict[str, Index]:
+    """Return the indexes of shards from their headers. Each is stored, so a scan can continue."""
+    known, is_stored, begun = dict[str, Index](), True, time.perf_counter()
+    last = begun
+    for part in _scanned(paths, failed):
+        known[part.shards[0].path] = part
+        is_stored, now = remember(part), time.perf_counter()
+        if now - last > _PAUSE:
+            last, left = now, (now - begun) * (len(paths) / len(known) - 1)
+            log(
+                f"{shown_path(paths[0])}: {len(known)} of {len(paths)} shards without an index "
+                f"are scanned, about {left:.0f} s to go. {_ADVICE}"
+            )
+    if known:
+        scanned, seconds = _joined([*known.values()]), max(time.perf_counter() - begun, 1e-9)
         skipped = skipped_text(scanned.info.get("ignored", {}))
         log(
             f"no index beside {scanned.shards[0].shown}: scanned the headers of {len(scanned)} "
@@ -161,7 +173,7 @@ def _scanned_and_stored(
             + (f". Passed over, no part of any sample: {skipped}" if skipped else "")
             + f". {_ADVICE}"
         )
-    return parts
+    return known
 
 
 @contextmanager
@@ -196,18 +208,9 @@ def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[I
 def _joined(parts: Sequence[Index]) -> Index:
     """Return scanned indexes as one, with the sum of their skipped members."""
     index = join([part for part in parts if part.shards] or [Index((), Offsets.of([]))])
-    if "made" in index.info:  # recalled
-        return index
     ignored = sum((Counter(part.info.get("ignored")) for part in parts), Counter[str]())
     info = {"made": "scanned from headers"} | ({"ignored": dict(ignored)} if ignored else {})
     return replace(index, info=info)
-
-
-def place_of(folder: str) -> str:
-    """Return the path of the file where scans of the shards in a folder are stored."""
-    place = folder if is_remote(folder) else os.path.abspath(folder)
-    digest = blake2b(place.encode("utf-8", "surrogateescape"), digest_size=12)
-    return user_cache("scans", f"{digest.hexdigest()}.arrow")
 
 
 @contextmanager
@@ -227,35 +230,3 @@ def _only_scan_of(folder: str, log: Note) -> Iterator[None]:
         yield
     finally:
         unlock_file(lock)
-
-
-def _stored(folder: str) -> Index:
-    """Return the stored scan of `folder`, with the states of the shards as their tags."""
-    with suppress(ShardError, OSError, *FORMAT_ERRORS):
-        index = load_table(place_of(folder), folder)
-        states = index.info["states"]
-        shards = (replace(s, tag=str(states.get(s.name) or "")) for s in index.shards)
-        return replace(index, shards=tuple(shards))
-    return Index((), Offsets.of([]))
-
-
-def _store(parts: Sequence[Index]) -> bool:
-    """Store scans of shards of one folder beside earlier ones of its other shards.
-
-    Returns False if they cannot be stored.
-    """
-    folder, index = beside(parts[0].shards[0].path, ""), _joined(parts)
-    former, fresh, place = _stored(folder), index.shard_numbers, place_of(folder)
-    others = (
-        number
-        for number, shard in enumerate(former.shards)
-        if shard.name not in fresh and (is_remote(folder) or os.path.exists(shard.path))
-    )
-    whole = _joined([former.pick(others), index])
-    states = {shard.name: shard.tag or None for shard in whole.shards}
-    try:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        save_table(replace(whole, info={**whole.info, "states": states}), place)
-    except (OSError, WdstrainError):
-        return False
-    return True

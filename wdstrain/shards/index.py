@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -22,18 +23,42 @@ from wdstrain.errors import DamageError, UsageError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
-from wdstrain.shards.index_document import Shard, to_batch
-from wdstrain.shards.kinds import ColumnInfo, disagreement, joined_labels
-from wdstrain.shards.offsets import Ints, Members, Offsets, firsts
+from wdstrain.shards.kinds import ColumnInfo, joined_labels
+from wdstrain.shards.offsets import Ints, Members, Offsets, firsts, table_names, utf8_text
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
 from wdstrain.storage.local import Source, open_source
-from wdstrain.storage.remote import is_remote
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 __all__ = ["Index", "Shard", "join"]
 
 _LOCAL_GAP, _REMOTE_GAP = 64 << 10, 1 << 20  # bytes between two values that are read and dropped
 _RUN = 8 << 20  # bytes of one read of several values
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar shard: address, number of samples, size in bytes and split.
+
+    sha256: of its bytes; empty if only its headers were read. tag: its state when it was last
+    examined: the server's ETag (empty if there is none), or `storage.local.state_of` for a file.
+    """
+
+    path: str
+    samples: int
+    bytes: int
+    split: str = ""
+    sha256: str = ""
+    tag: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    @property
+    def shown(self) -> str:
+        """The path for messages: without secrets in an address, and with printable characters."""
+        return printable(shown_path(self.path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,15 +168,23 @@ class Index:
         labels = self.shard_labels[int(self.shard_of(np.array(number)))]
         return next((other for other in labels if other.place == label.place), label)
 
-    def disagreement(self, field: str, column: str | None) -> str:
-        """Return why the labels in this field and column cannot be joined; "" if they can.
-
-        The text names each class numbering and the first shard that has it.
-        """
-        if not self.shard_labels or any(label.place == (field, column) for label in self.labels):
+    def disagreement(self, field: str, entry: str | None) -> str:
+        """Return why the labels in this field and entry cannot be joined; "" if they can."""
+        labels = [label for own in self.shard_labels for label in own]
+        is_label = (field, entry) in {label.place for label in labels}
+        if not is_label or (field, entry) in {label.place for label in self.labels}:
             return ""
-        shown = (shard.shown for shard in self.shards)
-        return disagreement(self.shard_labels, shown, (field, column))
+        return self.numberings(field, entry)
+
+    def numberings(self, field: str, entry: str | None) -> str:
+        """Return the class numbering of each joined set, and the first shard that has it."""
+        shards: dict[str, str] = {}  # by numbering
+        for shard, labels in zip(self.shards, self.shard_labels, strict=True):
+            numberings = (label.numbering for label in labels if label.place == (field, entry))
+            shards.setdefault(next(numberings, "no label"), shard.shown)
+        parts = "; ".join(f"{numbering} ({shard})" for numbering, shard in shards.items())
+        name = ".".join(filter(None, (field, entry)))
+        return f"the label in {name} differs between these sets: {parts}"
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -312,7 +345,21 @@ class Index:
     @cached_property
     def table(self) -> pa.Table:
         """One row per sample: key, shard, offset and size, those of each field, and the columns."""
-        return pa.Table.from_batches([to_batch(self.shards, self.offsets)])
+        return pa.Table.from_batches([self.batch()])
+
+    def batch(self) -> pa.RecordBatch:
+        """Return `table` as one record batch."""
+        key, *others = self.offsets.rows.columns
+        with suppress(pa.ArrowInvalid):  # some key is not UTF-8, and the column stays binary
+            key = key.cast(pa.large_string())
+        names = table_names(self.fields, self.offsets.infos)
+        return pa.RecordBatch.from_arrays([key, self.words("name"), *others], names=names)
+
+    def words(self, attribute: str) -> pa.DictionaryArray:
+        """Return the name, or another attribute, of the shard of each sample."""
+        words = pa.array([utf8_text(getattr(s, attribute)) for s in self.shards], pa.string())
+        places = np.repeat(np.arange(len(self.shards), dtype=np.int32), self.counts)
+        return words.dictionary_encode().take(pa.array(places))
 
     def to_pandas(self) -> Any:
         """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""

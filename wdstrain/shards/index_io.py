@@ -1,16 +1,18 @@
-"""Index files: writing, reading, and making an index from tar headers.
+"""Index files: writing and reading them, and the check of all values in them.
 
 Two files lie beside the shards. `index.json` is for people and other tools (a superset of
 `wids-shard-index-v1`): name, split, samples, bytes and sha256 of each shard; fields, labels with
-their classes, and how the set was made. `index.arrow` is an Arrow IPC file with one row per sample
-(`index_document`), uncompressed and memory-mapped.
+their classes, columns, and how the set was made. `index.arrow` is an Arrow IPC file, uncompressed and
+memory-mapped, with one row per sample in shard order: key, shard, offset, size; for each field
+NAME.offset, NAME.size and NAME.crc32 (null if the sample lacks the field; crc32 is also null if no
+data was read); then one column per label or scalar.
 
 Both files carry the same `id`. `index.arrow` holds a copy of the document, and `index.json` the
 sha256 of `index.arrow`: `changed` compares them, and what one of the files lost is read from the
 other (`remains`). `index.json` is written last. Until then its `id` differs and the copy counts, so
 that a complete index, old or new, exists at any moment.
 
-Files are not trusted: the table is checked against the sizes of the shards before it is used.
+Files come from anywhere: each value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -18,37 +20,43 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b, sha256
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
 
 from wdstrain.errors import ShardError
+from wdstrain.runtime.machine import memory
+from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_document import (
-    VERSION,
-    Document,
-    find_document,
-    from_batch,
-    parsed,
-    read_document,
-    refusing,
-    to_batch,
-)
-from wdstrain.shards.offsets import Offsets, arrow_file, read_arrow_file
-from wdstrain.storage.addresses import INDEX_NAME, beside
+from wdstrain.shards.kinds import KINDS, ColumnInfo
+from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, arrow_file, read_arrow_file
+from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
 from wdstrain.storage.local import state_of
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
+VERSION = 2  # of the format; version 1 had offsets in a file index.arrow
+
+# Errors that reading a file of another format or a damaged one can raise.
+FORMAT_ERRORS = (
+    *(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+    *(pa.ArrowException, IndexError),
+)
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 def save_index(index: Index, folder: str) -> None:
     """Write index.arrow and then index.json into `folder`, the folder of the shards."""
-    table, document = _files(index)
+    batch, document = _parts(index)
+    identity = f"{document['wdstrain']['id']}\n".encode()
+    table = arrow_file(batch, identity + json_bytes(document))
     document["wdstrain"]["sha256"] = sha256(table).hexdigest()
     write_whole(os.path.join(folder, TABLE_NAME), table)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
@@ -60,20 +68,6 @@ def move_index(source: str, folder: str) -> None:
         with suppress(FileNotFoundError):  # moved by an interrupted call
             os.replace(os.path.join(source, name), os.path.join(folder, name))
             sync_folder(folder)
-
-
-def save_table(index: Index, path: str) -> None:
-    """Write an index as one file for `load_table`."""
-    write_whole(path, _files(index)[0])
-
-
-def load_table(path: str, folder: str) -> Index:
-    """Return the index in such a file, or in an index.arrow. folder: of its shards.
-
-    Raises OSError or one of FORMAT_ERRORS for a file that is damaged.
-    """
-    batch, _, text = _read_table(path)
-    return _index(Document.of(parsed(text), folder), batch)
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
@@ -96,149 +90,19 @@ def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
 def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     """Return the index and `extra` that `pack_part` packed into `data`.
 
-    path: of the file with `data`; the shards lie in its folder. Raises ShardError for other data.
+    path: of a file in the folder of the shards. Raises ShardError for other data.
     """
     with refusing(path):
         batch, text = read_arrow_file(data)
         document = parsed(text)
-        listed = Document.of(document, path)
-        if _identity(batch) != listed.identity:
+        if _identity(batch) != document["wdstrain"]["id"]:
             raise ValueError("its bytes differ from what was written")
-        return _index(listed, batch), dict(document["extra"])
-
-
-def changed(path: str) -> str:
-    """Return how the index.json at `path` and its index.arrow differ from what was written, or "".
-
-    The text goes on after the path. Files of earlier versions cannot be compared, nor an index.json
-    that is about to be replaced. Raises ShardError for files that cannot be read.
-    """
-    with refusing(path):
-        document = parsed(read_whole(path) or b"")
-        table = _table_bytes(beside(path, TABLE_NAME))
-        written = _read_table(table)[2]
-        if not written:
-            return ""
-        copy, own = parsed(written), document["wdstrain"]
-        is_older = own["id"] != copy["wdstrain"]["id"]
-        own["id"] = copy["wdstrain"]["id"]
-        if own.pop("sha256", "") != sha256(table).hexdigest() and not is_older:
-            return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
-        if (document == copy) == is_older:  # nothing else differs from an older index.json
-            return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
-    return ""
-
-
-def remains(path: str) -> Index | None:
-    """Return what is left of a damaged index at `path`, None if nothing is.
-
-    The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
-    """
-    with suppress(ShardError), refusing(path):
-        return _of_table(path, None)
-    with suppress(ShardError):
-        document = find_document(path)
-        if document is not None:
-            return Index(document.shards, Offsets.of([]), document.labels, document.info)
-    return None
-
-
-def load(path: str, *, base: str | None = None) -> Index:
-    """Return the index in the index.json at `path` and the index.arrow beside it.
-
-    base: an address in the folder of the shards, if it is another one. Raises ShardError for files
-    that are missing, damaged or not of this package.
-    """
-    index = _load(path, read_document(path))
-    if base is None:
-        return index
-    shards = (replace(shard, path=beside(base, shard.name)) for shard in index.shards)
-    return replace(index, shards=tuple(shards))
-
-
-def find_index(path: str) -> Index | None:
-    """Return the index at `path`; None if there is none, or only another tool's list of shards.
-
-    Raises ShardError for files that are damaged.
-    """
-    document = find_document(path)
-    return None if document is None else _load(path, document)
-
-
-def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
-    """Return the index with the current state of every local shard as its `tag`.
-
-    may_be_short: accept shards that are smaller than in the index. Raises ShardError for a missing shard and
-    for one of another size.
-    """
-    return replace(
-        index, shards=tuple(check_size(shard, may_be_short=may_be_short) for shard in index.shards)
-    )
-
-
-def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
-    """Return one shard with its current state; see `check_sizes`.
-
-    A remote shard is returned as it is: its size is checked with its first response.
-    """
-    if is_remote(shard.path):
-        return shard
-    try:
-        status = os.stat(shard.path)
-    except OSError as error:
-        raise ShardError(
-            f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again."
-        ) from error
-    size = status.st_size
-    if size != shard.bytes and not (may_be_short and size < shard.bytes):
-        folder = os.path.dirname(shard.path) or "."
-        raise ShardError(
-            f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. "
-            f"Copy or pack it again, or accept it as it is: wdstrain index {folder}"
-        )
-    return replace(shard, tag=state_of(status))
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def _load(path: str, document: Document) -> Index:
-    with refusing(path):
-        if document.version != VERSION:
-            raise ValueError(f"version {document.version!r}; this wdstrain reads version {VERSION}")
-        return _of_table(path, document)
-
-
-def _of_table(path: str, document: Document | None) -> Index:
-    """Return the index in the index.arrow beside `path`.
-
-    document: the index.json; None if it is unknown. If it belongs to another table, the copy in the
-    table counts: a set is changed by replacing its table, and its index.json after that. Raises one
-    of FORMAT_ERRORS for a table that is damaged.
-    """
-    table = beside(path, TABLE_NAME)
-    batch, identity, text = _read_table(table)
-    if document is None or document.identity.encode() != identity:
-        if not text or _identity(batch).encode() != identity:
-            raise ValueError(f"{redacted(table)} belongs to another index.json")
-        document = Document.of(parsed(text), path)
-    with refusing(table):
-        return _index(document, batch)
-
-
-def _index(document: Document, batch: pa.RecordBatch) -> Index:
-    """Return the index of checked files. Raises ValueError for rows that do not fit."""
-    offsets = from_batch(batch, document.shards, document.fields, document.columns)
-    classes = {label.place: label.classes for label in document.labels if label.classes}
-    for column in offsets.columns:
-        if column.classes and column.classes != classes.get(column.place, column.classes):
-            raise ValueError(f"the classes of {column.name!r} are others in index.arrow")
-    return Index(document.shards, offsets, document.labels, document.info)
+        return _with_rows(_listed(document, path), batch), dict(document["extra"])
 
 
 def _parts(index: Index) -> tuple[pa.RecordBatch, dict[str, Any]]:
     """Return (rows, document) of the files of an index."""
-    batch = to_batch(index.shards, index.offsets)
+    batch = index.batch()
     shards = [
         {
             "url": s.name,
@@ -268,15 +132,173 @@ def _identity(batch: pa.RecordBatch) -> str:
     return blake2b(arrow_file(batch), digest_size=8).hexdigest()
 
 
-def _files(index: Index) -> tuple[pa.Buffer, dict[str, Any]]:
-    """Return the contents of index.arrow, and the document of index.json."""
-    batch, document = _parts(index)
-    return arrow_file(batch, f"{_identity(batch)}\n".encode() + json_bytes(document)), document
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load(path: str, *, base: str | None = None) -> Index:
+    """Return the index in the index.json at `path` and the index.arrow beside it.
+
+    base: an address in the folder of the shards, if it is another one. Raises ShardError for files
+    that are missing, damaged or not of this package.
+    """
+    index = find_index(path, base)
+    if index is None:
+        raise ShardError(
+            f"{shown_path(path)} is not there, or another program wrote it, or may not be read "
+            f"(the server answered 404, 410 or 403). Check the address. Shards without an index are "
+            f"named with braces: train-{{000000..000041}}.tar"
+        )
+    return index
+
+
+def find_index(path: str, base: str | None = None) -> Index | None:
+    """Return the index at `path`; None if there is none, or only another tool's list of shards.
+
+    base: see `load`. Raises ShardError for files that are damaged.
+    """
+    with refusing(path):
+        document = _document(path)
+        if document is None:
+            return None
+        if (version := document["wdstrain"]["version"]) != VERSION:
+            raise ValueError(f"version {version!r}; this wdstrain reads version {VERSION}")
+        return _of_table(path, document, base or path)
+
+
+def find_document(path: str) -> Index | None:
+    """Return what an index.json says: an index whose samples are unknown.
+
+    None if there is no file, or if it is another tool's list of shards, without offsets. Raises
+    ShardError for a file that is damaged or cannot be read.
+    """
+    with refusing(path):
+        document = _document(path)
+        return None if document is None else _listed(document, path)
+
+
+def remains(path: str) -> Index | None:
+    """Return what is left of a damaged index at `path`, None if nothing is.
+
+    The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
+    """
+    with suppress(ShardError), refusing(path):
+        return _of_table(path, None, path)
+    with suppress(ShardError):
+        return find_document(path)
+    return None
+
+
+def changed(path: str) -> str:
+    """Return how the index.json at `path` and its index.arrow differ from what was written, or "".
+
+    The text goes on after the path. An index.json that is about to be replaced cannot be compared.
+    Raises ShardError for files that cannot be read.
+    """
+    with refusing(path):
+        document = parsed(read_whole(path) or b"")
+        table = _table_bytes(beside(path, TABLE_NAME))
+        copy, own = parsed(_read_table(table)[2]), document["wdstrain"]
+        is_older = own["id"] != copy["wdstrain"]["id"]
+        own["id"] = copy["wdstrain"]["id"]
+        if own.pop("sha256", "") != sha256(table).hexdigest() and not is_older:
+            return f"and {TABLE_NAME} do not fit: one of them was changed after it was written"
+        if (document == copy) == is_older:  # nothing else differs from an older index.json
+            return f"was changed after it was written: {TABLE_NAME} has a copy with other contents"
+    return ""
+
+
+def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
+    """Return the index with the current state of every local shard as its `tag`.
+
+    may_be_short: accept shards that are smaller than in the index. Raises ShardError for a missing shard and
+    for one of another size.
+    """
+    return replace(
+        index, shards=tuple(check_size(shard, may_be_short=may_be_short) for shard in index.shards)
+    )
+
+
+def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
+    """Return one shard with its current state; see `check_sizes`.
+
+    A remote shard is returned as it is: its size is checked with its first response.
+    """
+    if is_remote(shard.path):
+        return shard
+    try:
+        status = os.stat(shard.path)
+    except OSError as error:
+        raise ShardError(
+            f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again."
+        ) from error
+    size = status.st_size
+    if size != shard.bytes and not (may_be_short and size < shard.bytes):
+        raise ShardError(
+            f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. "
+            f"Copy or pack it again, or accept it as it is: "
+            f"wdstrain index {os.path.dirname(shard.path) or '.'}"
+        )
+    return replace(shard, tag=state_of(status))
+
+
+@contextmanager
+def refusing(path: str) -> Iterator[None]:
+    """Raise ShardError for errors of reading a file of an index."""
+    try:
+        yield
+    except FORMAT_ERRORS as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise ShardError(
+            f"{redacted(path)} is not an index of this package ({type(error).__name__}: {reason}). "
+            f"Check the address, or remove it and make a new index: wdstrain index {folder_of(path) or '.'}"
+        ) from error
+    except OSError as error:
+        raise ShardError(
+            f"{error.filename or path} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
+
+
+def parsed(data: bytes) -> Any:
+    """Return a parsed JSON document.
+
+    Raises ValueError for a document whose Python objects could fill memory: they take up to 48
+    bytes for each byte of JSON.
+    """
+    if len(data) > (most := memory() // 128):
+        raise ValueError(
+            f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory"
+        )
+    return json.loads(data)
+
+
+def _document(path: str) -> Any:
+    """Return the document in a file; None if it is missing or another tool's list of shards."""
+    data = read_whole(path)
+    document = {"shardlist": []} if data is None else parsed(data)
+    return None if "shardlist" in document and "wdstrain" not in document else document
+
+
+def _of_table(path: str, document: Any, base: str) -> Index:
+    """Return the index in the index.arrow beside `path`.
+
+    document: the index.json; None if it is unknown. If it belongs to another table, the copy in the
+    table counts: a set is changed by replacing its table, and its index.json after that. base: an
+    address in the folder of the shards. Raises one of FORMAT_ERRORS for a table that is damaged.
+    """
+    table = beside(path, TABLE_NAME)
+    batch, identity, text = _read_table(_table_bytes(table))
+    if document is None or document["wdstrain"]["id"].encode() != identity:
+        if not text or _identity(batch).encode() != identity:
+            raise ValueError(f"{redacted(table)} belongs to another index.json")
+        document = parsed(text)
+    index = _listed(document, base)
+    with refusing(table):
+        return _with_rows(index, batch)
 
 
 def _read_table(table: Any) -> tuple[pa.RecordBatch, bytes, bytes]:
-    """Return (rows, id, document or nothing) of an index.arrow. table: its bytes, or its path."""
-    batch, own = read_arrow_file(_table_bytes(table) if isinstance(table, str) else table)
+    """Return (rows, id, document or nothing) of the bytes of an index.arrow."""
+    batch, own = read_arrow_file(table)
     identity, _, text = own.partition(b"\n")
     return batch, identity, text
 
@@ -290,3 +312,113 @@ def _table_bytes(path: str) -> Any:
     if data is None:
         raise ValueError(f"{redacted(path)} is not there")
     return data
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _listed(document: Any, path: str) -> Index:
+    """Return the index without samples in a JSON document; its shards lie beside `path`.
+
+    Raises one of FORMAT_ERRORS.
+    """
+    own = document["wdstrain"]
+    columns = [
+        Column(
+            *(row["name"], row["kind"], row["field"], row["entry"]),
+            is_label=False,
+            values=pa.array([], KINDS[row["kind"]].arrow),
+        )
+        for row in own["columns"]
+    ]
+    labels, fields = tuple(map(ColumnInfo.of_row, own["labels"])), list(map(_word, own["fields"]))
+    for info in (*columns, *labels):
+        _check_info(info)
+    if len(set(fields)) < len(fields):
+        raise ValueError("its fields must be different names")
+    kinds = [pa.large_binary(), pa.int64(), pa.int64(), *list(PARTS.values()) * len(fields)]
+    offsets = Offsets.of_arrays(fields, [pa.array([], kind) for kind in kinds], columns)
+    shards = tuple(_shard(row, path) for row in document["shardlist"])
+    return Index(shards, offsets, labels, dict(own["info"]))
+
+
+def _shard(row: dict[str, Any], path: str) -> Shard:
+    """Return a shard beside the index at `path`.
+
+    Raises ValueError for a name with a folder, which could lead to files elsewhere.
+    """
+    name, samples, size = _word(row["url"]), row["nsamples"], row["filesize"]
+    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+        raise ValueError(
+            f"its shard {name!r} is not a plain file name; shards lie beside their index"
+        )
+    os.fsencode(name)  # raises ValueError for characters that no file name can have
+    if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in (samples, size)):
+        raise ValueError(f"{samples!r} and {size!r} must be integers >= 0 and < 2**62")
+    return Shard(beside(path, name), samples, size, _word(row["split"] or ""), _word(row["sha256"]))
+
+
+def _check_info(info: ColumnInfo) -> None:
+    """Raise ValueError for a label or column that cannot be."""
+    kind = KINDS[info.kind]
+    words = [info.name, info.field, *([] if info.entry is None else [info.entry])]
+    is_known = kind.can_be_label if info.is_label else kind.arrow is not None
+    if not is_known or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"its column {words} has the kind {info.kind!r}")
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} must be a string")
+    return value
+
+
+def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
+    """Return the index of a document with the rows of its table.
+
+    Raises ValueError for rows that do not fit the document, or that lead outside a shard.
+    """
+    batch.validate(full=True)
+    schema = replace(index, shards=()).batch().schema
+    if batch.schema.types[:1] == [pa.large_binary()]:
+        schema = schema.set(0, pa.field("key", pa.large_binary()))
+    if batch.schema != schema:
+        raise ValueError("its columns are not the ones of index.json")
+    if any(column.null_count for column in batch.columns[:4]):
+        raise ValueError("a column of its samples has empty cells")
+    if sum(shard.samples for shard in index.shards) != len(batch):
+        raise ValueError("its number of samples is not the one of index.json")
+    keys, _, *others = batch.columns  # `_check_extents` finds samples of other shards
+    last = len(others) - len(index.columns)
+    columns = [Column.of(c.info, v) for c, v in zip(index.columns, others[last:], strict=True)]
+    arrays = [keys.cast(pa.large_binary()), *others[:last]]
+    index = replace(index, offsets=Offsets.of_arrays(index.fields, arrays, columns))
+    classes = {label.place: label.classes for label in index.labels if label.classes}
+    for column in columns:
+        if column.classes and column.classes != classes.get(column.place, column.classes):
+            raise ValueError(f"the classes of {column.name!r} are others in index.arrow")
+    _check_extents(index)
+    return index
+
+
+def _check_extents(index: Index) -> None:
+    """Raise ValueError for numbers that lead outside a shard, and for samples that overlap."""
+    extents = index.offsets.extents.values()
+    if not all(offset.is_valid().equals(size.is_valid()) for offset, size, _ in extents):
+        raise ValueError("a field has an offset without a size")
+    for shard, (first, stop) in zip(index.shards, pairwise(index.first.tolist()), strict=True):
+        own = slice(first, stop)
+        low, extent = index.offsets.start[own], index.offsets.size[own]
+        high = low + extent
+        if not (_lies_in(low, extent, 0, shard.bytes) & (extent > 0)).all():
+            raise ValueError("a sample lies outside its shard")
+        if (low[1:] < high[:-1]).any():
+            raise ValueError("its samples overlap or are not in the order of their shard")
+        for start, length, _, has in index.offsets.views:
+            if not (_lies_in(start[own], length[own], low, high) | ~has[own]).all():
+                raise ValueError("a field lies outside its sample")
+
+
+def _lies_in(offset: Ints, size: Ints, low: Ints | int, high: Ints | int) -> Bools:
+    """Return whether [offset, offset + size) lies in [low, high), where low >= 0. Sums may wrap."""
+    return (offset >= low) & (size >= 0) & (size <= high - offset)

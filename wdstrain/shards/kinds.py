@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -313,28 +313,3 @@ def joined_labels(
             classes = dict.fromkeys(name for label in present for name in label.classes)
             joined.append(replace(first, classes=tuple(classes)))
     return tuple(joined), shard_labels
-
-
-def disagreement(
-    shard_labels: Sequence[tuple[ColumnInfo, ...]], shards: Iterable[str], place: Place
-) -> str:
-    """Return the class numbering of each set at a place, and the first shard that has it.
-
-    shards: the names of the shards, for the text. "" if no set has a label there.
-    """
-    first_shards: dict[str, str] = {}  # by numbering
-    for shard, labels in zip(shards, shard_labels, strict=True):
-        numberings = (label.numbering for label in labels if label.place == place)
-        first_shards.setdefault(next(numberings, "no label"), shard)
-    if set(first_shards) == {"no label"}:
-        return ""
-    parts = "; ".join(f"{numbering} ({shard})" for numbering, shard in first_shards.items())
-    field, column = place
-    shown = field if column is None else f"{field}, column {column!r},"
-    return f"the label in {shown} differs between these sets: {parts}"
-
-
-def place_named(shard_labels: Sequence[tuple[ColumnInfo, ...]], name: str) -> Place | None:
-    """Return the place of the first label with a name, or stored there (`cls`, `json.kind`)."""
-    labels = (label for labels in shard_labels for label in labels)
-    return next((one.place for one in labels if name in (one.name, one.stored_as)), None)

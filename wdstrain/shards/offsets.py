@@ -30,6 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 MOST_FIELDS = 4096  # different fields of one index: each is three columns of index.arrow
 PARTS = {"offset": pa.int64(), "size": pa.int64(), "crc32": pa.uint32()}  # columns of a field
+_BASE = ("key", "shard", "offset", "size")  # columns of a sample in the table of an index
 _KINDS: tuple[Any, ...] = (np.int64, np.int64, np.uint32, np.bool_)  # of `Offsets.views`
 _MISSING = array("q", [-1])
 _UNKNOWN = np.uint32(0)  # crc32 of members without one
@@ -288,6 +289,25 @@ def check_field_count(count: int) -> None:
             f"these samples have {count} different fields; {MOST_FIELDS} is the limit. "
             f"Check that the shards hold samples with repeating field names."
         )
+
+
+def table_names(fields: Sequence[str], columns: Iterable[ColumnInfo]) -> list[str]:
+    """Return the names of the columns of the table of an index, in order. The last are those of labels.
+
+    A label whose name is taken gets a prefix: `size` becomes `label.size`.
+    """
+    names = [*_BASE, *(f"{utf8_text(field)}.{part}" for field in fields for part in PARTS)]
+    for column in columns:
+        name = column.name
+        while name in names:
+            name = f"label.{name}"
+        names.append(name)
+    return names
+
+
+def utf8_text(text: str) -> str:
+    """Return a name as Arrow can hold it: bytes that are not UTF-8 are written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def firsts(counts: Sequence[int] | Ints) -> Ints:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
@@ -17,8 +16,7 @@ from itertools import groupby
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.shards.header_scans import Note, picked, recall_or_scan
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_document import read_document
-from wdstrain.shards.index_io import check_sizes, find_index
+from wdstrain.shards.index_io import check_sizes, find_index, load
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
@@ -27,7 +25,6 @@ from wdstrain.storage.addresses import (
     check_finished,
     check_no_change,
     expand,
-    folder_of,
     is_json,
 )
 from wdstrain.storage.remote import is_remote, name_of, shown_path
@@ -35,16 +32,13 @@ from wdstrain.storage.remote import is_remote, name_of, shown_path
 _log = logging.getLogger("wdstrain")
 
 
-def open_index(
-    urls: Urls | Index, *, note: Note | None = None, may_be_short: bool = False
-) -> Index:
+def open_index(urls: Urls | Index, *, note: Note | None = None) -> Index:
     """Return the index of the shards at `urls`; an index as it is.
 
-    note: receives a line about each scan of headers. may_be_short: shards may have fewer bytes than
-    their index says. Raises UsageError for addresses without shards, ShardError for shards that are cut,
-    damaged, unfinished or different from their index.
+    note: receives a line about each scan of headers. Raises UsageError for addresses without shards,
+    ShardError for shards that are cut, damaged, unfinished or different from their index.
     """
-    return _opened(urls, note, may_be_short=may_be_short)[0]
+    return _opened(urls, note)[0]
 
 
 def open_shards(
@@ -58,8 +52,9 @@ def open_shards(
 
     split: name of the split. None: no single address may have several, which keeps validation data
     out of training. A brace pattern such as {train,extra}-*.tar counts as several addresses.
-    unless: a set with all of these splits is returned as it is. Logs a warning if shards without an
-    index are scanned. Raises UsageError, with the address of each split, and as `open_index` does.
+    unless: a set with all of these splits is returned as it is. may_be_short: shards may have fewer
+    bytes than their index says. Logs a warning if shards without an index are scanned. Raises
+    UsageError, with a shard of each split, and as `open_index` does.
     """
     index, meant = _opened(urls, _log.warning, may_be_short=may_be_short)
     if split is not None:
@@ -71,16 +66,20 @@ def open_shards(
     if unless and set(unless) <= set(index.splits):
         return index
     for address, paths in meant.items():
-        listed, folders = set(paths), {beside(path, "") for path in paths if is_json(path)}
-        if len(listed) == 1 and not folders:
+        places = {beside(path, "") if is_json(path) else path for path in paths}
+        if len(paths) == 1 and not is_json(paths[0]):
             continue  # one shard has one split; this is quick for lists of thousands of shards
-        shards = [
-            shard
-            for shard in index.shards
-            if shard.path in listed or (folders and beside(shard.path, "") in folders)
-        ]
-        if len({shard.split for shard in shards}) > 1:
-            raise _several_splits(address, shards)
+        first = {  # a shard of each split
+            shard.split or "no split": shard.shown
+            for shard in reversed(index.shards)
+            if shard.path in places or beside(shard.path, "") in places
+        }
+        if len(first) > 1:
+            raise UsageError(
+                f"{shown_path(address)} holds several splits: {', '.join(reversed(first))}. Name one "
+                f"by its shards, such as {', '.join(reversed(first.values()))}: with * in a folder, "
+                f"with braces on a server, or by split=... of a loader."
+            )
     return index
 
 
@@ -121,7 +120,7 @@ class IndexFiles:
         if index is not None:
             return [(shard.path, index) for shard in index.shards]
         if is_remote(path):
-            read_document(path)  # raises the error
+            load(path)  # raises the error
         # Another tool's list without offsets: use the shards beside it.
         return [place for tar in tars_of(os.path.dirname(path)) for place in self.shards(tar)]
 
@@ -135,17 +134,12 @@ def join_once(parts: Sequence[Index]) -> Index:
     """Return indexes as one. Raises UsageError for a shard that is named twice."""
     index = join(parts)
     named: dict[str, Shard] = {}  # by real path
-    real_folder = cache(os.path.realpath)
     for shard in index.shards:
-        path, (folder, name) = shard.path, os.path.split(shard.path)
-        if not is_remote(path):
-            is_link = os.path.islink(path)
-            path = os.path.realpath(path) if is_link else os.path.join(real_folder(folder), name)
+        path = shard.path if is_remote(shard.path) else os.path.realpath(shard.path)
         if path in named:
-            other = named[path].shown
-            also = f" (also as {other})" if other != shard.shown else ""
             raise UsageError(
-                f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once."
+                f"{shard.shown} is named twice (also as {named[path].shown}), so its samples would "
+                f"come twice. Name each shard once."
             )
         named[path] = shard
     return index
@@ -156,19 +150,13 @@ def tars_of(folder: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
 
-def is_newer(shard: Shard, *, may_be_short: bool = False) -> bool:
-    """Return whether a local shard was changed or moved after the index beside it was written.
-
-    may_be_short: False for a shard that is cut.
-    """
-    if is_remote(shard.path):
-        return False
+def is_newer(shard: Shard) -> bool:
+    """Return whether a local shard was changed or moved after the index beside it was written."""
     try:
         status, index = os.stat(shard.path), os.stat(beside(shard.path, INDEX_NAME))
-    except OSError:
+    except OSError:  # also of a server
         return False
-    is_whole = not may_be_short or status.st_size == shard.bytes
-    return is_whole and max(status.st_mtime_ns, status.st_ctime_ns) >= index.st_mtime_ns
+    return max(status.st_mtime_ns, status.st_ctime_ns) >= index.st_mtime_ns
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -182,7 +170,7 @@ def _index_at(path: str) -> Index | None:
 
 
 def _opened(
-    urls: Urls | Index, note: Note | None, *, may_be_short: bool
+    urls: Urls | Index, note: Note | None, *, may_be_short: bool = False
 ) -> tuple[Index, dict[str, list[str]]]:
     """Return the index of shards, and the paths of tars and index files that each address means."""
     if isinstance(urls, Index):
@@ -192,67 +180,35 @@ def _opened(
     meant = {address: expand(address) for address in addresses}
     every = [path for address in addresses for path in meant[address]] or expand([])
     parts = [
-        recall_or_scan(paths, note)
-        if index is None
-        else _checked(index, note, may_be_short=may_be_short)
+        recall_or_scan(paths, note) if index is None else _checked(index, note, may_be_short)
         for paths, index in groups_of(every)
     ]
     return join_once(parts), meant
 
 
-def _several_splits(address: str, shards: list[Shard]) -> UsageError:
-    """Return the error for an address that holds these shards of several splits."""
-    splits = dict.fromkeys(shard.split for shard in shards if shard.split)
-    folder = folder_of(shards[0].path) or "."
-    choices = ", ".join(f"{folder}/{_pattern(shards, split)}" for split in splits)
-    named = f"{shown_path(address)} holds several splits: {', '.join(splits)}"
-    unsplit = [shard.name for shard in shards if not shard.split]
-    if not unsplit:
-        return UsageError(f"{named}. Name one of: {choices}")
-    return UsageError(
-        f"{named}, and shards without a split ({len(unsplit)}, the first is {unsplit[0]}). Name one "
-        f"split, or the shards without one: {choices}, or {folder}/{unsplit[0]}"
-        f"{' and so on' if len(unsplit) > 1 else ''}"
-    )
-
-
-def _pattern(shards: list[Shard], split: str) -> str:
-    """Return a pattern that names the shards of a split.
-
-    Remote shards get a range in braces, because servers cannot list the names that match a `*`.
-    """
-    names = sorted(shard.name for shard in shards if shard.split == split)
-    if not is_remote(shards[0].path):
-        return f"{split}-*.tar"
-    first, last = names[0], names[-1]
-    if len(names) == 1 or not re.fullmatch(rf"{re.escape(split)}-\d+\.tar", first):
-        return first
-    return f"{split}-{{{first[len(split) + 1 : -4]}..{last[len(split) + 1 : -4]}}}.tar"
-
-
-def _checked(index: Index, note: Note | None, *, may_be_short: bool) -> Index:
+def _checked(index: Index, note: Note | None, may_be_short: bool) -> Index:
     """Return an index with the current states of its shards.
 
     Shards that are newer than their index and have no checksums are scanned. The result is stored, so
-    a shard is scanned once. may_be_short: see `open_index`; a shard that is cut is not scanned.
+    a shard is scanned once. may_be_short: see `open_shards`; a shard that is cut is not scanned.
     Raises ShardError for a shard that differs from its index.
     """
     index = check_sizes(index, may_be_short=may_be_short)
     newer = [
-        shard
+        shard.path
         for shard in index.shards
-        if index.expected_state(shard) and is_newer(shard, may_be_short=may_be_short)
+        if index.expected_state(shard)
+        and is_newer(shard)
+        and os.path.getsize(shard.path) == shard.bytes
     ]
-    if not newer:
-        return index
     failed: list[WdstrainError] | None = [] if may_be_short else None
-    scanned = recall_or_scan([shard.path for shard in newer], note, failed)
+    scanned = recall_or_scan(newer, note, failed) if newer else index.pick([])
     for shard in scanned.shards:
-        listed, found = picked(index, [shard.path]), picked(scanned, [shard.path])
-        if listed.offsets.differences(found.offsets):
-            folder = os.path.dirname(shard.path) or "."
+        listed, actual = picked(index, [shard.path]), picked(scanned, [shard.path])
+        if listed.offsets.differences(actual.offsets):
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it "
-                f"was indexed. Accept it as it is: wdstrain index {folder}"
+                f"was indexed. Accept it as it is: "
+                f"wdstrain index {os.path.dirname(shard.path) or '.'}"
             )
     return index

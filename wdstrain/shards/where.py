@@ -15,39 +15,36 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise
-from keyword import iskeyword
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
-from wdstrain.shards.index_document import named_columns, shard_words
-from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of, place_named
+from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
+from wdstrain.shards.offsets import Bools, table_names
 
-Bools = npt.NDArray[np.bool_]
 # An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
 Operand = Any
 Samples = Any  # an Index, whose module imports this one
 
 _LONGEST = 10_000  # characters of a condition
 _SHOWN = 12  # names that an error lists
+_BASE = ("key", "shard", "split", "size")  # names that every index has
 _COLUMNS = "__column__"  # `a b` is parsed as __column__["a b"]
 _TOKENS = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(\.?)`([^`]+)`|(\.?)((?:[^\W\d]|[^\x00-\x7f])(?:\w|[^\x00-\x7f])*)|(?<![=!<>])=(?!=)"""
 )
-_OPERATORS = {"and", "or", "not", "in", "is", "True", "False", "None"}  # words of a condition
 _TEXTS = {"text", "class"}  # kinds that have a text
+_NUMBERS = {"number", "flag"}  # kinds that one can calculate with
 _log = logging.getLogger("wdstrain")
 
 
@@ -107,12 +104,11 @@ def _log_shards_without(
 
     Sets without the column, joined with others, are such shards.
     """
-    if not column.values.null_count:
-        return
     without = [
         number
         for number, (start, stop) in enumerate(pairwise(index.first.tolist()))
-        if start < stop
+        if column.values.null_count
+        and start < stop
         and not chosen[start:stop].any()
         and column.values.slice(start, stop - start).null_count == stop - start
     ]
@@ -136,27 +132,21 @@ def parsed(text: str) -> ast.expr:
 
     Raises UsageError for text that is no condition.
     """
-    if not isinstance(text, str):
-        raise UsageError(f"where={text!r}: must be a condition, such as \"label != 'Other'\".")
-    if len(text) > _LONGEST:
+    if not isinstance(text, str) or len(text) > _LONGEST:
         raise UsageError(
-            f"a condition of {len(text)} characters is too long: must be at most {_LONGEST}."
+            f"where={str(text)[:80]!r}: must be a condition of at most {_LONGEST} characters, such "
+            f"as \"label != 'Other'\"."
         )
-    tokens = list(_TOKENS.finditer(text))
-    if any(token[0] == "=" for token in tokens):
+    if any(token[0] == "=" for token in _TOKENS.finditer(text)):
         raise UsageError(f"{text!r}: = assigns a value. Use == to compare.")
     try:
         tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
         return _WholeNames().visit(tree)  # type: ignore[no-any-return]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reserved = [t[4] for t in tokens if t[4] and iskeyword(t[4]) and t[4] not in _OPERATORS]
-        hint = "Write for example: cls < 3 and json.width > 640"
-        if reserved:
-            hint = (
-                f"Python reserves the word {reserved[0]}: a column of this name stands in "
-                f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
-            )
-        raise UsageError(f"{text!r} is no condition ({error}). {hint}") from None
+        raise UsageError(
+            f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640. "
+            f"A name that is a word of Python stands in backticks: `class`, `json.class`"
+        ) from None
 
 
 def _own_name(token: re.Match[str]) -> str:
@@ -168,7 +158,7 @@ def _own_name(token: re.Match[str]) -> str:
 
 
 class _WholeNames(ast.NodeTransformer):
-    """Replaces a.b, a["b"] and `a.b` by one ast.Name, and len(x) by x.len()."""
+    """Replaces a.b, a["b"] and `a.b` by one ast.Name, len(x) by x.len(), and -x by 0 - x."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         match super().generic_visit(node):
@@ -181,29 +171,22 @@ class _WholeNames(ast.NodeTransformer):
             case ast.Call(ast.Name(name), arguments, keywords) if "." in name:
                 base, _, method = name.rpartition(".")
                 return ast.Call(ast.Attribute(ast.Name(base), method), arguments, keywords)
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+                return ast.Constant(-number)  # -2**63 fits, and 2**63 does not
+            case ast.UnaryOp(ast.USub(), operand):
+                return ast.BinOp(ast.Constant(0), ast.Sub(), operand)
         return node
 
 
-# --- names ----------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def column_named(rows: Samples | TableRows, name: str) -> Column | None:
     """Return the column with a name in the table, or else the one that is stored there."""
     columns = [column for column in rows.columns if column.kind != NOT_A_COLUMN]
-    by_place = {column.stored_as: column for column in columns}
-    return (by_place | named_columns(rows.fields, columns)).get(name)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the known name most like this one; "" if none is."""
-    near = get_close_matches(name, known, 1)
-    return f" Did you mean {printable(near[0])}?" if near else ""
-
-
-def listed(names: list[str]) -> str:
-    """Return the first names with commas between them, and how many there are."""
-    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return printable(", ".join(names[:_SHOWN])) + more
+    named = {column.stored_as: column for column in columns}
+    names = table_names(rows.fields, columns)
+    return (named | dict(zip(reversed(names), reversed(columns), strict=False))).get(name)
 
 
 class _Condition:
@@ -215,66 +198,52 @@ class _Condition:
         self._text = text
         self.used: dict[str, Column] = {}
 
-    def named(self, name: str) -> Operand:
-        """Return the values that a name stands for, one per sample. Raises UsageError."""
-        if (column := column_named(self._rows, name)) is not None:
-            self.used[name] = column
-            return column.values
-        base, _, rest = name.partition(".")
-        rows = self._rows
-        if base == "has" and rest:
-            column = column_named(rows, rest)
-            if column is None and rest not in rows.fields:
-                raise self._unknown(rest)
-            return pc.is_valid(rows.offsets.extents[rest][1] if column is None else column.values)
-        if base == "size" and rest in rows.fields:
-            return rows.offsets.extents[rest][1]
-        if isinstance(rows, TableRows) or name not in ("key", "shard", "size", "split"):
-            raise self._unknown(name)
-        if name == "size":
-            return rows.offsets.rows.column(2)
-        if name != "key":
-            return shard_words(rows.shards, "name" if name == "shard" else name).dictionary_decode()
-        keys = rows.offsets.rows.column(0)
-        with suppress(pa.ArrowInvalid):  # some key is not UTF-8
-            return keys.cast(pa.large_string())
-        return pa.array([key.decode("utf-8", "backslashreplace") for key in keys.to_pylist()])
-
     def _error(self, reason: str) -> UsageError:
         """Return the error for a condition. A condition may be only the name in the reason."""
         text = repr(self._text)
         return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
 
-    def _unknown(self, name: str) -> UsageError:
-        rows, problem = self._rows, f"there is no column {name!r}"
-        if isinstance(rows, TableRows):
-            if name not in rows.names:
-                near, columns = _near(name, rows.names), listed(list(rows.names))
-                return self._error(f"{problem}.{near} Use one of: {columns}")
-            return self._error(
-                f"the column {name!r} cannot be used: its values are long or of several types, "
-                f"or its name is taken. Of the latter, write json.{name}"
-            )
-        place = place_named(rows.shard_labels, name)
-        if place is not None and (reason := rows.disagreement(*place)):
-            return self._error(
-                f"{problem}: {reason}. Name the "
-                f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
-            )
-        names = [column.name for column in rows.columns if column.kind != NOT_A_COLUMN]
-        columns = f" one of: {listed(names)}; also" if names else ""
-        hint = ""
-        if field := next((f for f in rows.fields if name == f or name.startswith(f"{f}.")), ""):
-            hint = (
-                f". Numbers, short texts, true and false, and lists of names in the field {field} "
-                f"become columns by `wdstrain index --columns`"
-            )
-        near = _near(name, [*names, "key", "shard", "split", "size"])
-        return self._error(
-            f"{problem}.{near} Use{columns} key, shard, split, size, size.FIELD or has.FIELD{hint}"
-        )
+    def named(self, name: str) -> Operand:
+        """Return the values that a name stands for, one per sample. Raises UsageError."""
+        rows, (base, _, part) = self._rows, name.partition(".")
+        if (column := column_named(rows, name)) is not None:
+            self.used[name] = column
+            return column.values
+        if base == "has" and part:
+            return pc.is_valid(self.named(f"size.{part}" if part in rows.fields else part))
+        if base == "size" and part in rows.fields:
+            return rows.offsets.extents[part][1]
+        if isinstance(rows, TableRows) or name not in _BASE:
+            raise self._error(self._unknown(name))
+        if name == "key":
+            return rows.offsets.rows.column(0).cast(pa.large_string())
+        if name == "size":
+            return rows.offsets.rows.column(2)
+        return rows.words("name" if name == "shard" else name).dictionary_decode()
 
-    # --- values -----------------------------------------------------------------------------------
+    def _unknown(self, name: str) -> str:
+        """Return the reason for a name that means no column, and the names that do."""
+        rows, problem = self._rows, f"there is no column {name!r}"
+        also = ""
+        if isinstance(rows, TableRows):
+            names = [*rows.names]
+        else:
+            labels = [label for own in rows.shard_labels for label in own]
+            places = [label.place for label in labels if name in (label.name, label.stored_as)]
+            if reason := next(filter(None, (rows.disagreement(*place) for place in places)), ""):
+                return (
+                    f"{problem}: {reason}. Name the classes of each set alike: wdstrain index SET "
+                    f"--label NAME --classes A,B"
+                )
+            columns = [column for column in rows.columns if column.kind != NOT_A_COLUMN]
+            names = [*(column.name for column in columns), *_BASE]
+            also = (
+                ", size.FIELD or has.FIELD. Numbers, short texts, true and false, and lists of "
+                "names in a field become columns by `wdstrain index --columns`"
+            )
+        near = get_close_matches(name, names, 1)
+        meant = f" Did you mean {printable(near[0])}?" if near else ""
+        return f"{problem}.{meant} Use one of: {_listed(names)}{also}"
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
@@ -299,14 +268,14 @@ class _Condition:
                 return reduce(join, map(self.truth, node.values))
             case ast.UnaryOp(op=ast.Not()):
                 return pc.invert(self.truth(node.operand))
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
-            case ast.UnaryOp(op=ast.USub()):
-                return pc.negate_checked(self._number(node.operand, self._value(node.operand)))
             case ast.BinOp() if type(node.op) in _OPERATIONS:
                 return self._calculated(node)
             case ast.Compare():
-                return self._compared(node)
+                values, shown = [self._value(node.left)], ast.unparse(node)
+                values += map(self._value, node.comparators)
+                sides = zip(node.ops, values, values[1:], strict=False)
+                parts = (self._compared(type(op), a, b, shown) for op, a, b in sides)
+                return reduce(pc.and_kleene, parts)
             case ast.Call():
                 return self._called(node)
             case ast.Name():
@@ -322,102 +291,79 @@ class _Condition:
             raise self._error(f"{ast.unparse(node)} is not a constant. A list holds constants only")
         return value
 
-    def _compared(self, node: ast.Compare) -> Operand:
-        """Return the result of a comparison, also of a chain such as 2 < a <= b."""
-        sides = [node.left, *node.comparators]
-        values, texts = [self._value(side) for side in sides], [ast.unparse(side) for side in sides]
-        return reduce(
-            pc.and_kleene,
-            (
-                self._comparison(type(op), values[i], values[i + 1], f"{texts[i]}, {texts[i + 1]}")
-                for i, op in enumerate(node.ops)
-            ),
-        )
-
-    def _comparison(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
-        """shown: both operands, for error messages."""
+    def _compared(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
+        """Return the result of one comparison. shown: the text, for error messages."""
         if operator in _OPPOSITES:
-            return pc.invert(self._comparison(_OPPOSITES[operator], a, b, shown))
+            return pc.invert(self._compared(_OPPOSITES[operator], a, b, shown))
+        kinds = {_kind(a), _kind(b)}
+        if operator is ast.Is and _kind(b) == NOT_A_COLUMN and _kind(a) != "constants":
+            return pc.is_null(a)
+        if operator is ast.Is or NOT_A_COLUMN in kinds:
+            raise self._error(f"None is compared with is or is not, and nothing else is: {shown}")
         if operator is ast.In:
             return self._contained(a, b, shown)
-        if operator is ast.Is:
-            if _kind(b) != NOT_A_COLUMN or isinstance(a, list):
-                raise self._error(f"is and is not compare a column with None, not {shown}")
-            return pc.is_null(a)
-        kinds = {_kind(a), _kind(b)}
-        if NOT_A_COLUMN in kinds:
-            raise self._error(f"None is compared with is or is not: {shown}")
-        if kinds <= {"number", "flag", "class"} and kinds != {"class"}:
+        if kinds <= {*_NUMBERS, "class"} and kinds != {"class"}:
             return _OPERATIONS[operator](*_numbers(a, b))
         if not kinds <= _TEXTS:
             described = " with ".join(map(_described, (a, b)))
             raise self._error(f"{described} cannot be compared: {shown}")
-        if operator in (ast.Eq, ast.NotEq):
-            self._check_class_name(a, b)
-            self._check_class_name(b, a)
+        for classes, name in ((a, b), (b, a)) if operator in (ast.Eq, ast.NotEq) else ():
+            if _kind(classes) == "class" and isinstance(name, pa.Scalar):
+                known = classes.dictionary.to_pylist()
+                if name.as_py() not in known:  # a typing error would choose wrongly
+                    unknown = f"there is no class {name.as_py()!r}"
+                    raise self._error(f"{unknown}. Use one of: {_listed(known)}")
         return _OPERATIONS[operator](_as_text(a), _as_text(b))
 
     def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
         """Return a in b: in a list of constants, in the lists of a column, or in a text."""
-        if isinstance(b, list):
-            if not b:
-                raise self._error(f"the list is empty: {shown}")
-            return reduce(pc.or_kleene, (self._comparison(ast.Eq, a, one, shown) for one in b))
+        if isinstance(b, list) and b:
+            return reduce(pc.or_kleene, (self._compared(ast.Eq, a, item, shown) for item in b))
         is_text = _kind(a) == "text" and isinstance(a, pa.Scalar)
         if is_text and _kind(b) == "multi":
             rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
-            holds = np.zeros(len(b), np.bool_)
-            holds[rows.to_numpy()] = True
-            return pa.array(holds, mask=np.asarray(pc.is_null(b)))
+            return pa.array(np.isin(np.arange(len(b)), rows), mask=np.asarray(b.is_null()))
         if is_text and _kind(b) in _TEXTS:
             return pc.match_substring(_as_text(b), a.as_py())
         raise self._error(
-            f"in looks for a value in a list, or for a constant text in a column of texts or lists, not {shown}"
+            f"in looks for a value in a list of constants that is not empty, or for a constant text "
+            f"in a column of texts or lists, not {shown}"
         )
-
-    def _check_class_name(self, classes: Operand, name: Operand) -> None:
-        """Raise UsageError for a name that no class has: a typing error would choose wrongly."""
-        if _kind(classes) == "class" and isinstance(name, pa.Scalar):
-            known = classes.dictionary.to_pylist()
-            if name.as_py() not in known:
-                raise self._error(
-                    f"there is no class {name.as_py()!r}. Use one of: {listed(known)}"
-                )
 
     def _calculated(self, node: ast.BinOp) -> Operand:
         a, b = self._value(node.left), self._value(node.right)
         if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= _TEXTS:
             empty = pa.scalar("", pa.large_string())
             return pc.binary_join_element_wise(_as_text(a), _as_text(b), empty)
-        a, b = _numbers(self._number(node.left, a), self._number(node.right, b))
+        for value in (a, b):
+            if _kind(value) not in _NUMBERS:
+                raise self._error(
+                    f"{ast.unparse(node)} calculates with {_described(value)}, not a number"
+                )
+        a, b = _numbers(a, b)
         if isinstance(node.op, (ast.Div, ast.Mod)) and pc.any(pc.equal(b, 0)).as_py():
             raise self._error(f"{ast.unparse(node)} divides by 0")
         return _OPERATIONS[type(node.op)](a, b)
 
-    def _number(self, node: ast.expr, value: Operand) -> Operand:
-        if _kind(value) not in ("number", "flag"):
-            raise self._error(
-                f"{ast.unparse(node)} is {_described(value)}, not a number. Calculate with numbers only"
-            )
-        return _as_number(value)
-
     def _called(self, node: ast.Call) -> Operand:
         """Return the value of len() or of a method of texts."""
-        name = getattr(node.func, "attr", "")
-        if not isinstance(node.func, ast.Attribute) or name not in _METHODS or node.keywords:
-            raise self._error(
-                f"{ast.unparse(node)} calls a function that is not allowed in a condition. "
-                f"Use only len(), .startswith(), .endswith() and .lower()"
-            )
-        value, (function, count, needs) = self._value(node.func.value), _METHODS[name]
-        if _kind(value) not in (_TEXTS if needs == "a text" else _TEXTS | {"multi"}):
-            raise self._error(
-                f"{name}() needs {needs}: {ast.unparse(node.func.value)} is {_described(value)}"
-            )
-        arguments = [self._constant(argument).as_py() for argument in node.args]
-        if len(arguments) != count or not all(isinstance(one, str) for one in arguments):
-            raise self._error(f"{name}() takes {'one text' if count else 'no argument'}")
-        return function(value if _kind(value) == "multi" else _as_text(value), *arguments)
+        name, arguments = getattr(node.func, "attr", ""), [*map(self._constant, node.args)]
+        if name in _METHODS and not node.keywords:
+            function, kinds, count = _METHODS[name]
+            value = self._value(node.func.value)  # type: ignore[attr-defined]
+            if _kind(value) in kinds and list(map(_kind, arguments)) == ["text"] * count:
+                texts = value if _kind(value) == "multi" else _as_text(value)
+                return function(texts, *(argument.as_py() for argument in arguments))
+        raise self._error(
+            f"{ast.unparse(node)} calls a function that is not allowed in a condition. Use only "
+            f"len() of a text or a list, and .startswith('...'), .endswith('...') and .lower() of a text"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first names with commas between them, and how many there are."""
+    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return printable(", ".join(names[:_SHOWN])) + more
 
 
 def _kind(value: Operand) -> str:
@@ -430,19 +376,19 @@ def _described(value: Operand) -> str:
     return names.get(_kind(value)) or KINDS[_kind(value)].described
 
 
+def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Return two operands as numbers: both whole, or both floats."""
+    a, b = map(_as_number, (a, b))
+    if pa.types.is_floating(a.type) == pa.types.is_floating(b.type):
+        return a, b
+    return _as_float(a), _as_float(b)
+
+
 def _as_number(value: Operand) -> Operand:
     """Return numbers; of classes their numbers, of flags 0 and 1."""
     if _kind(value) == "class":
         return value.indices
     return pc.cast(value, pa.int64()) if _kind(value) == "flag" else value
-
-
-def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return two operands as numbers: both whole, or both floats."""
-    a, b = _as_number(a), _as_number(b)
-    if pa.types.is_floating(a.type) == pa.types.is_floating(b.type):
-        return a, b
-    return _as_float(a), _as_float(b)
 
 
 def _as_float(value: Operand) -> Operand:
@@ -495,10 +441,10 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: _modulo,
 }
 _OPPOSITES: dict[type, type] = {ast.NotIn: ast.In, ast.IsNot: ast.Is}
-# Function, number of its arguments, and what it is called on.
-_METHODS: dict[str, tuple[Callable[..., Any], int, str]] = {
-    "len": (_length, 0, "a text or a list"),
-    "lower": (_in_lower_case, 0, "a text"),
-    "startswith": (pc.starts_with, 1, "a text"),
-    "endswith": (pc.ends_with, 1, "a text"),
+# Function, the kinds it is called on, and the number of its arguments, which are texts.
+_METHODS: dict[str, tuple[Callable[..., Any], set[str], int]] = {
+    "len": (_length, {*_TEXTS, "multi"}, 0),
+    "lower": (_in_lower_case, _TEXTS, 0),
+    "startswith": (pc.starts_with, _TEXTS, 1),
+    "endswith": (pc.ends_with, _TEXTS, 1),
 }

@@ -282,7 +282,8 @@ class WholeShards:
                     yield from self._samples(shard["url"], cache, passed)
                 except WdstrainError as error:  # the sample before it is incomplete, and left out
                     self._handler(error)
-            remember(passed.values())
+            for index in passed.values():
+                remember(index)
 
     def _samples(
         self, path: str, cache: Cache | None, passed: dict[str, Index]
@@ -385,6 +386,6 @@ def _reason(paths: list[str]) -> str:
     for path in (path for path in paths if COMPRESSED.search(name_of(path))):
         return f"{shown(path)} is compressed"
     for bare, index in groups_of(path for path in paths if is_remote(path) and not is_json(path)):
-        if index is None and len(recall(bare).shards) < len(bare):
+        if index is None and len(recall(bare)) < len(bare):
             return f"{shown(bare[0])} has no index beside it (wdstrain index makes one)"
     return ""

@@ -39,7 +39,7 @@ from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.errors import DamageError, SampleError, ShardError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_document import find_document
+from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.resolve import open_index
