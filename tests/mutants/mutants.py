@@ -618,7 +618,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "distinct[0] >= 0 and distinct[-1]",
             "distinct[0] > 0 and distinct[-1]",
         ),
-        ("negative-numbers", "if low < -1 or", "if low < -2 or"),
+        ("negative-numbers", "if low < -1 or", "if low < 0 or"),
     ],
     "conversion/images.py": [
         (
