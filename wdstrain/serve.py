@@ -59,6 +59,8 @@ class Server(ThreadingTCPServer):
                 f"Name a folder of shards that you can read."
             ) from None
         try:
+            if port > 65535:
+                raise OverflowError("ports end at 65535")  # socket would take the rest of it
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.address_family, _, _, _, address = min(
                 found, key=lambda entry: entry[0] != socket.AF_INET

@@ -25,8 +25,7 @@ from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_document import read_document
-from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
+from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
 from wdstrain.shards.offsets import Offsets, OffsetsBuilder
 from wdstrain.shards.resolve import tars_of
 from wdstrain.shards.tar import Member as TarMember
@@ -300,7 +299,7 @@ def shards_at(urls: Urls) -> tuple[Shards, list[Finding]]:
         if is_list and index is not None:
             shards |= {shard.path: picked(index, [shard.path]) for shard in index.shards}
         elif is_list and is_remote(path):
-            read_document(path)  # raises the error
+            load(path)  # raises the error
         if is_list:
             tars = [] if is_remote(path) else tars_of(os.path.dirname(path))
         for tar in tars:
