@@ -176,8 +176,11 @@ def test_a_missing_input_is_wrong_usage_in_every_verb(
         ("convert table log.csv out --image file --label x", "Use one of its columns: file, n."),
         ("convert table log.csv out --image file --where x==1", "Use one of: file, n."),
         ("convert tars plain out --label x", "Use one of: cls, txt."),
-        ("info plain --where x==1", "Use key, shard, split, size, size.FIELD or has.FIELD."),
-        ("info pets --where x==1", "Use one of: label; also key, shard, split, "),
+        (
+            "info plain --where x==1",
+            "Use one of: key, shard, split, size, size.FIELD or has.FIELD.",
+        ),
+        ("info pets --where x==1", "Use one of: label, key, shard, split, "),
         ("info pets --where label=='elk'", "Use one of: cat, dog."),
         ("index plain --columns x", "Use one of: cls, txt."),
         ("show pets --label x", "Use one of: label, "),
@@ -185,7 +188,7 @@ def test_a_missing_input_is_wrong_usage_in_every_verb(
         ("show pets --key x", "Use a key such as "),
         ("plan pets --label x", "Use one of: label"),
         ("train pets --label x --out out", "Use one of: label."),
-        ("train pets --balance x --out out", "Use one of: label; also key, "),
+        ("train pets --balance x --out out", "Use one of: label, key, "),
         ("train empty --out out", "Name a folder of shards"),
     ],
 )

@@ -78,8 +78,8 @@ def opened(folder: Path, out: str, **options: Any) -> object:
         pytest.param(convert_tars, "label", ["cls"], marks=ATTRIBUTE),
         (convert_tars, "where", ["cls == 1"]),
         (convert_tars, "rename", "cls=kind"),
-        pytest.param(convert_tars, "keep", None, marks=TYPE),
-        pytest.param(convert_tars, "drop", None, marks=TYPE),
+        (convert_tars, "keep", None),
+        (convert_tars, "drop", None),
         pytest.param(index, "label", ["cls", "n.cls"], marks=ATTRIBUTE),
         pytest.param(convert_folder, "masks", ["masks"], marks=TYPE),
         pytest.param(convert_folder, "classes", None, marks=TYPE),
@@ -89,7 +89,7 @@ def opened(folder: Path, out: str, **options: Any) -> object:
         pytest.param(convert_table, "root", ["."], marks=TYPE),
         pytest.param(convert_table, "label", None, marks=TYPE),
         (convert_table, "where", ["kind"]),
-        pytest.param(convert_table, "header", None, marks=TYPE),
+        (convert_table, "header", None),
         pytest.param(convert_arrays, "label", None, marks=TYPE),
         pytest.param(pack, "labels", ["cls"], marks=ATTRIBUTE),
         pytest.param(pack, "group", "cls", marks=TYPE),
@@ -118,15 +118,12 @@ def test_a_value_of_another_type_is_taken_or_refused(
         function(sources, str(tmp_path / "out"), **{option: value})
 
 
-LETTERS = known_fault("inspection/columns_text")
-
-
 @pytest.mark.parametrize(
     ("function", "option", "value"),
     [
         (index, "columns", "txt"),
-        pytest.param(convert_tars, "keep", "txt", marks=LETTERS),
-        pytest.param(convert_tars, "drop", "txt", marks=LETTERS),
+        (convert_tars, "keep", "txt"),
+        (convert_tars, "drop", "txt"),
         (convert_table, "label", "kind"),
         (convert_arrays, "label", "cls"),
     ],

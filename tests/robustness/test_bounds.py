@@ -29,7 +29,6 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
-from tests.support.known_faults import known_fault
 from wdstrain.decode.codecs import decode_image
 from wdstrain.errors import (
     SampleError,
@@ -159,7 +158,6 @@ def test_links_devices_and_folders_are_skipped_and_counted(tmp_path: Path) -> No
     assert sum(index.info["ignored"].values()) == 6
 
 
-@known_fault("shards/ignored_members_counted_twice")
 def test_skipped_members_of_a_replaced_shard_are_counted_once(tmp_path: Path) -> None:
     """A cached scan of the shard that it replaces does not count."""
     for count in (1, 2):

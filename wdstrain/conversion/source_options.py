@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wdstrain.conversion.options import Options, Path
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import REQUIRED, option, parse_list, parse_pair, parse_pairs
+from wdstrain.runtime.options import REQUIRED, as_list, option, parse_list, parse_pair, parse_pairs
 from wdstrain.shards.options import (
     progress_option,
     shard_urls,
@@ -194,6 +194,13 @@ class TarsOptions(Options):
     )
     label: str | None = stored_label()
     classes: Sequence[str] | None = stored_classes()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rename, str):
+            raise UsageError(f"rename={self.rename!r}: must be a dict of new names by field.")
+        for name in ("keep", "drop"):  # a name by itself is not a list of letters
+            object.__setattr__(self, name, as_list(getattr(self, name) or ()))
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ def _listed(document: Any, path: str) -> Index:
         Column(
             *(row["name"], row["kind"], row["field"], row["entry"]),
             is_label=False,
-            values=pa.array([], KINDS[row["kind"]].arrow),
+            values=pa.nulls(0, KINDS[row["kind"]].arrow),
         )
         for row in own["columns"]
     ]
@@ -337,7 +337,7 @@ def _listed(document: Any, path: str) -> Index:
     if len(set(fields)) < len(fields):
         raise ValueError("its fields must be different names")
     kinds = [pa.large_binary(), pa.int64(), pa.int64(), *list(PARTS.values()) * len(fields)]
-    offsets = Offsets.of_arrays(fields, [pa.array([], kind) for kind in kinds], columns)
+    offsets = Offsets.of_arrays(fields, [pa.nulls(0, kind) for kind in kinds], columns)
     shards = tuple(_shard(row, path) for row in document["shardlist"])
     return Index(shards, offsets, labels, dict(own["info"]))
 

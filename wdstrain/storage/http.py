@@ -62,7 +62,8 @@ _XML_REASON = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<"
 _JSON_REASON = re.compile(r'"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"')
 _EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
 
-_targets: dict[str, str] = {}  # address -> where its last redirect led to, or the address itself
+_targets: dict[str, str] = {}  # address -> where its last redirect led to
+_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
 
 
 def is_http(path: str) -> bool:
@@ -228,8 +229,10 @@ def get(
 
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
+    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
+    is_known = address in _targets or kind in _direct
     # One request learns the target for all threads.
-    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 64]:
+    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -242,10 +245,14 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-        if response.status in _BODY:
-            if len(_targets) >= _MOST_TARGETS:
-                _targets.clear()
-            _targets[address] = target
+    if target == address:
+        _direct.add(kind)
+        _targets.pop(address, None)
+    elif response.status in _BODY:
+        _direct.discard(kind)
+        if len(_targets) >= _MOST_TARGETS:
+            _targets.clear()
+        _targets[address] = target
     return response
 
 

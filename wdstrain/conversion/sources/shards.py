@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -341,7 +342,7 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
         raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
     try:
         with zipfile.ZipFile(path) as archive:
-            infos = [info for info in archive.infolist() if not info.is_dir()]
+            infos = [info for info in archive.infolist() if _is_file(info)]
             if sum(info.file_size for info in infos) > _most_bytes(path):
                 raise _too_large(path)
             first: dict[str, int] = {}  # place of the first member of each key
@@ -359,6 +360,11 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
         raise ShardError(
             f"{shown(path)} cannot be unpacked: {error}. Unpack it yourself."
         ) from error
+
+
+def _is_file(info: zipfile.ZipInfo) -> bool:
+    """Whether an entry is a file, not a folder or a link, whose text is the path of its target."""
+    return not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
 
 
 def _key_of(info: zipfile.ZipInfo) -> str:
