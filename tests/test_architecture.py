@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 398,
     "tuning": 300,
     "order": 400,
-    "report": 335,
+    "report": 337,
     "augment": 270,
     "webdataset": 336,
     "native": 56,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,7 @@ class Kernel:
 def kernel(home: Path) -> Iterator[Kernel]:
     """Start a kernel that works in `home` and writes no files to the user's home folder."""
     jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter-client is not installed")
-    if find_spec("ipykernel") is None:  # imported, it would make this process a notebook
-        pytest.skip("ipykernel is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     places = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
     with pytest.MonkeyPatch.context() as changed:
         for name in places:

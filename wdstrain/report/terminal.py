@@ -42,7 +42,9 @@ class Reporter:
     """
 
     def __init__(self, *, is_silent: bool = False) -> None:
-        self._is_silent, self._in_notebook = is_silent, "ipykernel" in sys.modules
+        ipython = sys.modules.get("IPython")  # which a program may import outside of a notebook
+        self._in_notebook = hasattr(ipython and ipython.get_ipython(), "kernel")
+        self._is_silent = is_silent
         self._redraws = sys.stderr.isatty() and not self._in_notebook
         self._interval = _REDRAW_SECONDS if self._redraws else _PLAIN_SECONDS
         if self._in_notebook:
