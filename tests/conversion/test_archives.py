@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import stat
 import sys
 import tarfile
 import zipfile
@@ -132,6 +133,18 @@ def test_archives_without_an_index_have_no_columns_to_select_by(tmp_path: Path) 
     path = write_archive(tmp_path / "a", "zip", MEMBERS)
     with pytest.raises(UsageError, match="where and label need the columns of an index"):
         wt.convert_tars(str(path), str(tmp_path / "out"), where="cls == 1")
+
+
+def test_links_in_a_zip_are_counted_and_not_packed(tmp_path: Path) -> None:
+    """The content of a link is the path of its target, which must not become a sample."""
+    link = zipfile.ZipInfo("b.txt")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.txt", b"1")
+        archive.writestr(link, b"a.txt")
+    index = wt.convert_tars(str(tmp_path / "a.zip"), str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == {"a.txt": b"1"}
+    assert sum(index.info["ignored"].values()) == 1
 
 
 def test_separated_members_of_a_key_are_an_error_in_tars_and_joined_in_zips(tmp_path: Path) -> None:

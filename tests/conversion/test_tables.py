@@ -604,6 +604,23 @@ def test_a_csv_that_is_not_utf_8_is_refused_with_its_line(
         wt.convert_table(folder / "t.csv", folder / "out", image="file", label="y")
 
 
+def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
+    rows = [
+        '{"file": "IMG/0.png", "y": 0}',
+        '{"file": "IMG/1.png", "y": 0, "y": 1}',
+        '{"file": "IMG/2.png", "y": 1, "z": {"a": 1, "a": 2}}',
+    ]
+    (folder / "t.jsonl").write_text("\n".join(rows))
+    index = wt.convert_table(
+        str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_error="skip"
+    )
+    assert len(index) == 1
+    reasons = bad_rows(folder / "out")
+    assert set(reasons) == {2, 3}
+    assert "names 'y' twice" in reasons[2]
+    assert "names 'a' twice" in reasons[3]
+
+
 @pytest.mark.parametrize(
     ("encoding", "message"),
     [("latin-1", "see line 2"), ("utf-16", "see line 1")],

@@ -1,7 +1,7 @@
 """Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several at once.
 
 Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and
-a random generator and causes the real fault. It raises Lie if the loader did not survive, and
+a random generator and causes the real fault. It raises WrongOutcome if the loader did not survive, and
 otherwise returns the outcome in a word.
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import wdstrain as wt
-from tests.fault_injection.process_faults import Kill, Lie, inside, typed
+from tests.fault_injection.process_faults import Kill, WrongOutcome, inside, typed
 from tests.fault_injection.workloads import (
     Converting,
     Filling,
@@ -80,15 +80,15 @@ def workers(shared: Path) -> Trial:
         field = Bytes(b"%06d" % bits.randrange(120), how)
         delivered, text, state = inside(lambda: _read(shared, count, field)).need("done").value
         if delivered != expected[: len(delivered)]:
-            raise Lie("other samples came before the fault")
+            raise WrongOutcome("other samples came before the fault")
         words = ["worker process of the loader died"]
         if how != "killed":
             words = ["no memory", "nable to allocate", "cannot allocate"]
         if not any(word in text for word in words) or "\n" in text:
-            raise Lie(f"{how}: the error text is {text!r}")
+            raise WrongOutcome(f"{how}: the error text is {text!r}")
         rest = inside(lambda: _read(shared, count, Bytes(), state)).need("done").value[0]
         if delivered + rest != expected:
-            raise Lie("a new loader does not go on where the old one was")
+            raise WrongOutcome("a new loader does not go on where the old one was")
         return how
 
     return trial
@@ -177,7 +177,7 @@ def _child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, af
 
     ended = inside(killing).need("done", "told")
     if ended.how == "told" and word not in ended.said:
-        raise Lie(f"what was said: {ended.said}")
+        raise WrongOutcome(f"the error was another one: {ended.said}")
     for step in (work.look, work.again, work.end):
         inside(partial(step, place)).need("done")
     return "told" if ended.how == "told" else "not missed" if ended.value else "too late"
@@ -220,7 +220,7 @@ def clocks(shared: Path, url: str) -> Trial:
             return {key: data for key, data, _ in epoch(loader)}["s000040"]
 
         if not inside(read).need("done").value.startswith(b"change"):
-            raise Lie("the old bytes came")
+            raise WrongOutcome("the old bytes came")
         return "right"
 
     return trial
@@ -296,15 +296,17 @@ def shards(shared: Path) -> Trial:
         about = f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {count} workers"
         wrong = [key for key, data in delivered if right[kind].get(key) != data]
         if wrong:
-            raise Lie(f"{about}: other bytes came for {wrong[:3]}")
+            raise WrongOutcome(f"{about}: other bytes came for {wrong[:3]}")
         if len(delivered) != 240 and not text:
-            raise Lie(f"{about}: {len(delivered)} of 240 samples came, and nothing was said")
+            raise WrongOutcome(
+                f"{about}: {len(delivered)} of 240 samples came, and nothing was said"
+            )
         if text and ("\n" in text or victim.name not in text):
-            raise Lie(f"{about}: the error text is {text!r}")
+            raise WrongOutcome(f"{about}: the error text is {text!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
         if inside(partial(read, place / "set", kind)).need("done").value != right[kind]:
-            raise Lie("it does not work again")
+            raise WrongOutcome("it does not work again")
         return ("far " if far else "") + ("told" if text else "right")
 
     return trial
@@ -405,9 +407,9 @@ def together(shared: Path, url: str) -> Trial:
         for words in outcomes:
             is_refused = any(word in words for word in refused) and "\n" not in words
             if words != "done" and (words.startswith("wrong") or not is_refused):
-                raise Lie(f"{kind}: {outcomes}")
+                raise WrongOutcome(f"{kind}: {outcomes}")
         if "done" not in outcomes:
-            raise Lie(f"{kind}: none of both was done: {outcomes}")
+            raise WrongOutcome(f"{kind}: none of both was done: {outcomes}")
         for step in (work.look, work.end):
             inside(partial(step, place)).need("done")
         return f"{kind} {outcomes.count('done')}"
@@ -464,7 +466,7 @@ def many(shared: Path) -> Trial:
         before, after = inside(watched).need("done").value
         allowed = Counter(before, memory=before["memory"] + 24)
         if any(after[name] > allowed[name] for name in before):
-            raise Lie(f"before {dict(before)}, after {dict(after)}")
+            raise WrongOutcome(f"before {dict(before)}, after {dict(after)}")
         return f"{count} workers"
 
     return trial

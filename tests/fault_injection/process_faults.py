@@ -37,7 +37,7 @@ _CHANGES = {
 }  # audited
 
 
-class Lie(Exception):
+class WrongOutcome(Exception):
     """Raised for wrong data on a disk or a wrong report."""
 
 
@@ -51,15 +51,15 @@ class Ended(NamedTuple):
     said: str = ""
 
     def need(self, *ways: str) -> Ended:
-        """Return this outcome, or raise Lie if it is not one of these."""
+        """Return this outcome, or raise WrongOutcome if it is not one of these."""
         if self.how not in ways:
-            raise Lie(
+            raise WrongOutcome(
                 f"it was {self.how}, not {' or '.join(ways)}: {self.said.strip() or self.value}"
             )
         if self.how == "told" and (
             not self.said or "\n" in self.said.strip() or "Traceback" in self.said
         ):
-            raise Lie(f"what was said is no sentence: {self.said!r}")
+            raise WrongOutcome(f"its error is not one sentence: {self.said!r}")
         return self
 
 
@@ -75,7 +75,7 @@ class Kill:
 def inside(
     work: Callable[[], Any], kill: Kill | None = None, *, patience: float = PATIENCE
 ) -> Ended:
-    """Do work in a child process. Raises Lie if any of its processes is left."""
+    """Do work in a child process. Raises WrongOutcome if any of its processes is left."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -147,11 +147,11 @@ def typed(*words: str) -> str:
         status = main(list(words))
     lines = heard.getvalue().strip().splitlines()
     if status not in (0, 1, 2, 130) or "Traceback" in heard.getvalue():
-        raise Lie(f"exit status {status}: {heard.getvalue()}")
+        raise WrongOutcome(f"exit status {status}: {heard.getvalue()}")
     if status:
         errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         if not errors:
-            raise Lie(f"exit status {status} without a sentence: {lines}")
+            raise WrongOutcome(f"exit status {status} without a sentence: {lines}")
         raise StorageError(" ".join(lines[errors[-1] :]).removeprefix("error: "))
     return heard.getvalue()
 
@@ -189,7 +189,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _reap(patience: float = 60.0) -> None:
-    """Wait until all processes that a child started have ended. Raises Lie for the others."""
+    """Wait until all processes that a child started have ended. Raises WrongOutcome for the others."""
     end = time.monotonic() + patience
     while True:
         with suppress(ChildProcessError):
@@ -202,7 +202,7 @@ def _reap(patience: float = 60.0) -> None:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            raise Lie(f"processes were left behind: {left}")
+            raise WrongOutcome(f"processes were left behind: {left}")
         time.sleep(0.005)
 
 

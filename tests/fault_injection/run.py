@@ -44,8 +44,8 @@ import torchvision  # noqa: E402, F401
 from tests.fault_injection import loader_faults  # noqa: E402
 from tests.fault_injection.process_faults import (  # noqa: E402
     Kill,
-    Lie,
     Recording,
+    WrongOutcome,
     adopt_orphans,
     beside,
     cut_power,
@@ -129,7 +129,7 @@ def _killed(
                 break
             took(time.monotonic() - begun)
         else:
-            raise Lie(f"{_TRIES} kills came too late")
+            raise WrongOutcome(f"{_TRIES} kills came too late")
         where = work.reach(spot)
         while bits.random() < _AGAIN:
             inside(lambda: work.look(spot)).need("done")
@@ -274,7 +274,7 @@ def try_out(
             ).partition("+")
             where[became] += 1
             missed += int(late or 0)
-        except Lie as lie:
+        except WrongOutcome as lie:
             failed.append(
                 f"{name}, time {number}: {lie}\n    again: python -m tests.fault_injection.run '{name}' --seed {seed} --only {number}"
             )

@@ -546,7 +546,7 @@ def _thirds(samples: list[Measured]) -> Any:
 
 
 def _compared(name: str, counts: str, thirds: Any) -> list[str]:
-    """Print a line of the table; return what is not flat."""
+    """Print a line of the table; return the names of the figures that grow."""
     if thirds is None:
         print(f"{name:<26}{counts:<13}{'too few measurements':>39}")
         return []

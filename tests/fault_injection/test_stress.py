@@ -21,7 +21,9 @@ def test_readers_that_are_killed_or_break_off_are_exact_and_flat_for_half_a_minu
     ) as process:
         try:
             table, _ = process.communicate()
-        except BaseException:  # the time of a test is over: the load ends what it started
+        except (
+            BaseException
+        ):  # at the time limit of the test too: end the processes that it started
             process.send_signal(signal.SIGINT)
             process.wait(60)
             raise

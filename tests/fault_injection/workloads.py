@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.fault_injection.process_faults import Lie, inside, typed
+from tests.fault_injection.process_faults import WrongOutcome, inside, typed
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
@@ -53,7 +53,7 @@ class Work:
         raise NotImplementedError
 
     def look(self, place: Path) -> None:
-        """Raise Lie if a file with its final name is incomplete or wrong."""
+        """Raise WrongOutcome if a file with its final name is incomplete or wrong."""
 
     def again(self, place: Path) -> None:
         """Repeat the work as a user does after a fault."""
@@ -64,7 +64,7 @@ class Work:
         self.again(place)
 
     def end(self, place: Path) -> None:
-        """Raise Lie unless the files equal those of an undisturbed run."""
+        """Raise WrongOutcome unless the files equal those of an undisturbed run."""
 
     def reach(self, place: Path) -> str:
         """Return the progress: "before", "within" or "after" its writing."""
@@ -134,14 +134,14 @@ class Converting(Work):
         contents = visible(out) if out.exists() else {}
         for name, data in contents.items():
             if name.endswith(".tar") and data not in (self.new.get(name), self.old.get(name)):
-                raise Lie(f"{name} is neither that of the old set nor that of the new one")
+                raise WrongOutcome(f"{name} is neither that of the old set nor that of the new one")
         for address in (str(out), f"{out}/*.tar"):
             if opened(address) is not None and contents not in (self.old, self.new):
-                raise Lie(
+                raise WrongOutcome(
                     f"{address} can be opened, and is neither the old set nor the new one: {sorted(contents)}"
                 )
         if self._over and not is_decided(out) and opened(str(out)) is None:
-            raise Lie(
+            raise WrongOutcome(
                 "the set that was there before cannot be opened, and nothing is being put in its place"
             )
 
@@ -161,10 +161,12 @@ class Converting(Work):
 
     def end(self, place: Path) -> None:
         if visible(place / "out") != self.new:
-            raise Lie(f"other bytes came out: {differing(visible(place / 'out'), self.new)}")
+            raise WrongOutcome(
+                f"other bytes came out: {differing(visible(place / 'out'), self.new)}"
+            )
         hidden = [name for name in os.listdir(place / "out") if name.startswith(".")]
         if hidden:
-            raise Lie(f"left behind: {hidden}")
+            raise WrongOutcome(f"left behind: {hidden}")
 
     def reach(self, place: Path) -> str:
         out = place / "out"
@@ -211,15 +213,17 @@ class Indexing(Work):
             index = open_index(str(place / "set"))
         except WdstrainError as error:
             if "train-000002.tar is in the index but cannot be found" not in str(error):
-                raise Lie(f"neither the old index nor the new one: {error}") from error
+                raise WrongOutcome(f"neither the old index nor the new one: {error}") from error
         else:
             true_of(index)
             if not index.offsets.has_checksums:
-                raise Lie("the checksums are lost")
+                raise WrongOutcome("the checksums are lost")
 
     def end(self, place: Path) -> None:
         if visible(place / "set") != self._new:
-            raise Lie(f"another index came out: {differing(visible(place / 'set'), self._new)}")
+            raise WrongOutcome(
+                f"another index came out: {differing(visible(place / 'set'), self._new)}"
+            )
 
     def reach(self, place: Path) -> str:
         contents = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
@@ -258,7 +262,7 @@ class Remembering(Work):
         reported: list[str] = []
         true_of(open_index(str(place / "set"), note=reported.append))
         if reported:
-            raise Lie(f"it was not remembered: {reported}")
+            raise WrongOutcome(f"it was not remembered: {reported}")
 
     def reach(self, place: Path) -> str:
         cache = place / "home" / "wdstrain" / "scans"
@@ -303,12 +307,12 @@ class Filling(Work):
             wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")
         ) as loader:
             if epoch(loader) != self.order:
-                raise Lie("other samples came")
+                raise WrongOutcome("other samples came")
 
     def look(self, place: Path) -> None:
         for path in (place / "cache").rglob("*.tar"):
             if path.read_bytes() not in self.shards:
-                raise Lie(f"{path.name} in the cache is none of the shards")
+                raise WrongOutcome(f"{path.name} in the cache is none of the shards")
 
     def end(self, place: Path) -> None:
         self.look(place)
@@ -316,7 +320,7 @@ class Filling(Work):
         if len([name for name in names if name.endswith(".tar")]) != len(self.shards) or any(
             ".part" in name for name in names
         ):
-            raise Lie(f"the cache holds {names}")
+            raise WrongOutcome(f"the cache holds {names}")
 
     def reach(self, place: Path) -> str:
         whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
@@ -348,7 +352,7 @@ class Saving(Work):
         (place / "c").mkdir(exist_ok=True)
         state, refused = read_last(str(place / "c"))
         if refused:
-            raise Lie(f"checkpoints are not whole: {refused}")
+            raise WrongOutcome(f"checkpoints are not whole: {refused}")
         kept = Checkpoints(str(place / "c"), keep=2)
         for step in range(state["position"] + 1 if state else 1, self.steps + 1):
             kept.save(self._state(step), step, best=step % 2 == 0)
@@ -378,15 +382,15 @@ class Saving(Work):
                 not torch.equal(value, torch.full_like(value, step))
                 for value in state["model"].values()
             ):
-                raise Lie(f"{name} is mixed of several steps")
+                raise WrongOutcome(f"{name} is mixed of several steps")
             if name.startswith("step-") and name != f"step-{step:08d}.pt":
-                raise Lie(f"{name} is of step {step}")
+                raise WrongOutcome(f"{name} is of step {step}")
         if BEST in positions and (
             positions[BEST]["position"] % 2 or (LAST not in positions and len(positions) < 2)
         ):
-            raise Lie(f"best.pt is of step {positions[BEST]['position']}")
+            raise WrongOutcome(f"best.pt is of step {positions[BEST]['position']}")
         if LAST in positions and positions[LAST]["position"] >= 2 and BEST not in positions:
-            raise Lie("the best is behind last.pt and has no name")
+            raise WrongOutcome("the best is behind last.pt and has no name")
 
     def end(self, place: Path) -> None:
         self.look(place)
@@ -402,7 +406,7 @@ class Saving(Work):
         }
         kept.pop(f"step-{self.steps - 2:08d}.pt", None)  # the next save would have taken it away
         if kept != expected or any(name.startswith(".") for name in os.listdir(folder)):
-            raise Lie(f"left are {kept} and {sorted(os.listdir(folder))}")
+            raise WrongOutcome(f"left are {kept} and {sorted(os.listdir(folder))}")
 
     def reach(self, place: Path) -> str:
         names = os.listdir(place / "c") if (place / "c").exists() else []
@@ -474,13 +478,13 @@ class Training(Work):
             ("weights", "metrics", "lines"), self._came_to(place), self._wanted, strict=True
         ):
             if actual != expected:
-                raise Lie(
+                raise WrongOutcome(
                     f"it came to other {description}"
                     + f": {actual}, not {expected}" * (description != "weights")
                 )
         left = [path.name for path in (place / "run").rglob("*.tmp")]
         if left:
-            raise Lie(f"left behind: {left}")
+            raise WrongOutcome(f"left behind: {left}")
 
     def reach(self, place: Path) -> str:
         if not (place / "run" / "config.toml").exists():
@@ -549,15 +553,15 @@ def opened(address: str) -> Index | None:
         return open_index(address)
     except WdstrainError as error:
         if not str(error).strip() or "\n" in str(error).strip():
-            raise Lie(f"no sentence: {error!r}") from error
+            raise WrongOutcome(f"no sentence: {error!r}") from error
         return None
 
 
 def true_of(index: Index) -> None:
-    """Raise Lie unless an index equals a scan over its shards."""
+    """Raise WrongOutcome unless an index equals a scan over its shards."""
     walked = scan(shard.path for shard in index.shards)
     if index.offsets.differences(walked.offsets):
-        raise Lie("the index is not true of its shards")
+        raise WrongOutcome("the index is not true of its shards")
 
 
 def is_decided(out: Path) -> bool:

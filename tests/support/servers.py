@@ -335,11 +335,16 @@ def fine() -> Fault:
 
 @contextmanager
 def serving(
-    root: Path, *, tls: ssl.SSLContext | None = None, port: int = 0, **options: object
+    root: Path,
+    *,
+    tls: ssl.SSLContext | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    **options: object,
 ) -> Iterator[Served]:
     served = Served(root, **options)  # type: ignore[arg-type]
     handler = type("OneHandler", (Handler,), {"served": served})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server = http.server.ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may close
     thread = threading.Thread(
@@ -348,7 +353,7 @@ def serving(
     thread.start()
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    served.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
+    served.url = f"{'https' if tls else 'http'}://{host}:{server.server_address[1]}"
     try:
         yield served
     finally:

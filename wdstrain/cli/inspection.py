@@ -119,7 +119,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verified(done: Verification) -> dict[str, str]:
-    """Return the rows of a table about what was verified."""
+    """Return the result of `verify` as rows of a table."""
     part = f"{done.unindexed} of {done.shards} shards: only their structure was checked"
     ignored = [f"{count} x {reason}" for reason, count in sorted(done.ignored.items())]
     return {
@@ -143,7 +143,7 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _repaired(done: Repair) -> dict[str, str]:
-    """Return the rows of a table about what was repaired."""
+    """Return the result of `repair` as rows of a table."""
     is_unsure = any(not finding.key for finding in done.findings)
     return {
         "shards": str(done.shards),

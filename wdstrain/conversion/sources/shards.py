@@ -44,7 +44,7 @@ from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.resolve import open_index
-from wdstrain.shards.tar import Member, SkippedMembers, split_name
+from wdstrain.shards.tar import Member, SkippedMembers, other_kind, split_name
 from wdstrain.shards.tar_stream import members, open_tar, samples, shown
 from wdstrain.storage.addresses import INDEX_NAME, beside, expand, folder_of, is_json
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of
@@ -342,7 +342,7 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
         raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
     try:
         with zipfile.ZipFile(path) as archive:
-            infos = [info for info in archive.infolist() if _is_file(info)]
+            infos = archive.infolist()
             if sum(info.file_size for info in infos) > _most_bytes(path):
                 raise _too_large(path)
             first: dict[str, int] = {}  # place of the first member of each key
@@ -351,6 +351,9 @@ def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
                 first.setdefault(_key_of(info), len(first))
             # A zip gives no offset of the data, and none is needed.
             for info in sorted(infos, key=lambda info: first[_key_of(info)]):
+                if not _is_file(info):
+                    skipped[other_kind(b"2", info.filename)] += 1
+                    continue
                 yield Member(
                     info.filename, info.header_offset, 0, info.file_size, archive.read(info)
                 )

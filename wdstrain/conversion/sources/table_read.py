@@ -347,7 +347,7 @@ def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, d
     lines = _lines(path, data, "utf-8")
     if data.lstrip()[:1] == b"[":
         try:
-            yield from enumerate(map(_object, json.loads("".join(lines))), 1)
+            yield from enumerate(map(_object, _parsed("".join(lines))), 1)
         except (ValueError, RecursionError) as error:
             raise SourceError(
                 f"{path} is not a JSON array of objects ({error}). Check it."
@@ -357,12 +357,25 @@ def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, d
         if not text.strip():
             continue
         try:
-            row = _object(json.loads(text))
+            row = _object(_parsed(text))
         except (ValueError, RecursionError) as error:
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
             continue
         yield line, row
+
+
+def _parsed(text: str) -> Any:
+    """Return a JSON value. Raises ValueError if an object names an entry twice."""
+    return json.loads(text, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):  # only the last value would be kept
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {next(n for n in names if names.count(n) > 1)!r} twice")
+    return row
 
 
 def _object(row: Any) -> dict[str, Any]:
