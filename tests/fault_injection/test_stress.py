@@ -21,9 +21,7 @@ def test_readers_that_are_killed_or_break_off_are_exact_and_flat_for_half_a_minu
     ) as process:
         try:
             table, _ = process.communicate()
-        except (
-            BaseException
-        ):  # at the time limit of the test too: end the processes that it started
+        except BaseException:  # such as the time limit: the command must end its processes
             process.send_signal(signal.SIGINT)
             process.wait(60)
             raise

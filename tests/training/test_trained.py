@@ -276,6 +276,7 @@ def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
 @pytest.mark.parametrize(
     ("dtype", "shape", "options", "words"),
     [
+        ("complex64", (3, 8, 8), {}, r"complex64\[3, 8, 8\]: must be real numbers"),
         ("float32", (3, 8, 8), {"mixup": 0.2}, r"float32\[3, 8, 8\]: mixup"),
         ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\]: mixup"),
     ],

@@ -126,6 +126,13 @@ class ModelInputs:
     specs: Mapping[str, InputSpec]
     normalization: Normalization = Normalization()
 
+    def __post_init__(self) -> None:
+        for spec in self.specs.values():
+            if spec.dtype.startswith("complex"):  # as floats they would lose their imaginary part
+                raise UsageError(
+                    f"{spec.kind}: must be real numbers. Give two channels for complex numbers."
+                )
+
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ModelInputs:
         """Return the inputs that `state` returned as plain values."""
@@ -276,8 +283,9 @@ def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], titl
             f"Labels are named {' or '.join(heads)}."
         )
     for name in inputs:
-        if not isinstance(name, str) or (len(inputs) > 1 and not name.isidentifier()):
+        is_name = isinstance(name, str) and not name.startswith("__")  # "__key__" is of the batch
+        if not is_name or (len(inputs) > 1 and not name.isidentifier()):
             raise UsageError(
                 f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
-                f"model, so each needs a name such as image."
+                f"model, so each needs a name such as image, and names with __ are those of a batch."
             )
