@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1224,
     "shards": 2191,
     "decode": 1395,
-    "storage": 1179,
+    "storage": 1182,
     "reader": 506,
     "cli": 699,
     "runtime": 398,

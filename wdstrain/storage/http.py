@@ -158,6 +158,12 @@ class HttpResponse:
         """Raise StorageError for a body that is not made of the object's own bytes."""
         kind = self._headers.get("Content-Type", "")
         coding = self._headers.get("Content-Encoding", "identity")
+        transfer = self._headers.get("Transfer-Encoding", "chunked")
+        if transfer.lower() not in ("chunked", "identity"):
+            raise StorageError(
+                f"{self._shown}: the server sent the transfer coding {transfer[:80]!r}; only chunked "
+                f"can be read. Check the server."
+            )
         if is_tar and kind.startswith("text/html"):
             raise StorageError(
                 f"{self._shown}: the server sent an HTML page instead of a shard. Check the address."
