@@ -15,7 +15,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.tables import FORMS, attempt, write_images, write_table
 from wdstrain.cli.main import main
 from wdstrain.errors import UsageError
@@ -72,7 +71,7 @@ def convert_source(tmp_path: Path, images: Path, source: str, cells: list[Any]) 
         *FORMS,
         "arrays",
         "hdf5",
-        pytest.param("index", marks=known_fault("conversion/class_numbers_stored_as_floats")),
+        "index",
     ],
 )
 def test_few_whole_numbers_stored_as_floats_are_classes_or_a_question(
@@ -121,9 +120,7 @@ QUANTITIES: dict[str, Callable[[int], str]] = {
     [
         *(("csv", notation) for notation in QUANTITIES),
         *((source, "decimal comma") for source in ("jsonl", "parquet", "frame")),
-        pytest.param(
-            "index", "decimal comma", marks=known_fault("conversion/number_texts_become_classes")
-        ),
+        ("index", "decimal comma"),
     ],
 )
 def test_texts_that_are_numbers_to_people_are_numbers_or_a_question(
@@ -281,11 +278,7 @@ def test_class_folders_named_by_numbers_keep_them_or_a_line_says_what_they_becam
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param(
-            [str(n) for n in range(12)],
-            marks=known_fault("conversion/class_folders_named_by_numbers"),
-            id="texts",
-        ),
+        pytest.param([str(n) for n in range(12)], id="texts"),
         pytest.param(list(range(12)), id="integers"),
     ],
 )

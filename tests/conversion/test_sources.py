@@ -481,7 +481,7 @@ def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     ):
         wt.convert_arrays({"x": np.zeros((3, 2))}, str(tmp_path / "out"), label="x")
     with pytest.raises(SourceError, match="row 2: its y is nan"):
-        wt.convert_arrays({"y": np.array([1.0, np.nan])}, str(tmp_path / "out"), label="y")
+        wt.convert_arrays({"y": np.array([1.5, np.nan])}, str(tmp_path / "out"), label="y")
 
 
 # --- Python samples ---

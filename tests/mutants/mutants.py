@@ -201,6 +201,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_data.py",
     ),
     "training/run.py": ("tests/training/test_resuming.py",),
+    "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),
     "conversion/images.py": ("tests/conversion/test_resizing.py",),
@@ -342,6 +343,14 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "(low[1:] < high[:-1]).any()",
             "(low[1:] < high[:-1]).all()",
         ),
+    ],
+    "shards/label_kinds.py": [
+        (
+            "numbers-of-classes",
+            "ordered[0] >= 0 and ordered[-1]",
+            "ordered[0] > 0 and ordered[-1]",
+        ),
+        ("negative-numbers", "if low < -1 or", "if low < 0 or"),
     ],
     "shards/tar.py": [
         ("adjacent-fields", "(), key in keys", "(), key == keys"),
@@ -611,14 +620,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/collect.py": [
         ("identity-of-input", "source.mark, source.source))", "source.source))"),
         ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
-    ],
-    "conversion/labels.py": [
-        (
-            "numbers-of-classes",
-            "distinct[0] >= 0 and distinct[-1]",
-            "distinct[0] > 0 and distinct[-1]",
-        ),
-        ("negative-numbers", "if low < -1 or", "if low < 0 or"),
     ],
     "conversion/images.py": [
         (

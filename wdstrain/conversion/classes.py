@@ -10,10 +10,10 @@ from hashlib import blake2b
 
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.label_kinds import RANGE, shown
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 
-RANGE = 1000  # whole numbers below this are class numbers; larger ones can be ids or quantities
 MOST_CLASSES = 1_000_000  # classes without names
 _GAP = 100  # class numbers per number that occurs; numbers with wider gaps are ids
 
@@ -88,14 +88,6 @@ def look_alikes(names: Iterable[str]) -> list[str]:
         folded = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         alike.setdefault(folded, []).append(name)
     return [" and ".join(map(shown, same)) for same in alike.values() if len(same) > 1]
-
-
-def shown(value: object) -> str:
-    """Return a value as short text for messages."""
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def class_rule(count: int = 0) -> str:

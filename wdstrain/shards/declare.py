@@ -34,6 +34,7 @@ from wdstrain.shards.header_scans import is_unchanged, picked, scan
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import find_document, load, save_index
 from wdstrain.shards.kinds import FLAG_CLASSES, KINDS, NOT_A_COLUMN, ColumnInfo, Place, json_place
+from wdstrain.shards.label_kinds import class_names, rule_of
 from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.options import IndexOptions
 from wdstrain.shards.resolve import is_newer, tars_of
@@ -208,8 +209,7 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     head, kind = (head, kind) if head and kind in _LABELS else (name, "")
     place = _place(index, head)
     column = _raw(index, [place])[0]
-    is_named = column.kind == "flag" and classes is not None
-    kind = kind or ("class" if column.kind not in _LABELS or is_named else column.kind)
+    kind = kind or _kind(column, classes)
     if kind == "number" and classes is not None:
         raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
     title = "label" if place[1] is None and place[0] in PLAIN_FIELDS else column_name(place)
@@ -277,6 +277,17 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     return columns
 
 
+def _kind(column: Column, classes: Sequence[str] | None) -> str:
+    """Return the kind of a label, by its values. classes: as the user names them."""
+    if column.kind in ("number", "text") and classes is None:
+        counts = pc.value_counts(column.values.drop_null()).to_pylist()
+        values = ([row[name] for row in counts] for name in ("values", "counts"))
+        is_number = rule_of("these shards", column_name(column.place), *values) == "quantity"
+        return "number" if is_number else "class"
+    is_named = column.kind == "flag" and classes is not None
+    return "class" if column.kind not in _LABELS or is_named else column.kind
+
+
 def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[str, ...]:
     """Return the class names of a label; () for numbers."""
     if kind == "number":
@@ -299,13 +310,13 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
             )
         return tuple(map(str, range(high + 1)))
     values = column.values.flatten() if column.kind == "multi" else column.values
-    names = sorted(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
+    names = class_names(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
     if column.entry is None and any(map(str.isdecimal, names)):
         raise UsageError(
             f"{column.name} holds names and numbers, such as {names[-1]!r} and {names[0]!r}, and a number "
             f"counts as the number of a class. Name the classes in the order of their numbers."
         )
-    return tuple(names)
+    return names
 
 
 def _check_values(index: Index, raw: Column, declared: Column, label: ColumnInfo) -> None:

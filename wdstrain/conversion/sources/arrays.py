@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from wdstrain.conversion.classes import (
     MOST_CLASSES,
-    RANGE,
     check_classes,
     class_rule,
     counted_classes,
@@ -30,6 +29,7 @@ from wdstrain.conversion.encode import array_field, encode
 from wdstrain.conversion.listing import BadSample, Sample, Source, check_there, file_mark
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
+from wdstrain.shards.label_kinds import FEW, rule_of
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 _CACHE = 64 << 20  # bytes of chunks of one HDF5 data set that h5py keeps
@@ -288,20 +288,30 @@ def _scalar(
     values, is_masked = np.ma.getdata(rows), np.ma.getmaskarray(rows)  # encoding refuses the mask
     info = ColumnInfo("label" if name == "cls" else name, "class", fields[name])
     is_whole = (values >= 0) & (values == np.floor(values)) & ~is_masked
-    if not is_stated and type_ == "f" and is_whole.all() and (values < RANGE).all():
-        raise UsageError(
-            f"{title}: '{name}' holds whole numbers as floats, which may have been class numbers. "
-            f'State the kind: label="{name}:class" or label="{name}:number".'
+    if not is_stated:
+        present = values[np.isfinite(values) & ~is_masked]
+        kind = _kind(
+            title, name, present, is_class=type_ in "iu" and (name == "cls" or bool(classes))
         )
-    if kind == "number" if is_stated else type_ == "f":
+    if kind == "number":
         return _Scalar(name, replace(info, kind="number"), rows, ~np.isfinite(values))
-    if type_ == "b" and not is_stated and not classes:
+    if kind == "flag" and not classes:
         return _Scalar(name, replace(info, kind="flag", classes=FLAG_CLASSES), rows, ~is_whole)
     is_class = is_whole & (values < (len(classes) or MOST_CLASSES))
     rule = f", but a class must be {class_rule(len(classes))}"
     seen = set(map(int, np.unique(values[is_class])))
     known = tuple(classes) or counted_classes(name, seen, stated=is_stated)
     return _Scalar(name, replace(info, classes=known), rows, ~is_class, rule)
+
+
+def _kind(title: str, name: str, values: npt.NDArray[Any], *, is_class: bool) -> str:
+    """Return the kind of a label. is_class: whole numbers are classes, whatever they are."""
+    if is_class or not len(values):
+        return "class"
+    if values.dtype != bool and np.mean(values % 1 != 0) > FEW:  # numbers need not be counted
+        return "number"
+    rule = rule_of(title, name, *map(np.ndarray.tolist, np.unique(values, return_counts=True)))
+    return "number" if rule == "quantity" else rule
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.conversion.labels import NUMBER, WHOLE
 from wdstrain.conversion.listing import Part, field_name, tidy
 from wdstrain.decode.formats import format_of
 from wdstrain.errors import UsageError
+from wdstrain.shards.label_kinds import NUMBER, WHOLE
 
 Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list
 Changes = Counter[str]  # what values that JSON lacks became -> how many

@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from wdstrain.conversion.classes import check_classes
-from wdstrain.conversion.labels import NUMBER
 from wdstrain.conversion.listing import BadSample, BadSamples, image_field
 from wdstrain.conversion.source_options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
@@ -39,6 +38,7 @@ from wdstrain.conversion.sources.table_cells import (
 )
 from wdstrain.conversion.sources.table_files import TableFiles, form_of, read_file, unchanged
 from wdstrain.errors import SourceError, UsageError
+from wdstrain.shards.label_kinds import NUMBER
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
 _DELIMITERS = ",;\t|"
