@@ -54,7 +54,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "label": ("kind", *HEADS),
     "declared": (True, True, False),  # whether the index names the labels
     "label_field": (False, False, True),  # whether an entry of fields= names the label
-    "input": ("image", "image", "image field", "vector", "both", "transform", "random transform"),
+    "input": ("image", "image", "image field", "vector", "both", "own field", "random field"),
     "dtype": ("float32", "float64", "uint8"),
     "net": ("batch_norm", "layer_norm", "dropout", "dense"),
     "model": ("function", "module", "name"),
@@ -282,8 +282,8 @@ class Case:
             options["weights"] = self.folder / drawn.weights
         if drawn.val == "val":
             options["val"] = self.folder / "val"
-            if drawn.input == "random transform":
-                options["val_transform"] = input_options(drawn, training=False)["transform"]
+            if drawn.input == "random field":
+                options["val_fields"] = input_options(drawn, training=False)["fields"]
         if drawn.label == "mask.png":
             options["classes"] = "sky,sea,sun"
         if drawn.optimizer.startswith("own"):
@@ -308,7 +308,7 @@ class Case:
 
     def trained(self) -> dict[str, Any]:
         """Return the options of a trained model for `wt.evaluate` and `wt.predict`."""
-        is_own = "transform" in self.drawn.input
+        is_own = self.drawn.input in ("own field", "random field")
         inputs = input_options(self.drawn, training=False) if is_own else {}
         return {"model": self.model, "device": "cpu", "progress": Watch(), **inputs}
 

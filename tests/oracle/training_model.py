@@ -90,20 +90,27 @@ def write(samples: list[Sample], folder: Path, labels: list[wt.Label]) -> None:
     wt.pack(rows, folder, labels=labels, max_shard_samples=17, shuffle=False, num_workers=1)
 
 
-def vector_of(sample: Mapping[str, Any]) -> dict[str, Array]:
-    return {"vector": np.load(io.BytesIO(bytes(sample["npy"])))}
+@dataclass(frozen=True)
+class OwnVector:
+    """A field of the user's that reads the vector; with noise, another one in each epoch."""
 
+    dtype: str
+    noise: float = 0.0
+    names = ("npy",)
 
-def noisy_vector(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Array]:
-    vector = vector_of(sample)["vector"]
-    return {"vector": (vector * rng.uniform(0.8, 1.2, 6)).astype(vector.dtype)}
+    @property
+    def example(self) -> wt.Example:
+        return wt.Example((6,), self.dtype)
+
+    def read(self, name: str, data: memoryview, out: Array, draws: Array) -> None:
+        out[...] = np.load(io.BytesIO(bytes(data))) * (1 + self.noise * draws[0])
 
 
 def input_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
     """Return the options of a loader, or of a run, that read the inputs."""
-    if "transform" in drawn.input:
-        is_random = training and drawn.input == "random transform"
-        return {"transform": noisy_vector if is_random else vector_of}
+    noise = -0.2 if training and drawn.input == "random field" else 0.0
+    if "field" in drawn.input and drawn.input != "image field":
+        return {"fields": {"vector": OwnVector(drawn.dtype, noise)}}
     image = wt.image("png", size=SIDE, augment=drawn.augment if training else None)
     fields = {"image": image, "vector": wt.array("npy", shape=(6,), dtype=drawn.dtype)}
     names = {"vector": ("vector",), "both": ("image", "vector")}.get(drawn.input, ("image",))

@@ -1,11 +1,10 @@
-"""Inputs given by the user: several inputs, labels among the fields, and complete transforms."""
+"""Inputs given by the user: several inputs and labels among the fields."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,37 +105,6 @@ def decoded(data: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1)
 
 
-def scaled(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A transform that normalizes images itself, and takes the label from the shards."""
-    pixels = torch.from_numpy(decoded(sample["png"]).copy())
-    return {"image": (pixels.float() - MEAN * 255) / (STD * 255)}
-
-
-def labeled(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {"image": decoded(sample["png"]), "label": int(sample["cls"])}
-
-
-def named(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {"image": decoded(sample["png"]), "label": CLASSES[int(sample["cls"])]}
-
-
-def without_label(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {"image": decoded(sample["png"])}
-
-
-def flipped(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    pixels = decoded(sample["png"])
-    return {"image": pixels[..., ::-1] if rng.random() < 0.5 else pixels}
-
-
-def several(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "image": decoded(sample["png"]),
-        "x": np.load(io.BytesIO(sample["x.npy"])),
-        "age": json.loads(sample["json"])["age"],
-    }
-
-
 def checkpoint(run: Path) -> Path:
     return run / "checkpoints" / "last.pt"
 
@@ -159,11 +127,8 @@ def same(first: Any, second: Any) -> bool:
 # --- several inputs ---
 
 
-@pytest.mark.parametrize("given", [{"fields": SEVERAL}, {"transform": several}])
-def test_several_inputs_are_keyword_arguments(
-    shards: Sets, tmp_path: Path, given: dict[str, Any]
-) -> None:
-    done = train(shards, tmp_path / "run", model=Both, **given)
+def test_several_inputs_are_keyword_arguments(shards: Sets, tmp_path: Path) -> None:
+    done = train(shards, tmp_path / "run", model=Both, fields=SEVERAL)
     seen = done.model.seen[1:]  # type: ignore[union-attr, index]  # the first is a trial
     first = torch.cat([batch["x"] for batch in seen])[:24]
     assert sorted((first[:, 0] * 40).round().int().tolist()) == list(range(24))
@@ -307,12 +272,11 @@ def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path, fi
         ({"model": One}, r"does not take the keyword arguments image, x, age .*unexpected keyword"),
         ({"mixup": 0.2}, "need a single input"),
         ({"image_size": 32}, "image_size=32 has no effect with fields="),
-        ({"val_fields": {"image": wt.image(size=8)}}, "val_fields= gives image: uint8"),
+        ({"val_fields": {"image": wt.image(size=8)}}, "the fields give image: uint8"),
         (
             {"val_fields": {**SEVERAL, "x": wt.array("x.npy", shape=(3,), dtype="float64")}},
             "x: float64",
         ),
-        ({"transform": several}, "fields= and transform= were both given"),
     ],
 )
 def test_options_that_need_one_input_are_refused_with_several_inputs(
@@ -347,261 +311,13 @@ def test_an_entry_of_fields_may_be_the_label_that_is_learned(tmp_path: Path) -> 
     done = wt.train(tmp_path / "set", tmp_path / "run", fields=fields, **options)
     assert str(done.task) == "age (a number)"
 
-    def twice(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"]), "kind": 0, "label": 0}
-
     for options, words in (
         ({"fields": fields}, "several labels: kind, age, .*Name those to learn"),
         ({"label": "kind", "fields": fields}, "reads another value than the label"),
-        ({"label": "kind", "transform": twice}, "returned the label kind under two names"),
     ):
         with pytest.raises(wt.WdstrainError, match=words):
             wt.train(tmp_path / "set", tmp_path / "bad", model=One, **options)  # type: ignore[arg-type]
     assert not (tmp_path / "bad").exists()
-
-
-# --- transforms ---
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("transform", [scaled, labeled, named])
-def test_a_transform_trains_like_a_field_of_the_same_images(
-    shards: Sets, tmp_path: Path, transform: Any, workers: int
-) -> None:
-    fields = {"image": wt.image(size=8)}
-    expected = train(shards, tmp_path / "fields", model=One, fields=fields)
-    options = {"model": One, "transform": transform, "num_workers": workers}
-    done = train(shards, tmp_path / "run", **options)
-    assert done.val == pytest.approx(expected.val, rel=1e-4)
-    for weight, reference in zip(weights(done), weights(expected), strict=True):
-        assert torch.allclose(weight, reference, atol=1e-5)
-
-
-def test_a_random_transform_is_for_training_only_and_resumes(shards: Sets, tmp_path: Path) -> None:
-    options = {"model": One, "transform": flipped}
-    with pytest.raises(wt.UsageError, match=r"transform= gives other inputs .* val_transform="):
-        train(shards, tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
-    options["val_transform"] = labeled
-    done = train(shards, tmp_path / "run", **options)
-
-    class Stop(wt.Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if (trainer.state.epoch, trainer.state.step) == (1, 1):
-                trainer.stop("half way")
-
-    train(shards, tmp_path / "resumed", callbacks=[Stop()], **options)
-    resumed_run = train(shards, tmp_path / "resumed", resume=True, **options)
-    assert same(done, resumed_run)
-    first = torch.cat(done.model.seen[1:4])  # type: ignore[union-attr, index]
-    resumed = torch.cat(resumed_run.model.seen[1:])  # type: ignore[union-attr, index]
-    seen = torch.cat(done.model.seen[1:])  # type: ignore[union-attr, index]
-    assert torch.equal(resumed, seen[-len(resumed) :])
-    assert len(first) == 24
-
-
-def test_evaluate_and_predict_take_the_transform_again(shards: Sets, tmp_path: Path) -> None:
-    done = train(shards, tmp_path / "run", model=One, transform=labeled)
-    val, last = shards.val, checkpoint(tmp_path / "run")
-    with pytest.raises(wt.UsageError, match="a transform of your own. Give it again: transform="):
-        wt.evaluate(last, val, model=One)
-    with pytest.raises(
-        wt.SampleError, match=r"image as float32\[3, 8, 8\]: must be uint8\[3, 8, 8\]"
-    ):
-        wt.evaluate(last, val, model=One, transform=scaled)
-    inputs: dict[str, Any] = {"model": One, "transform": labeled}
-    assert wt.evaluate(last, val, **inputs)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
-    wt.predict(last, val, tmp_path / "p.csv", **inputs)
-    rows = rows_of(tmp_path / "p.csv")
-    assert [row["label_true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
-    images = tmp_path / "images"
-    images.mkdir()
-    for n in range(24, 40):
-        (images / f"{n:03d}.png").write_bytes(png(n))
-    (images / "bad.png").write_bytes(b"no image")
-    with pytest.raises(wt.UsageError, match="must be a function of a sample"):
-        wt.predict(last, images, tmp_path / "q.csv", model=One, transform="labeled")
-    wt.predict(last, images, tmp_path / "q.csv", model=One, transform=scaled)
-    errors = {row["error"] for row in rows_of(tmp_path / "q.csv") if row["key"] != "bad.png"}
-    assert errors == {"it returned image as float32[3, 8, 8]: must be uint8[3, 8, 8]"}
-    (images / "large.png").write_bytes(png(1, side=9))
-    wt.predict(last, images, tmp_path / "q.csv", model=One, transform=without_label)
-    files = rows_of(tmp_path / "q.csv")
-    assert [r["label"] for r in files[:-2]] == [r["label"] for r in rows]
-    assert "cannot identify" in files[-2]["error"]
-    assert "[3, 9, 9]: must be uint8[3, 8, 8]" in files[-1]["error"]
-
-
-def test_a_transform_predicts_shards_without_labels(shards: Sets, tmp_path: Path) -> None:
-    train(shards, tmp_path / "run", model=One, fields={"image": wt.image(size=8)})
-    wt.pack(({"__key__": f"{n:03d}", "png": png(n)} for n in range(24, 40)), tmp_path / "new")
-    last = checkpoint(tmp_path / "run")
-    probabilities = []
-    for urls, options in ((tmp_path / "new", {"transform": without_label}), (shards.val, {})):
-        wt.predict(last, urls, tmp_path / "p.csv", model=One, **options)
-        probabilities.append(
-            {row["key"]: row["label_probability"] for row in rows_of(tmp_path / "p.csv")}
-        )
-    assert probabilities[0] == probabilities[1]
-
-
-def test_samples_that_fail_in_a_transform_have_their_own_rows(shards: Sets, tmp_path: Path) -> None:
-    def fails_at_30(sample: Mapping[str, Any]) -> dict[str, Any]:
-        if sample["__key__"] == "030":
-            raise ValueError("thirty")
-        return labeled(sample)
-
-    train(shards, tmp_path / "run", model=One, transform=labeled)
-    val, last = shards.val, checkpoint(tmp_path / "run")
-    result = wt.predict(last, val, tmp_path / "p.csv", model=One, transform=fails_at_30)
-    rows = rows_of(tmp_path / "p.csv")
-    assert (result.rows, result.bad, len(rows)) == (16, 1, 16)
-    assert [(row["key"], row["label"] == "") for row in rows if row["error"]] == [("030", True)]
-    assert "thirty" in rows[6]["error"]
-
-
-def wrong(**entries: Any) -> Any:
-    """Return a transform that returns these entries beside an image."""
-    return lambda sample: {"image": decoded(sample["png"]), **entries}
-
-
-@pytest.mark.parametrize(
-    ("transform", "words"),
-    [
-        (lambda sample: {"label": 1}, "gives no input of the model"),
-        (lambda sample: decoded(sample["png"]), "must be a dict"),
-        (lambda sample: {"image": "text"}, "returned image as str: must be numbers"),
-        (wrong(image=["x"]), "returned image as list: must be numbers"),
-        (wrong(label=3), "3 is not a class: they are 0 to 2"),
-        (wrong(label=1.5), "'1.5' is not a whole number and none of the 3 classes"),
-        (wrong(label=np.float32(1.5)), "'1.5' is not a whole number and none of the 3 classes"),
-        (wrong(label="dog"), "'dog' is not a whole number and none of the 3 classes"),
-        (wrong(label=[0, 1]), r"'\[0, 1\]' is not a whole number and none of the 3 classes"),
-        (wrong(other=1.0), "does not take the keyword arguments image, other"),
-        ("scaled", "must be a function of a sample"),
-    ],
-)
-def test_transforms_without_usable_examples_are_refused(
-    shards: Sets, tmp_path: Path, transform: Any, words: str
-) -> None:
-    with pytest.raises(wt.WdstrainError, match=words):
-        train(shards, tmp_path / "run", model=One, transform=transform)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"more": 1.0}, r"\['image', 'more'\]: must be \['image'\]"),
-        ({"image": np.zeros((3, 8, 8))}, r"image as float64\[3, 8, 8\]: must be uint8\[3, 8, 8\]"),
-        ({"image": np.zeros((3, 4, 4), np.uint8)}, r"uint8\[3, 4, 4\]: must be uint8\[3, 8, 8\]"),
-    ],
-)
-def test_a_later_example_with_other_inputs_is_a_bad_sample(
-    shards: Sets, tmp_path: Path, entries: dict[str, Any], words: str
-) -> None:
-    """Stacked with the others, numbers of another type would not be normalized."""
-
-    def changing(sample: Mapping[str, Any]) -> dict[str, Any]:
-        extra = entries if sample["__key__"] == "010" else {}
-        return {"image": decoded(sample["png"]), **extra}
-
-    with pytest.raises(wt.SampleError, match=rf"010.*{words}"):
-        train(shards, tmp_path / "run", model=One, transform=changing)
-
-
-def test_a_transform_may_leave_out_the_labels_of_some_samples(shards: Sets, tmp_path: Path) -> None:
-    """Lists of classes and numbers, as fields read them and as the transform gives them."""
-    bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
-    for path, packed in zip(bare, shards, strict=True):
-        path.write_bytes((packed / "train-000000.tar").read_bytes())
-
-    def some(entry: str) -> Any:
-        def transform(sample: Mapping[str, Any]) -> dict[str, Any]:
-            value = json.loads(sample["json"])[entry]
-            label = {"label": value} if int(sample["__key__"]) % 2 else {}
-            return {"image": decoded(sample["png"]), **label}
-
-        return transform
-
-    for entry, kind, classes in (("tags", "multi", "ant,bee,cow"), ("age", "number", None)):
-        options = {"model": One, "label": f"json.{entry}:{kind}", "classes": classes}
-        expected = train(bare, tmp_path / kind, image_size=8, **options)
-        done = train(bare, tmp_path / f"{kind} of some", transform=some(entry), **options)
-        assert same(done, expected)
-
-
-def test_whole_numbers_among_floats_become_floats(shards: Sets, tmp_path: Path) -> None:
-    """As JSON has them: 0.5, 1, 1.5."""
-
-    def ages(sample: Mapping[str, Any]) -> dict[str, Any]:
-        n = int(sample["__key__"])
-        return {"x": n / 2 if n % 2 or n == 0 else n // 2}
-
-    class Age(nn.Module):
-        def __init__(self, outputs: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(1, outputs)
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dtype == torch.float32
-            result: Tensor = self.linear(x[:, None])
-            return result
-
-    train(shards, tmp_path / "run", model=Age, transform=ages, batch_size=1)
-
-
-def test_missing_numbers_are_inputs_of_validation(shards: Sets, tmp_path: Path) -> None:
-    """NaN is equal in each epoch."""
-
-    class Sum(nn.Module):
-        def __init__(self, outputs: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(1, outputs)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.linear(x.nan_to_num()[:, None])
-            return result
-
-    def missing(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"x": float("nan")}
-
-    assert len(train(shards, tmp_path / "run", model=Sum, transform=missing).epochs) == 2
-
-
-def test_masks_follow_the_transform(tmp_path: Path) -> None:
-    def numbers(n: int) -> bytes:
-        file = io.BytesIO()
-        pixels = np.random.default_rng(n).integers(0, 2, (8, 8), np.uint8)
-        Image.fromarray(pixels).save(file, "png")
-        return file.getvalue()
-
-    def turned(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        image = decoded(sample["png"])
-        mask = np.asarray(Image.open(io.BytesIO(sample["mask.png"])))
-        turns = int(rng.integers(4))
-        return {
-            "image": np.rot90(image, turns, (1, 2)).copy(),
-            "label": np.rot90(mask, turns).copy(),
-        }
-
-    def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"])}
-
-    samples = ({"png": png(n), "mask.png": numbers(n)} for n in range(24))
-    wt.pack(samples, tmp_path / "set")
-
-    def small_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"]), "label": np.zeros((4, 4), np.uint8)}
-
-    options: dict[str, Any] = {**QUICK, "label": "mask.png", "classes": "no,yes"}
-    with pytest.raises(wt.WdstrainError, match=r"mask \[4, 4\] and an image \[8, 8\]"):
-        wt.train(tmp_path / "set", tmp_path / "run", transform=small_mask, **options)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(wt.WdstrainError, match="returned no .*: masks must follow it"):
-        wt.train(tmp_path / "set", tmp_path / "run", transform=without_mask, **options)
-    done = wt.train(tmp_path / "set", tmp_path / "run", transform=turned, **options)
-    assert len(done.epochs) == 2
 
 
 def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
@@ -614,27 +330,3 @@ def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
     wt.predict(checkpoint(tmp_path / "run"), bare.val, tmp_path / "p.csv")
     rows = rows_of(tmp_path / "p.csv")
     assert [row["label_true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
-
-
-def test_a_text_that_is_a_name_and_another_number_is_no_label(tmp_path: Path) -> None:
-    """Classes named 2, 0 and 1: the bytes "0" of a label mean the class named 2."""
-
-    def as_text(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"]), "label": sample["cls"].decode()}
-
-    def as_number(sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": decoded(sample["png"]), "label": int(sample["cls"])}
-
-    samples = ({"png": png(n), "cls": n % 3} for n in range(24))
-    wt.pack(samples, tmp_path / "set", classes=["2", "0", "1"])
-    with pytest.raises(wt.SampleError, match="name of one class and the number of another"):
-        wt.train(tmp_path / "set", tmp_path / "run", model=One, transform=as_text, **QUICK)
-    runs = [
-        wt.train(tmp_path / "set", tmp_path / name, model=One, **given, **QUICK)
-        for name, given in (
-            ("transform", {"transform": as_number}),
-            ("fields", {"fields": {"image": wt.image(size=8)}}),
-        )
-    ]
-    for one, other in zip(*map(weights, runs), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)

@@ -406,7 +406,7 @@ class Slow:
         return self._image.read(name, data, out, draws)
 
 
-def test_a_slow_transform_is_named(bright: Path, tmp_path: Path) -> None:
+def test_a_slow_field_is_named(bright: Path, tmp_path: Path) -> None:
     options = {**OPTIONS, "epochs": 1, "label": "kind"}
     done = train(
         f"{bright}/out/train-*.tar",

@@ -116,7 +116,7 @@ def test_the_json_of_evaluate_has_results_of_each_class(
         assert f'"{name}"' in text
 
 
-# --- the same by fields and by a transform, from shards and from files ----------------------------
+# --- the same from shards and from files ----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -125,41 +125,24 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return two_classes(tmp_path_factory.mktemp("small") / "set")
 
 
-def decoded(sample: dict[str, Any]) -> dict[str, Any]:
-    image = np.asarray(Image.open(io.BytesIO(sample["png"])).convert("RGB"))
-    return {"image": image.transpose(2, 0, 1).copy()}
-
-
 @pytest.fixture(scope="module")
-def two_ways(
-    shards: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Checkpoints of runs that read images by fields and by a transform, and their options."""
-    folder = tmp_path_factory.mktemp("ways")
-    wt.train(shards, folder / "fields", model=Linear, **SMALL)
-    wt.train(shards, folder / "transform", model=Linear, transform=decoded, **PLAIN)
-    return {
-        "fields": (last(folder / "fields"), {"model": Linear}),
-        "transform": (last(folder / "transform"), {"model": Linear, "transform": decoded}),
-    }
+def checkpoint(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    wt.train(shards, folder / "run", model=Linear, **SMALL)
+    return last(folder / "run")
 
 
 GOOD, BAD = small_image(3), b"\x89PNG\r\n\x1a\n no image"
 
 
 @pytest.mark.parametrize("source", ["shards", "files"])
-@pytest.mark.parametrize("way", ["fields", "transform"])
 @pytest.mark.parametrize(
     "images",
     [[GOOD], [GOOD, BAD], [BAD] * 3, [BAD] * 12 + [GOOD] * 3],
     ids=["good", "one bad", "all bad", "bad at first"],
 )
-def test_every_image_has_a_row_by_fields_and_by_a_transform(
-    two_ways: dict[str, tuple[Path, dict[str, Any]]],
-    tmp_path: Path,
-    way: str,
-    source: str,
-    images: list[bytes],
+def test_every_image_has_a_row(
+    checkpoint: Path, tmp_path: Path, source: str, images: list[bytes]
 ) -> None:
     urls = tmp_path / "set"
     if source == "shards":
@@ -168,8 +151,7 @@ def test_every_image_has_a_row_by_fields_and_by_a_transform(
         urls.mkdir()
         for number, image in enumerate(images):
             (urls / f"{number:02d}.png").write_bytes(image)
-    checkpoint, options = two_ways[way]
-    done = wt.predict(checkpoint, urls, tmp_path / "p.csv", batch_size=8, **options)
+    done = wt.predict(checkpoint, urls, tmp_path / "p.csv", batch_size=8, model=Linear)
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [bool(row["error"]) for row in rows] == [image == BAD for image in images]
     assert (done.rows, done.bad) == (len(images), images.count(BAD))
@@ -213,24 +195,6 @@ def test_the_array_of_an_own_field_starts_with_zeros(
     options = {"model": Linear, "fields": {"image": field}, "batch_size": 8}
     wt.predict(last(tmp_path / "run"), urls, tmp_path / "p.csv", **options)
     assert field.dirty == 0
-
-
-def test_a_transform_gets_the_same_sample_from_shards_and_files(
-    shards: Path, two_ways: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    seen: dict[str, set[tuple[str, ...]]] = {"shards": set(), "files": set()}
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(GOOD)
-    wt.pack([{"__key__": "a", "png": GOOD}], tmp_path / "set")
-    for source, urls in (("shards", tmp_path / "set"), ("files", tmp_path / "images")):
-
-        def recording(sample: dict[str, Any], source: str = source) -> dict[str, Any]:
-            seen[source].add(tuple(sorted(name for name in sample if name != "__url__")))
-            return decoded(sample)
-
-        options = {"model": Linear, "transform": recording}
-        wt.predict(two_ways["transform"][0], urls, tmp_path / f"{source}.csv", **options)
-    assert seen["shards"] == seen["files"]
 
 
 # --- exported models ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter
@@ -92,15 +91,6 @@ class TrainArguments(RunOptions):
     val_fields: Fields = option(
         None, "the same for validation (default: fields without augmentation)"
     )
-    transform: Transform | None = option(
-        None,
-        "instead of fields, a function of a sample or of (sample, rng) as for wt.Loader. It returns "
-        "a dict: entries with the name of a label are targets, all others inputs. Labels that it "
-        "leaves out are read as the shards have them",
-    )
-    val_transform: Transform | None = option(
-        None, "the same for validation (default: transform, which then must not augment)"
-    )
     criterion: Criteria = option(
         None,
         "loss, (outputs, target) -> scalar or [b], with several labels a dict by label. Numbers are "
@@ -150,7 +140,6 @@ class EvaluateArguments(EvaluateOptions):
     fields: Fields = option(
         None, "as for train (for validation), if an input is a field of your own"
     )
-    transform: Transform | None = option(None, "as for train (for validation), if it was given")
     criterion: Criteria = option(None, "as it was given to train")
     metrics: Mapping[str, Any] | None = option(None, "as for train")
     progress: Reporter | None = option(None, _PROGRESS)
@@ -170,7 +159,6 @@ class PredictArguments(PredictOptions):
     fields: Fields = option(
         None, "as for train (for validation), if an input is a field of your own"
     )
-    transform: Transform | None = option(None, "as for train (for validation), if it was given")
     probabilities: bool = option(False, "one more column for each class")
     embeddings: bool = option(
         False, "a column with the input of the last layer: lists, or JSON in a CSV file"
@@ -239,9 +227,8 @@ def check_validation(arguments: TrainArguments, config: Config) -> None:
         raise UsageError(
             "patience, monitor and the schedule plateau need validation data. Give val=."
         )
-    for name in ("val_fields", "val_transform"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{name} has no effect without validation data. Give val=.")
+    if arguments.val_fields is not None:
+        raise UsageError("val_fields has no effect without validation data. Give val=.")
 
 
 def _class_names(classes: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.decode.codecs import decode_mask
+from wdstrain.decode.fields import Field
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
@@ -138,12 +139,12 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
 
 def run_loader(
     index: Index,
-    options: Mapping[str, Any],
+    fields: Mapping[str, Field],
     config: Config,
     distributed: DistributedContext,
     **order: Any,
 ) -> Loader:
-    """Return the part of this process in a loader of a run. options: of the source of its inputs.
+    """Return the part of this process in a loader of a run.
 
     order: options of a shuffled loader. Without any it delivers every sample once, in order. The
     batch_size of a run is that of all processes together.
@@ -156,7 +157,7 @@ def run_loader(
     order = {"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})}
     return Loader(
         index,
-        **options,
+        fields,
         **order,
         batch_size=config.batch_size // distributed.size,
         num_workers=config.num_workers,
@@ -169,13 +170,18 @@ def run_loader(
 
 
 def whole_loader(
-    index: Index, options: Mapping[str, Any], config: Config, batch_size: int, num_workers: int = 0
+    index: Index,
+    fields: Mapping[str, Field],
+    config: Config,
+    batch_size: int,
+    num_workers: int = 0,
+    on_error: Literal["replace", "mark"] = "replace",
 ) -> Loader:
     """Return a loader for one process, which goes on at bad samples."""
-    tolerant: dict[str, Any] = {"on_error": "replace", **options}
     return Loader(
         index,
-        **tolerant,
+        fields,
+        on_error=on_error,
         batch_size=batch_size,
         num_workers=num_workers,
         shuffle=False,
@@ -188,10 +194,10 @@ def whole_loader(
     )
 
 
-def few_samples(index: Index, options: Mapping[str, Any], config: Config, epoch: int = 0) -> Batch:
+def few_samples(index: Index, fields: Mapping[str, Field], config: Config, epoch: int = 0) -> Batch:
     """Return a batch of the first samples. Raises SampleError if all are bad."""
     few = index.take(np.arange(min(_FEW_SAMPLES, len(index))))
-    with closing(whole_loader(few, options, config, len(few))) as loader:
+    with closing(whole_loader(few, fields, config, len(few))) as loader:
         return next(loader.epoch(epoch))
 
 

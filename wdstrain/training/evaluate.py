@@ -30,6 +30,7 @@ from wdstrain.training.fsdp import is_sharded
 from wdstrain.training.heads import MaskHead, NumberHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.metrics import EvalMetrics, class_shares
+from wdstrain.training.sources import with_targets
 from wdstrain.training.tasks import Criterion, Task
 from wdstrain.training.weights import LoadedCheckpoint
 
@@ -50,9 +51,9 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
     task.check(index)
     if isinstance(task.heads[0], MaskHead) and config.on_error == "raise":
         count_pixels(index, task.heads[0], is_strict=True)
-    source = loaded.source(arguments.fields, arguments.transform, index)
+    fields = with_targets(loaded.fields(arguments.fields, index), task)
     device = device_of(config.device, distributed)
-    loader = run_loader(index, source.loader_options(task, index), config, distributed)
+    loader = run_loader(index, fields, config, distributed)
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from wdstrain.decode.fields import Field, Image
-from wdstrain.decode.labels import LabelField, field_of
+from wdstrain.decode.labels import field_of
 from wdstrain.decode.masks import IGNORED, mask_like
-from wdstrain.errors import SampleError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
 _SHOWN = 3  # classes of a mask in words
@@ -70,19 +70,6 @@ class Head(ABC):
     def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target. image: field of the images, which masks follow."""
         return field_of(self.target)
-
-    def checked_target(self, value: Any) -> Any:
-        """Return a label that a transform returned as `field` reads it; SampleError if it is none."""
-        plain = value.item() if hasattr(value, "item") and not value.shape else value
-        reader = self.field()
-        assert isinstance(reader, LabelField)
-        target = reader.delivered(plain)
-        if isinstance(plain, str) and target != replace(reader, by_name=True).delivered(plain):
-            raise SampleError(
-                f"{self.name} is the text {plain!r}, the name of one class and the number of "
-                f"another: return the number as an integer"
-            )
-        return target
 
     @abstractmethod
     def losses(
@@ -234,18 +221,6 @@ class MultiLabelHead(Head):
     shown_metrics: ClassVar[tuple[str, ...]] = ("mAP", "f1", "auroc", "accuracy")
     main_metric: ClassVar[str] = "mAP"
 
-    def checked_target(self, value: Any) -> Tensor:
-        """Return flags, float32[classes]. value: names of classes, or a flag for each class."""
-        if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-            return torch.as_tensor(super().checked_target(list(value)))
-        flags = torch.as_tensor(value, dtype=torch.float32)
-        if flags.shape != (len(self.classes),) or not ((flags == 0) | (flags == 1)).all():
-            raise SampleError(
-                f"{self.name} is {str(value)[:80]}: must be 0 or 1 for each of the "
-                f"{len(self.classes)} classes, or a list of their names"
-            )
-        return flags
-
     def losses(
         self,
         outputs: Tensor,
@@ -363,23 +338,6 @@ class MaskHead(ClassHead):
                 "masks need an image field of wt.image with a size: they get the same crop and flip."
             )
         return mask_like(image, (self.target.field,), len(self.classes))
-
-    def checked_target(self, value: Any) -> Tensor:
-        """Return class numbers, int64[h, w]. value: array or tensor of class numbers."""
-        numbers = torch.as_tensor(value)
-        is_whole = not numbers.is_floating_point() and not numbers.is_complex()
-        if numbers.ndim != 2 or not is_whole:
-            raise SampleError(
-                f"{self.name} is {numbers.dtype}{list(numbers.shape)}: must be whole numbers [h, w]"
-            )
-        numbers = numbers.long()
-        known = ((numbers >= 0) & (numbers < len(self.classes))) | (numbers == IGNORED)
-        if not known.all():
-            raise SampleError(
-                f"{self.name} has the class number {int(numbers[~known][0])}: must be 0 to "
-                f"{len(self.classes) - 1}, or {IGNORED} for pixels without a class"
-            )
-        return numbers
 
     def losses(
         self,

@@ -20,7 +20,6 @@ from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
-from wdstrain.training.heads import Head
 from wdstrain.training.tasks import Task
 
 Triple = tuple[float, float, float]
@@ -40,9 +39,8 @@ class InputSpec:
     """One input of a model.
 
     shape: in a batch, without the batch, such as (3, 224, 224). dtype: before normalization.
-    source: "image", "array", "label", "labels" or "number" for fields of wt, "transform", else the
-    class of the user's field. names: tar fields that the field looks for; empty for a field of the
-    user's or a transform. augment: of an image field. column: entry of a JSON field. classes: in
+    source: "image", "array", "label", "labels" or "number" for fields of wt, else the class of the
+    user's field. names: tar fields that the field looks for; empty for a field of the user's. augment: of an image field. column: entry of a JSON field. classes: in
     the order of the numbers that the model gets, whatever their numbers in other shards.
     """
 
@@ -87,8 +85,8 @@ class InputSpec:
         values = {**vars(self), "augment": dict(self.augment)}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
-    def to_field(self) -> Field | None:
-        """Return the field of wt that reads this input; None for a field of the user's."""
+    def to_field(self) -> Field:
+        """Return the field of wt that reads this input. Raises UsageError for one of the user's."""
         if self.source == "image":
             height, width = self.shape[1:]
             return Image(self.names, (height, width), Augment(**self.augment))
@@ -96,7 +94,10 @@ class InputSpec:
             return NumpyArray(self.names, Example(self.shape, self.dtype))
         kind = next((kind for kind, source in _SOURCES.items() if source == self.source), None)
         if kind is None:
-            return None
+            raise UsageError(
+                f"the checkpoint was trained on a field of your own, {self.source}(...). "
+                f"Give it again: fields=."
+            )
         return LabelField(self.names, kind, self.column, self.classes, is_bound=True)
 
     @property
@@ -273,19 +274,3 @@ def batch_augmentation(
         image=next(iter(inputs.specs)),
         label=f"target {head.name}",
     )
-
-
-def check_input_names(inputs: Mapping[str, Any], heads: Mapping[str, Head], title: str) -> None:
-    """Raise UsageError for names that cannot be inputs of a model."""
-    if not inputs:
-        raise UsageError(
-            f'{title}= gives no input of the model. Add one, such as "image". '
-            f"Labels are named {' or '.join(heads)}."
-        )
-    for name in inputs:
-        is_name = isinstance(name, str) and not name.startswith("__")  # "__key__" is of the batch
-        if not is_name or (len(inputs) > 1 and not name.isidentifier()):
-            raise UsageError(
-                f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
-                f"model, so each needs a name such as image, and names with __ are those of a batch."
-            )

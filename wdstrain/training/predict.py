@@ -49,7 +49,7 @@ from wdstrain.training.evaluate import Pixels, Setup, mask_png
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.models import last_layer
-from wdstrain.training.sources import ERROR, FieldSource, InputSource
+from wdstrain.training.sources import Fields, read_file
 from wdstrain.training.weights import LoadedCheckpoint
 
 _TABLES = (".csv", ".parquet")
@@ -93,13 +93,13 @@ def predict(arguments: PredictArguments) -> PredictResult:
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(arguments.urls, reporter)
         index = None if images else open_shards(arguments.urls)
-        source = loaded.source(arguments.fields, arguments.transform, index)
+        fields = loaded.fields(arguments.fields, index)
         if index is None:
             true: dict[str, pa.Array] = {}
-            batches = _batches_of_images(images, source, loaded, reporter)
+            batches = _batches_of_images(images, fields, loaded, reporter)
         else:
             true = _true_columns(index, loaded, reporter)
-            batches = _batches_of_shards(index, source, loaded, device, reporter)
+            batches = _batches_of_shards(index, fields, loaded, device, reporter)
         setup = Setup(
             task=loaded.task,
             config=loaded.config,
@@ -343,24 +343,25 @@ def _size_of(picture: bytes) -> tuple[int, int]:
 
 def _batches_of_shards(
     index: Index,
-    source: InputSource,
+    fields: Fields,
     loaded: LoadedCheckpoint,
     device: torch.device,
     reporter: Reporter,
 ) -> Batches:
     config, image = loaded.config, loaded.inputs.image
     sized = loaded.task.is_dense and image is not None
-    options = source.predict_options({_SIZE: _PictureSize(image.names)} if sized and image else {})
-    loader = whole_loader(index, options, config, config.batch_size, config.num_workers)
+    more = {_SIZE: _PictureSize(image.names)} if sized and image else {}
+    loader = whole_loader(
+        index, {**fields, **more}, config, config.batch_size, config.num_workers, "mark"
+    )
     number = 0
     with closing(loader):
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, device)):
             samples, bad = [], iter(batches.bad)
             sizes = batch[_SIZE].tolist() if _SIZE in batch else None
-            errors = batch.get(ERROR) or [""] * len(batches.own)
             for row, is_own in enumerate(batches.own.tolist()):
-                error = errors[row] if is_own else next(bad).reason
+                error = "" if is_own else next(bad).reason
                 size = None if sizes is None else tuple(sizes[row])
                 samples.append(_Sample(index.key(number), error, size))
                 number += 1
@@ -371,21 +372,21 @@ def _batches_of_shards(
 
 def _batches_of_images(
     images: Sequence[tuple[str, str]],
-    source: InputSource,
+    fields: Fields,
     loaded: LoadedCheckpoint,
     reporter: Reporter,
 ) -> Batches:
     """Yield image files, a batch at a time. images: (key, path)."""
     size, names = loaded.config.batch_size, loaded.inputs.specs
-    if isinstance(source, FieldSource) and len(names) > 1:
+    if len(names) > 1:
         raise UsageError(
             f"image files give one input, and the model has {len(names)}: {', '.join(names)}. "
             f"Convert the files to shards."
         )
-    sized = loaded.task.is_dense and isinstance(source, FieldSource)
+    sized = loaded.task.is_dense
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
         for first in range(0, len(images), size):
-            read = partial(_read_image, source=source, sized=sized)
+            read = partial(_read_image, fields=fields, sized=sized)
             results = list(pool.map(read, images[first : first + size]))
             good = [inputs for inputs, _ in results if inputs]
             batch = {name: torch.stack([inputs[name] for inputs in good]) for name in names if good}
@@ -394,7 +395,7 @@ def _batches_of_images(
 
 
 def _read_image(
-    image: tuple[str, str], source: InputSource, sized: bool
+    image: tuple[str, str], fields: Fields, sized: bool
 ) -> tuple[Mapping[str, Any], _Sample]:
     """Return (inputs as a batch has them, the sample) of an image file. sized: it has its size."""
     key, path = image
@@ -403,7 +404,7 @@ def _read_image(
             raise OSError("it is not a regular file")
         with open(path, "rb") as file:
             data = file.read()
-        inputs = source.read_file(key, os.path.splitext(path)[1][1:].lower(), data)
+        inputs = read_file(fields, os.path.splitext(path)[1][1:].lower(), data)
         return inputs, _Sample(key, size=_size_of(data) if sized else None)
     except Exception as error:  # decoders raise errors of many types
         return {}, _Sample(key, str(error) or type(error).__name__)

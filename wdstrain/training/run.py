@@ -45,7 +45,7 @@ from wdstrain.training.inputs import (
 from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
 from wdstrain.training.run_dir import CHECKPOINTS, check_out
-from wdstrain.training.sources import run_sources
+from wdstrain.training.sources import run_fields, specs_of, with_targets
 from wdstrain.training.state import EpochSums, Monitor, TrainerState
 from wdstrain.training.tasks import Task
 
@@ -80,10 +80,10 @@ class Run:
             check_validation(arguments, config)
         check_objects(arguments, config, task)
         device = device_of(config.device, distributed)
-        train_source, val_source = run_sources(arguments, train, val, task, config)
+        train_fields, val_fields = run_fields(arguments, train, val, task, config)
         torch.manual_seed(config.seed)
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
-        inputs, name = ModelInputs(train_source.specs), config.model
+        inputs, name = ModelInputs(specs_of(train_fields)), config.model
         net = build(
             arguments.model,
             task.outputs,
@@ -103,7 +103,7 @@ class Run:
         lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
         self.loader = run_loader(
             train,
-            train_source.loader_options(task, train),
+            with_targets(train_fields, task),
             config,
             distributed,
             seed=config.seed,
@@ -113,8 +113,7 @@ class Run:
         )
         self.val_loader = None
         if val is not None:
-            options = val_source.loader_options(task, val)
-            self.val_loader = run_loader(val, options, config, distributed)
+            self.val_loader = run_loader(val, with_targets(val_fields, task), config, distributed)
         if checkpoint is not None:
             normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
         else:
@@ -122,7 +121,7 @@ class Run:
         self.setup = Setup(
             task=task,
             config=config,
-            inputs=ModelInputs(val_source.specs, normalization),
+            inputs=ModelInputs(specs_of(val_fields), normalization),
             device=device,
             distributed=distributed,
             reporter=reporter,

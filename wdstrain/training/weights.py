@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -24,12 +23,7 @@ from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
 from wdstrain.training.config import Config, is_made
 from wdstrain.training.inputs import ModelInputs, Normalization
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
-from wdstrain.training.sources import (
-    FieldSource,
-    InputSource,
-    check_same_inputs,
-    given_source,
-)
+from wdstrain.training.sources import Fields, check_same_inputs, input_fields
 from wdstrain.training.tasks import Task
 
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
@@ -324,28 +318,14 @@ class LoadedCheckpoint:
             ) from error
         return cls(net.eval(), task, config, os.fspath(path), inputs)
 
-    def source(
-        self,
-        fields: Mapping[str, Field] | None,
-        transform: Transform | None,
-        index: Index | None,
-    ) -> InputSource:
-        """Return the source of the inputs: the given one, or as validation had it in training.
+    def fields(self, given: Mapping[str, Field] | None, index: Index | None) -> Fields:
+        """Return the fields of the inputs: the given ones, or as validation had them in training.
 
         index: the shards; None for image files. Raises UsageError for fields with other inputs, and
-        for a missing source of the user's.
+        for a missing field of the user's.
         """
-        given = given_source(fields, transform, self.task, index, known=self.inputs.specs)
-        if given is not None:
-            check_same_inputs(self.inputs.specs, given, f"{self.path} was trained on", sizes=True)
-            return given
-        found: dict[str, Field] = {}
-        for name, spec in self.inputs.specs.items():
-            field = spec.to_field()
-            if field is None:
-                kind, argument = f"a field of your own, {spec.source}(...)", "fields"
-                if spec.source == "transform":
-                    kind, argument = "a transform of your own", "transform"
-                raise UsageError(f"{self.path} was trained on {kind}. Give it again: {argument}=.")
-            found[name] = field
-        return FieldSource(found)
+        if given is None:
+            return {name: spec.to_field() for name, spec in self.inputs.specs.items()}
+        fields = input_fields(given, self.task, index, known=self.inputs.specs)
+        check_same_inputs(self.inputs.specs, fields, f"{self.path} was trained on", sizes=True)
+        return fields
