@@ -21,7 +21,7 @@ from tests.conftest import Sample, write_tar
 from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.shards.tar_headers import END, header, padding
-from wdstrain.storage.local import LocalFile
+from wdstrain.storage.files import LocalFile
 
 
 def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:

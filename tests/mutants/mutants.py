@@ -126,7 +126,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/tar.py": ("tests/shards/test_tar.py",),
     "shards/kinds.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
-    "storage/local.py": ("tests/storage/test_replaced_shards.py",),
+    "storage/files.py": ("tests/storage/test_replaced_shards.py",),
     "storage/http.py": (
         "tests/storage/test_http.py::test_redirects_do_not_pass_secrets_to_other_hosts",
         "tests/storage/test_odd_servers.py",
@@ -401,8 +401,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "storage/cache.py": [
         (
             "checksum-of-shard",
-            "if sha256 and digest.hexdigest() != sha256:",
-            "if not sha256 and digest.hexdigest() != sha256:",
+            'if sha256 and hashlib.file_digest(file, "sha256")',
+            'if not sha256 and hashlib.file_digest(file, "sha256")',
         ),
         ("needs-identity", "not (sha256 or tag)", "not (sha256 or path)"),
         ("unknown-prefix", "if not sha256 or os.fstat(file", "if sha256 and os.fstat(file"),
@@ -416,7 +416,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "os.path.samestat(os.fstat(file.fileno()), os",
         ),
     ],
-    "storage/local.py": [
+    "storage/files.py": [
         ("state-of-file", "now[0] == then[0] and (", "now[0] == then[0] or ("),
     ],
     # --- reader ---

@@ -32,7 +32,7 @@ from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.local import is_state, state_of
+from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
 # --- the fault injection script ---

@@ -182,16 +182,13 @@ def test_no_file_has_the_content_type_of_html(server: Server, name: str, kind: s
 def test_conditional_requests_are_supported(server: Server) -> None:
     headers = ask(server, "/a.tar")[1]
     tag, modified = headers["ETag"], headers["Last-Modified"]
-    assert ask(server, "/a.tar", If_None_Match=tag)[0] == 304
-    assert ask(server, "/a.tar", If_None_Match='"other"')[0] == 200
-    assert ask(server, "/a.tar", If_Match=tag)[0] == 200
+    assert ask(server, "/a.tar", If_Match=f'"other", {tag}')[0] == 200
+    assert ask(server, "/a.tar", If_Match="*")[0] == 200
     assert ask(server, "/a.tar", If_Match='"other"')[0] == 412
-    assert ask(server, "/a.tar", If_Range=tag, Range="bytes=0-1")[::2] == (206, BYTES[:2])
-    assert ask(server, "/a.tar", If_Range=f"W/{tag}", Range="bytes=0-1")[0] == 200
-    assert ask(server, "/a.tar", If_Range='"other"', Range="bytes=0-1")[::2] == (200, BYTES)
-    old = "Thu, 01 Jan 1970 00:00:01 GMT"
-    assert ask(server, "/a.tar", If_Range=old, Range="bytes=0-1")[::2] == (200, BYTES)
-    assert modified.endswith(" GMT")
+    for known in (tag, modified):
+        assert ask(server, "/a.tar", If_Range=known, Range="bytes=0-1")[::2] == (206, BYTES[:2])
+    for old in (f"W/{tag}", '"other"', "Thu, 01 Jan 1970 00:00:01 GMT"):
+        assert ask(server, "/a.tar", If_Range=old, Range="bytes=0-1")[::2] == (200, BYTES)
 
 
 def test_ranges_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
@@ -302,20 +299,6 @@ def test_a_folder_that_is_a_link_is_served(folder: Path, tmp_path: Path) -> None
         assert ask(server, "/one.tar")[2] == b"1"
 
 
-def test_a_folder_lists_the_files_that_are_served(server: Server) -> None:
-    status, headers, page = ask(server, "/")
-    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-    links = re.findall(rb'<a href="\./([^"]*)">', page)
-    assert sorted(links) == sorted(
-        [b"a.tar", b"empty.tar", b"index.json", b"near.tar", b"nearby/", b"one.tar", b"page.html"]
-        + [b"plain", b"store.tar", b"sub/", b"a%20b%3Ci%3E%26%C3%A4%3A1%252e.tar"]
-    )
-    for link in links:
-        assert ask(server, f"/{link.decode()}")[0] == 200
-    status, headers, _ = ask(server, "/sub")
-    assert (status, headers["Location"]) == (301, "/sub/")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").touch(0)
@@ -330,7 +313,7 @@ def test_a_connection_is_kept_alive_between_requests(server: Server) -> None:
     connection = connect(server)
     connection.connect()
     first = connection.sock
-    for path, status in (("/a.tar", 200), ("/nothing", 404), ("/", 200), ("/a.tar", 200)):
+    for path, status in (("/a.tar", 200), ("/nothing", 404), ("/", 404), ("/a.tar", 200)):
         assert ask(connection, path)[0] == status
         assert connection.sock is first
     connection.close()
@@ -383,7 +366,7 @@ def test_close_does_not_wait_for_idle_or_stalled_clients(tmp_path: Path) -> None
     slow.close()
 
 
-def test_a_server_that_never_started_can_be_closed(folder: Path) -> None:
+def test_a_server_can_be_closed_at_once(folder: Path) -> None:
     server = Server(folder)
     port = address(server)[1]
     server.close()
@@ -478,7 +461,7 @@ def test_the_help_of_serve_has_an_example(capsys: Any) -> None:
         (
             [".", "--host", "a..b"],
             1,
-            "nothing can listen at --host a..b, --port 8000: encoding with",
+            "nothing can listen at --host a..b, --port 8000: [Errno -2]",
         ),
         ([".", "--port", "70000"], 1, "nothing can listen at --host 127.0.0.1, --port 70000: "),
         ([".", "--port", "-1"], 2, "--port -1: must be an integer >= 0."),

@@ -17,7 +17,7 @@ from tests.support.outcomes import result_or_refusal
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.tar import SkippedMembers, samples, split_name
 from wdstrain.shards.tar_headers import header
-from wdstrain.storage.local import open_source
+from wdstrain.storage.files import open_source
 
 LONG = (
     "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72

@@ -33,7 +33,7 @@ from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, wal
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
 from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
 from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
-from wdstrain.storage.local import open_source
+from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 MOST = 1000  # findings of one shard, or of one kind, that are listed

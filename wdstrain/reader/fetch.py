@@ -22,7 +22,7 @@ from wdstrain.reader.reads import Read
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.cache import Cache, CachedFile
-from wdstrain.storage.local import LocalFile, open_source
+from wdstrain.storage.files import LocalFile, open_source
 from wdstrain.storage.remote import MOST_RANGE, RemoteFile, is_remote, range_size
 
 # Why the bytes of a sample cannot be used: the field that differs, "" for the whole sample; a reason.

@@ -27,8 +27,7 @@ from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import beside
-from wdstrain.storage.files import read_whole, user_cache, write_whole
-from wdstrain.storage.local import is_state, open_source
+from wdstrain.storage.files import is_state, open_source, read_whole, user_cache, write_whole
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _THREADS = 16  # remote shards that are examined at the same time

@@ -27,7 +27,7 @@ from wdstrain.shards.kinds import ColumnInfo, joined_labels
 from wdstrain.shards.offsets import Ints, Members, Offsets, firsts, table_names, utf8_text
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
-from wdstrain.storage.local import Source, open_source
+from wdstrain.storage.files import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 __all__ = ["Index", "Shard", "join"]
@@ -41,7 +41,7 @@ class Shard:
     """One tar shard: address, number of samples, size in bytes and split.
 
     sha256: of its bytes; empty if only its headers were read. tag: its state when it was last
-    examined: the server's ETag (empty if there is none), or `storage.local.state_of` for a file.
+    examined: the server's ETag (empty if there is none), or `storage.files.state_of` for a file.
     """
 
     path: str

@@ -36,8 +36,7 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.kinds import KINDS, ColumnInfo
 from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, arrow_file, read_arrow_file
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
-from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
-from wdstrain.storage.local import state_of
+from wdstrain.storage.files import read_whole, regular, state_of, sync_folder, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"

@@ -9,43 +9,34 @@ The thread holds an exclusive `flock` on the file, and readers of a whole shard 
 so neither is removed. The system releases the locks of a killed process. The next one that needs
 the shard goes on where the file ends.
 
-The cache owns a subfolder of the folder that the user names. A CACHEDIR.TAG marks it before it
-holds anything. Files beside it, and those in it with other names, are never touched.
+The cache owns a subfolder of the folder that the user names. Files beside it, and those in it with
+other names, are never touched.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from io import FileIO
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.storage.files import regular, sync_folder, write_whole
-from wdstrain.storage.local import read_at
+from wdstrain.storage.files import publish, read_at, regular
 from wdstrain.storage.remote import RemoteFile, name_of, range_size, shown_path
 from wdstrain.storage.retries import silence_limit
 
 FOLDER = "wdstrain-cache"  # in the folder that the user names
 PART = ".part"  # suffix of a shard that is being fetched
 
-_TAG = "CACHEDIR.TAG"  # programs that back up or clean folders know it
-_TAG_CONTENT = (
-    b"Signature: 8a477f597d28d172789f06886806bc55\n"
-    b"# Shards of servers, kept by wdstrain. They are fetched again when needed.\n"
-)
 # Names of cached shards. That of a part says how many bytes the shard will have.
-_CACHED_NAME = re.compile(rf"-[0-9a-f]{{16}}\.tar(\.([0-9]+){re.escape(PART)})?$")
+_CACHED_NAME = re.compile(rf"-[0-9a-f]{{16}}\.tar(?:\.([0-9]+){re.escape(PART)})?$")
 _DOWNLOADS = 8  # shards that are fetched at the same time; others are read without the cache
 _NEAR = 64 << 20  # bytes; what a download reaches later is read from the server
 _PAUSE = 0.005  # seconds between two looks at a growing file or a lock
@@ -122,8 +113,8 @@ class Cache:
         self.limit, self._counts = limit, Counter[str]()
         self._lock, self._downloads = threading.Lock(), dict[threading.Thread, RemoteFile]()
         try:
-            self._create()
-        except (OSError, StorageError) as error:
+            os.makedirs(self.path, exist_ok=True)
+        except OSError as error:
             if not os.path.isdir(folder):
                 raise UsageError(
                     f"cache_dir={folder} cannot be made: {error}. Name another folder."
@@ -160,9 +151,6 @@ class Cache:
         if not place:
             return None
         try:
-            # The size comes from an index, which may be hostile.
-            if size > shutil.disk_usage(self.path).total:
-                return None
             file = self._open_whole(place, size)
             if file is None and self.writable:
                 self._begin_download(place, RemoteFile(path, size, tag), sha256)
@@ -196,12 +184,6 @@ class Cache:
         for thread, _ in downloads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _create(self) -> None:
-        os.makedirs(self.path, exist_ok=True)
-        tag = os.path.join(self.path, _TAG)
-        if not os.path.exists(tag):
-            write_whole(tag, _TAG_CONTENT)
-
     def _open_whole(self, place: str, size: int) -> FileIO | None:
         """Return a whole shard to read; None if it is missing. Raises OSError."""
         with suppress(FileNotFoundError):
@@ -221,7 +203,7 @@ class Cache:
         if len(self._downloads) >= _DOWNLOADS:
             return
         with ExitStack() as stack:
-            file = stack.enter_context(FileIO(part, "r+b", opener=_made))
+            file = stack.enter_context(FileIO(part, "ab+", opener=regular))
             if not _try_lock(file.fileno(), fcntl.LOCK_EX):
                 return
             if os.path.exists(place) or not self._has_room():
@@ -243,23 +225,28 @@ class Cache:
 
     def _download(self, file: FileIO, place: str, remote: RemoteFile, sha256: str) -> None:
         """Complete a locked part and give it its final name."""
-        part, digest = _part(place, remote.size), hashlib.sha256()
+        part, size = _part(place, remote.size), remote.size
+        buffer = memoryview(bytearray(2 * min(range_size(), 1 << 20)))
         try:
-            for chunk in self._chunks(file, remote):
-                digest.update(chunk)
-            if sha256 and digest.hexdigest() != sha256:
+            while (rest := size - os.fstat(file.fileno()).st_size) > 0:
+                # The last chunk is not small: a loop that ends after the last sample has it all.
+                chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
+                failed = remote.retries
+                remote.read_into(chunk, size - rest, last=size)
+                file.write(chunk)  # perhaps less on a full disk: the next write fails
+                with self._lock:
+                    self._counts.update(fetched=len(chunk), retries=remote.retries - failed)
+            file.seek(0)
+            if sha256 and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 os.unlink(part)
                 _log.warning(
                     "%s: the fetched bytes differ from the index (sha256). "
                     "The shard is not kept in the cache.",
                     shown_path(remote.path),
                 )
-                return
-            os.fsync(file.fileno())
             # After `forget` the name may belong to the file of another download.
-            if os.path.samestat(os.stat(part), os.fstat(file.fileno())):
-                os.replace(part, place)
-                sync_folder(self.path)
+            elif os.path.samestat(os.stat(part), os.fstat(file.fileno())):
+                publish(part, place)
         except (WdstrainError, FileNotFoundError):
             pass  # the readers get the same error from the server, or the shard was forgotten
         except OSError as error:
@@ -273,25 +260,6 @@ class Cache:
             remote.close()
             self._downloads.pop(threading.current_thread(), None)
 
-    def _chunks(self, file: FileIO, remote: RemoteFile) -> Iterator[memoryview]:
-        """Yield the bytes of a shard. What its file lacks is fetched and written."""
-        buffer, offset = memoryview(bytearray(2 * min(range_size(), 1 << 20))), 0
-        while offset < remote.size:
-            # The last chunk is not small: a loop that ends after the last sample has it all.
-            rest = remote.size - offset
-            chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
-            count = read_at(file.fileno(), chunk, offset)
-            if count < len(chunk):
-                failed = remote.retries
-                remote.read_into(chunk[count:], offset + count, last=remote.size)
-                if os.pwrite(file.fileno(), chunk[count:], offset + count) < len(chunk) - count:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                with self._lock:
-                    retries = remote.retries - failed
-                    self._counts.update(fetched=len(chunk) - count, retries=retries)
-            yield chunk
-            offset += len(chunk)
-
     def _has_room(self) -> bool:
         """Remove the least recently used shards above the limit. Returns whether it holds then."""
         if self.limit is None:
@@ -302,15 +270,19 @@ class Cache:
             if match and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
                     status = entry.stat()
-                    length = int(match[2]) if match[1] else status.st_size
+                    length = int(match[1] or status.st_size)
                     cached.append((status.st_mtime_ns, length, entry.path))
         total = sum(length for _, length, _ in cached)
         for _, length, path in sorted(cached):
-            if total > self.limit and _remove_unused(path):
-                total -= length
+            if total <= self.limit:
+                break
+            with suppress(OSError), open(path, "rb") as file:  # it may belong to another user
+                if _try_lock(file.fileno(), fcntl.LOCK_EX):  # not in use
+                    os.unlink(path)
+                    total -= length
         return total <= self.limit
 
-    def _stop_writing(self, error: Exception) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         """Write nothing more, because of this error, and log it once."""
         self.writable = False
         if self.path not in _unwritable:
@@ -319,17 +291,12 @@ class Cache:
                 "%s cannot be written: %s. Shards that are not cached yet are streamed without the "
                 "cache.",
                 self.path,
-                getattr(error, "strerror", None) or error,
+                error.strerror or error,
             )
 
 
 def _part(place: str, size: int) -> str:
     return f"{place}.{size}{PART}"
-
-
-def _made(path: str, flags: int) -> int:
-    """Return the descriptor of a file, which is made if it is missing; an `opener`."""
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def _try_lock(fd: int, kind: int) -> bool:
@@ -339,12 +306,3 @@ def _try_lock(fd: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove_unused(path: str) -> bool:
-    """Remove a file, unless it is in use or belongs to another user."""
-    with suppress(OSError), open(path, "rb") as file:
-        if _try_lock(file.fileno(), fcntl.LOCK_EX):
-            os.unlink(path)
-            return True
-    return False

@@ -13,7 +13,7 @@ import io
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -96,7 +96,7 @@ def read_remote(path: str) -> bytes | None:
     return _scheme_of(path).read_small(path)
 
 
-class RemoteFile:
+class RemoteFile(AbstractContextManager["RemoteFile"]):
     """A remote file, read by position. Only `stop` may be called by other threads.
 
     A read that follows the last one continues with the same response.
@@ -173,9 +173,6 @@ class RemoteFile:
     def close(self) -> None:
         """Close the connection, or keep it for reuse if the response was read to its end."""
         self._end_response()
-
-    def __enter__(self) -> RemoteFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
