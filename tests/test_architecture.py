@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3760,
+    "conversion": 3712,
     "training": 3669,
     "inspection": 1932,
     "loader": 1224,

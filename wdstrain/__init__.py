@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         convert_torchvision,
         pack,
     )
-    from wdstrain.conversion.remove import remove
+    from wdstrain.conversion.changes import remove
     from wdstrain.decode.fields import Example, Field, array, image, json
     from wdstrain.decode.labels import label, number, text
     from wdstrain.decode.masks import mask
@@ -129,7 +129,7 @@ __all__ = [
 
 _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
-    "conversion.remove": "remove",
+    "conversion.changes": "remove",
     "decode.fields": "Example Field array image json",
     "decode.labels": "label number text",
     "decode.masks": "mask",

@@ -31,8 +31,7 @@ from tests.conftest import (
 from tests.support.os_faults import recorded_reads, watched_calls
 from wdstrain.cli import main
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.result import Step
-from wdstrain.conversion.runner import convert
+from wdstrain.conversion.runner import Step, convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.iterable import stream_samples
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
@@ -960,7 +959,7 @@ def test_an_interrupt_at_any_moment_is_reported_or_too_late(tmp_path: Path) -> N
     )
     code = (
         "import os, signal, sys, wdstrain as wt\n"
-        "from wdstrain.conversion import shard_pool as jobs\n"
+        "from wdstrain.conversion import shard_writer as jobs\n"
         "def interrupt(*_): os.kill(os.getpid(), signal.SIGINT)\n"
         "shut = jobs.ProcessPoolExecutor.shutdown\n"
         "def shutdown(self, **options):\n"

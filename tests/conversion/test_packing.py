@@ -16,8 +16,7 @@ import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder
 from wdstrain.conversion.listing import Keys
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.result import Step
-from wdstrain.conversion.runner import convert
+from wdstrain.conversion.runner import Step, convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.shards.resolve import open_index

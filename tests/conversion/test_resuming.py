@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +101,16 @@ def test_ctrl_c_does_not_wait_for_the_shards_that_are_being_written(
     for number in range(1, 80):
         os.link(first, tmp_path / "in" / "a" / f"{number}.png")
 
-    def interrupt(step: Any) -> None:
-        if step.title == "packing" and step.done:
-            signal.raise_signal(signal.SIGINT)
-
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        wt.convert_folder(
-            tmp_path / "in",
-            out,
-            check="decode",  # takes its time for each image
-            num_workers=workers,
-            max_shard_samples=40,
-            progress=interrupt,
-        )
+
+    def interrupt() -> None:
+        while not list(out.rglob("*.tmp")):  # a shard that is being written
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(interrupt)
+        options: dict[str, Any] = {"num_workers": workers, "max_shard_samples": 40}
+        with pytest.raises(KeyboardInterrupt):
+            wt.convert_folder(tmp_path / "in", out, check="decode", **options)  # takes its time
     assert not list(out.rglob("*.tar"))

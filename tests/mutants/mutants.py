@@ -208,12 +208,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     "conversion/sources/table.py": (
         "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",
     ),
-    "conversion/append.py": ("tests/conversion/test_changing_sets.py",),
+    "conversion/changes.py": ("tests/conversion/test_changing_sets.py",),
     "conversion/staging.py": (
         "tests/conversion/test_changing_sets.py",
         "tests/storage/test_object_store.py",
     ),
-    "conversion/remove.py": ("tests/conversion/test_changing_sets.py",),
 }
 
 # Why a mutant is not killed, by its full name.
@@ -641,7 +640,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("changed-by-another", "if listed not in known and not", "if listed in known and not"),
         ("replaced-at-the-end", "if {INDEX_NAME, shard.name} & set", "if {shard.name} & set"),
     ],
-    "conversion/append.py": [
+    "conversion/changes.py": [
         (
             "class-order",
             "all(before == now for before, now in zip(",
@@ -649,8 +648,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("keys-unique", "if key.casefold() in known]", "if key in known]"),
         ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),
-    ],
-    "conversion/remove.py": [
         (
             "only-named-shards",
             'options.where or "") & allowed',

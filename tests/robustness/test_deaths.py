@@ -199,7 +199,8 @@ def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, ho
             with Staging(out, resume=True) as staging:
                 assert staging.is_complete
         else:
-            Staging(out, overwrite=True).leave()
+            with Staging(out, overwrite=True):
+                pass
         ended.result()
     assert files(tmp_path / "out") == before
 
@@ -217,14 +218,13 @@ def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> Non
 
 def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -> None:
     """A conversion that waited for it makes a new directory, which a third has to wait for."""
-    first = Staging(str(tmp_path / "out"))
-    fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
-    first.discard()
-    second = Staging(str(tmp_path / "out"))
-    assert not os.path.samestat(os.fstat(fd), os.stat(tmp_path / "out" / ".unfinished" / "owner"))
-    with pytest.raises(UsageError, match="another conversion is writing into"):
-        Staging(str(tmp_path / "out"), overwrite=True)
-    second.discard()
+    with Staging(str(tmp_path / "out")):
+        fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
+    with Staging(str(tmp_path / "out")):
+        owner = os.stat(tmp_path / "out" / ".unfinished" / "owner")
+        assert not os.path.samestat(os.fstat(fd), owner)
+        with pytest.raises(UsageError, match="another conversion is writing into"):
+            Staging(str(tmp_path / "out"), overwrite=True)
     os.close(fd)
 
 

@@ -27,7 +27,7 @@ from tests.conftest import write_class_folder
 from tests.support.foreign_tars import write_set
 from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
-from wdstrain.conversion.result import Step
+from wdstrain.conversion.runner import Step
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage.objects import list_folder_of, put
 from wdstrain.storage.remote import read_remote

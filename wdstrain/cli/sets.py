@@ -33,7 +33,7 @@ from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.options import CheckedOptions, IndexOptions
 
 if TYPE_CHECKING:
-    from wdstrain.conversion.result import ConversionResult, Step
+    from wdstrain.conversion.runner import ConversionResult, Step
 
 _INTERRUPTED = (
     "Run the same command with --resume to continue. The output folder is as it was before."
@@ -281,7 +281,7 @@ def add_remove(verbs: Any, text: str) -> None:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    from wdstrain.conversion.remove import remove
+    from wdstrain.conversion.changes import remove
 
     options = RemoveOptions(**given(arguments, RemoveOptions))
     with Reporter() as reporter:

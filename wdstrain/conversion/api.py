@@ -14,8 +14,7 @@ from typing import Any
 from wdstrain.conversion.classes import class_names
 from wdstrain.conversion.listing import Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.result import ConversionResult
-from wdstrain.conversion.runner import convert
+from wdstrain.conversion.runner import ConversionResult, convert
 from wdstrain.conversion.source_options import (
     ArraysOptions,
     FolderOptions,

@@ -2,17 +2,23 @@
 
 A catalog holds arrays of integers, and fetches the bytes of a group of samples in the order in
 which they lie on the disk. A `FileCatalog` holds samples of files. An `IndexCatalog` holds samples
-that lie in tars: existing shards, the files of an external shuffle, re-encoded images.
+that lie in tars: existing shards, the files of an external shuffle, re-encoded images. Both have
+
+* sizes: int64[n], bytes of each sample in a shard
+* renamed: by number, {"key": ..., "name": ...} of a sample whose key is not its name in the source
+* fetch_bytes: bytes to fetch at a time
+* identity(numbers): a hash of what samples consist of, without reading it
+* fetch(numbers): key and parts of samples, or the error of a sample that cannot be read
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -114,59 +120,32 @@ class MetaBuilder:
 # --- catalogs ------------------------------------------------------------------------------------
 
 
-class Catalog(ABC):
-    """n numbered samples of the source `name`.
-
-    sizes: int64[n], bytes of each sample in a shard. renamed: by number, {"key": ..., "name": ...}
-    of each sample whose key is not its name in the source. fetch_bytes: bytes to fetch at a time.
-    """
-
-    fetch_bytes: int
-
-    def __init__(self, name: str, meta: SampleMeta, sizes: Ints, renamed: Renamed) -> None:
-        self.name, self.meta, self.sizes, self.renamed = name, meta, sizes, renamed
-
-    @abstractmethod
-    def bad(self, number: int, reason: str) -> BadSample: ...
-
-    @abstractmethod
-    def keys(self, numbers: Ints) -> list[str]: ...
-
-    @abstractmethod
-    def identity(self, numbers: Ints) -> bytes:
-        """Return a hash of what samples consist of, without reading it."""
-
-    @abstractmethod
-    def fetch(self, numbers: Ints) -> list[Fetched]:
-        """Return key and parts of samples, or the error of a sample that cannot be read."""
-
-
-class FileCatalog(Catalog):
+@dataclass(frozen=True)
+class FileCatalog:
     """Samples whose parts are bytes and files. items: with the `Piece` of each file."""
 
+    name: str
+    items: Sequence[Sample]
+    meta: SampleMeta
+    sizes: Ints
+    renamed: Renamed
     # Stays in the processor's cache until it is written: a third faster than 256 MB.
-    fetch_bytes = 512 << 10
-
-    def __init__(
-        self, name: str, items: Sequence[Sample], meta: SampleMeta, sizes: Ints, renamed: Renamed
-    ) -> None:
-        super().__init__(name, meta, sizes, renamed)
-        self._items = items
+    fetch_bytes: ClassVar = 512 << 10
 
     def keys(self, numbers: Ints) -> list[str]:
-        return [str(self._items[number].key) for number in numbers.tolist()]
+        return [str(self.items[number].key) for number in numbers.tolist()]
 
     def identity(self, numbers: Ints) -> bytes:
         hashed = blake2b(digest_size=16)
-        for item in map(self._items.__getitem__, numbers.tolist()):
+        for item in map(self.items.__getitem__, numbers.tolist()):
             hashed.update(repr(item[:2]).encode())
         return hashed.digest()
 
     def bad(self, number: int, reason: str) -> BadSample:
-        return bad_file(self.name, self._items[number], reason)
+        return bad_file(self.name, self.items[number], reason)
 
     def fetch(self, numbers: Ints) -> list[Fetched]:
-        fetched = {number: _fetched(self._items[number]) for number in np.sort(numbers).tolist()}
+        fetched = {number: _fetched(self.items[number]) for number in np.sort(numbers).tolist()}
         return [fetched[number] for number in numbers.tolist()]
 
 
@@ -228,14 +207,19 @@ def _contents(path: str, size: int, mtime_ns: int) -> bytes:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
 
 
-class IndexCatalog(Catalog):
+@dataclass(frozen=True)
+class IndexCatalog:
     """Samples that lie in shards, or in files like shards without an end marker."""
 
-    fetch_bytes = 1 << 62  # as much as memory allows: fewer passes over each file
+    name: str
+    index: Index
+    meta: SampleMeta
+    renamed: Renamed
+    fetch_bytes: ClassVar = 1 << 62  # as much as memory allows: fewer passes over each file
 
-    def __init__(self, name: str, index: Index, meta: SampleMeta, renamed: Renamed) -> None:
-        super().__init__(name, meta, index.offsets.size, renamed)
-        self.index = index
+    @property
+    def sizes(self) -> Ints:
+        return self.index.offsets.size
 
     def bad(self, number: int, reason: str) -> BadSample:
         row = self.renamed.get(number)
@@ -255,3 +239,6 @@ class IndexCatalog(Catalog):
         fetched = {n: list(parts.items()) for n, parts in self.index.read(np.sort(numbers))}
         pairs = zip(self.index.keys(numbers), numbers.tolist(), strict=True)
         return [(key, fetched[number]) for key, number in pairs]
+
+
+Catalog = FileCatalog | IndexCatalog

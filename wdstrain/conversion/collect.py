@@ -37,8 +37,7 @@ from wdstrain.conversion.catalog import (
 from wdstrain.conversion.encode import Pixels, encoded_pixels
 from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.shard_pool import run
-from wdstrain.conversion.shard_writer import IndexBuilder
+from wdstrain.conversion.shard_writer import IndexBuilder, run
 from wdstrain.errors import SampleError, StorageError
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import as_bytes
@@ -87,7 +86,7 @@ def collect(
             return restored
     before = len(bad.bad)
     writer = _Spool(spool, options)
-    for key, name, sample in _keyed(source, options, bad, first_key):
+    for key, name, sample in keyed(source, options, bad, first_key):
         writer.add(key, name, sample)
         progress(writer.count, writer.bytes)
     catalog = writer.finish(source.name)
@@ -128,7 +127,7 @@ def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collect
     return Collected(catalog, source.labels(), len(sizes) + len(bad.bad) - before)
 
 
-def _keyed(
+def keyed(
     source: Source,
     options: Options,
     bad: BadSamples,

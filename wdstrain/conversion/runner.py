@@ -7,63 +7,106 @@
 
 The plan depends on the catalog and the options alone, so any number of workers gives the same
 bytes. Everything is written into a staging folder (`staging`). Each shard carries the identity of
-its samples, so `resume` writes only what is missing.
+its samples, so `resume` writes only what is missing. A stream that keeps its order goes straight
+into the same shards, without a catalog.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Generator
-from contextlib import closing, nullcontext
+import re
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.conversion.append import (
+from wdstrain.conversion.catalog import Catalog, IndexCatalog, MetaBuilder, Renamed, SampleMeta
+from wdstrain.conversion.changes import (
     appended,
     check_keys,
     check_labels,
     is_repeated,
     next_numbered_key,
 )
-from wdstrain.conversion.catalog import Catalog, IndexCatalog
-from wdstrain.conversion.collect import collect
+from wdstrain.conversion.collect import collect, keyed
 from wdstrain.conversion.images import Recipe
-from wdstrain.conversion.listing import BadSamples, Source
+from wdstrain.conversion.listing import BadSample, BadSamples, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.result import (
-    ConversionResult,
-    Progress,
-    Step,
-    Written,
-    count_reasons,
-    counted,
-    divided_images,
-    read_result,
-    record,
-    write_lists,
-)
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
+    check_names,
+    check_options,
     chosen,
     plan_shards,
+    room,
 )
-from wdstrain.conversion.shard_writer import Packed, write_shards
-from wdstrain.conversion.staging import FROM_FILES, SKIPPED_NAME, Staging
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.conversion.shard_writer import Packed, ShardFile, summing, write_shards
+from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
+from wdstrain.decode.formats import is_image
+from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
+from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
-from wdstrain.shards.tar_headers import END
+from wdstrain.shards.tar_headers import END, member_size
+from wdstrain.storage.files import read_whole, write_whole
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
 _ENCODE_BATCH = 6 << 20
+# Numbers and quoted names in a reason, which differ from sample to sample.
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
+class Step(NamedTuple):
+    """Progress of a conversion. total: None if it is unknown."""
+
+    title: str
+    done: int
+    total: int | None
+    bytes: int
+    bad: int
+
+
+Progress = Callable[[Step], None]
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """Result of a conversion.
+
+    info: counts of its samples: `listed` = packed + skipped (`bad`) + left out by `limit`; `renamed`;
+    `samples` by split and class; `divided`, images of several samples that are in different splits;
+    `ignored` by reason. kept: shards that an earlier run had written.
+    """
+
+    index: Index
+    info: dict[str, Any]
+    bad: list[BadSample]
+    kept: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Number of samples that were packed."""
+        return sum(sum(counts.values()) for counts in self.info["samples"].values())
+
+    @property
+    def limited(self) -> int:
+        """Number of good samples that the option `limit` left out."""
+        return int(self.info["listed"]) - len(self.bad) - self.packed
+
+    @property
+    def skipped_reasons(self) -> dict[str, int]:
+        """Number of skipped samples by reason, the most frequent first."""
+        return _reasons(self.bad)
 
 
 def convert(
@@ -88,7 +131,11 @@ def convert(
         if staging.is_complete:  # the samples of the source are not compared
             index = staging.load()
             staging.compare(index.info, run.call, "a finished")
-            return read_result(staging.out, index)
+            rows = map(
+                json.loads, (read_whole(f"{staging.out}/{SKIPPED_NAME}") or b"").splitlines()
+            )
+            bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in rows]
+            return ConversionResult(index, index.info, bad, len(index.shards))
         run.former = staging.load() if options.append else None
         if options.dry_run:
             return run.planned_only(out)
@@ -119,8 +166,7 @@ class _Run:
     """One run of a conversion.
 
     former: the set that it appends to. listed: samples of the source. limited: good ones that the
-    option `limit` leaves out. labels: of the samples. lists: folder for the list of skipped samples
-    if there are no others.
+    option `limit` leaves out. labels: of the samples. kept: shards that an earlier run had written.
     """
 
     source: Source
@@ -130,8 +176,8 @@ class _Run:
     listed: int = 0
     limited: int = 0
     labels: tuple[ColumnInfo, ...] = ()
+    kept: int = 0
     bad: BadSamples = field(default_factory=BadSamples)
-    lists: str | None = None
 
     def __post_init__(self) -> None:
         self.bad.collect = self.options.on_error == "skip"
@@ -167,19 +213,70 @@ class _Run:
             shards.append(Shard(path, len(stops), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = replace(with_labels(Index(tuple(shards), rows.offsets()), self.labels), info=made)
-        info, _ = self._info(catalog, [(shard.split, shard.numbers) for shard in plan], None)
-        return ConversionResult(index, info, self.bad.bad)
+        samples = counted(catalog.meta, [(s.split, s.numbers) for s in plan], self.labels)
+        renamed = len(catalog.renamed.keys() & set(np.concatenate([s.numbers for s in plan])))
+        return ConversionResult(index, self._info(samples, renamed, None), self.bad.bad)
 
     def pack(self, staging: Staging) -> ConversionResult:
         """Write the shards and put them in place."""
-        self.lists = staging.out if self.former is None and staging.bucket is None else None
+        options = self.options
+        waits = options.shuffle, options.split, options.resize, options.quality, options.num_shards
+        is_direct = not (self.source.has_files or options.append or any(waits))
         try:
-            return self._pack(staging)
-        except (UsageError, _NothingError):  # there is nothing to resume
+            packed = self._streamed(staging) if is_direct else self._planned(staging)
+            return self._finish(staging, *packed)
+        except (UsageError, _NothingError) as error:  # there is nothing to resume
             staging.discard()
+            if isinstance(error, _NothingError) and not self.former and not staging.bucket:
+                self._write_lists(staging.out, [], None)
             raise
 
-    def _pack(self, staging: Staging) -> ConversionResult:
+    def _streamed(self, staging: Staging) -> tuple[list[Packed], SampleMeta, Renamed]:
+        """Write the samples of a stream as they come; one shard of each split is open at a time."""
+        options, folder, renamed = self.options, staging.folder(), Renamed()
+        recipe, builder, most = Recipe.of(options), MetaBuilder(options.seed), room(options)
+        tick = summing(partial(self.report, "packing", total=self.source.total))
+        shards, done = dict[str, ShardFile](), dict[str, list[Index]]()
+        with ExitStack() as stack:
+            for key, name, sample in keyed(self.source, options, self.bad):
+                try:
+                    fields = recipe.apply(sample.parts)
+                except SampleError as error:
+                    self.bad.put(BadSample(self.source.name, 0, name, str(error)))
+                    continue
+                split = sample.split or "train"
+                size = sum(member_size(f"{key}.{field}", len(data)) for field, data in fields)
+                shard = shards.get(split)
+                if shard is None:
+                    check_names([*shards, split])
+                    staging.check_names([split])
+                    done[split] = []
+                elif shard.rows.stop + size > most or len(shard.rows) == options.max_shard_samples:
+                    done[split].append(staging.add(shard.finish()))
+                    shard = None
+                if shard is None:
+                    path = os.path.join(folder, f"{split}-{len(done[split]):06d}.tar")
+                    shard = shards[split] = stack.enter_context(ShardFile(path, split, tick))
+                shard.add(key, fields)
+                if key != name:
+                    renamed[self.listed] = {"key": key, "name": name}
+                builder.add(key, sample._replace(split=split))
+                self.listed += 1
+            for split, shard in shards.items():
+                done[split].append(staging.add(shard.finish()))
+        self.listed += len(self.bad.bad)
+        self.labels, meta = self.source.labels(), builder.finish()
+        check_options(meta, options)
+        parts = list[Packed]()
+        for code, split in enumerate(meta.splits):
+            numbers = np.split(
+                np.flatnonzero(meta.split == code), np.cumsum([*map(len, done[split])])
+            )
+            parts += map(Packed, done[split], numbers)
+        return parts, meta, renamed
+
+    def _planned(self, staging: Staging) -> tuple[list[Packed], SampleMeta, Renamed]:
+        """Write the shards of a plan of all samples."""
         spool = None if self.source.has_files else staging.folder("spill")
         source = self._collected(spool, staging.shown)
         catalog, recipe, options = source, Recipe.of(self.options), self.options
@@ -189,14 +286,15 @@ class _Run:
             recipe = recipe.looked_at()
             options = replace(options, limit=None)  # applied when the images were chosen
             self._check_any(len(at))
-        plan, folder = self._plan(catalog, options), staging.folder("shards")
-        staging.check_names(list(dict.fromkeys(shard.split for shard in plan)))
-        taken = os.listdir(staging.out) if self.former is not None else []
-        written = Written(staging, taken)
-        with closing(self._shards(catalog, recipe, folder, plan, "packing")) as shards:
+        plan, parts = self._plan(catalog, options), list[Packed]()
+        staging.check_names({shard.split for shard in plan})
+        with closing(self._shards(catalog, recipe, staging.folder(), plan, "packing")) as shards:
             for part in shards:
-                written.add(replace(part, numbers=at[part.numbers]))
-        return self._finish(staging, written, source)
+                self.kept += part.is_kept
+                if len(part.numbers):
+                    index = staging.add(part.index)
+                    parts.append(Packed(index, at[part.numbers]))
+        return parts, source.meta, source.renamed
 
     def _collected(self, spool: str | None, out: str) -> Catalog:
         """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
@@ -236,46 +334,78 @@ class _Run:
         report = partial(self.report, title, total=sum(len(shard.numbers) for shard in plan))
         return write_shards(catalog, recipe, folder, plan, self.options, self.bad, report)
 
-    def _finish(self, staging: Staging, written: Written, source: Catalog) -> ConversionResult:
-        """Write the index and the lists of samples, and put the set in place."""
-        bad, former, parts = self.bad.bad, self.former, written.parts
-        packed = sum(len(numbers) for _, numbers in parts)
+    def _finish(
+        self, staging: Staging, parts: list[Packed], meta: SampleMeta, names: Renamed
+    ) -> ConversionResult:
+        """Write the index and the lists of samples, and put the set in place.
+
+        names: of all samples whose key is not their name.
+        """
+        bad, former = self.bad.bad, self.former
+        packed = sum(len(part.numbers) for part in parts)
         self._check_any(packed)
         if self.listed != packed + len(bad) + self.limited:
             raise SourceError(
                 f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
                 f"and {self.limited} left out by limit. Please report this."
             )
-        indexes = [index for index, _ in parts]
+        indexes = [part.index for part in parts]
+        places = [(part.index.shards[0].split, part.numbers) for part in parts]
+        renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
         divided = divided_images([*indexes, *filter(None, [former])])
-        places = [(index.shards[0].split, numbers) for index, numbers in parts]
-        info, renamed = self._info(source, places, divided)
+        info = self._info(counted(meta, places, self.labels), len(renamed), divided)
         index = replace(with_labels(join(indexes), self.labels), info=info)
-        result = ConversionResult(index, info, bad, written.kept)
+        result = ConversionResult(index, info, bad, self.kept)
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
             return replace(result, index=former, kept=len(former.shards))
-        folder, lists = staging.folder("shards"), staging.out if former is not None else None
-        files = written.files | write_lists(folder, bad, renamed, lists)
+        lists = self._write_lists(staging.folder(), renamed, staging.out if former else None)
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
             index = appended(former, index, entry, staging.shown)
-        staging.commit(index, folder, files)
+        staging.commit(index, lists)
         return replace(result, index=index)
 
     def _info(
-        self, catalog: Catalog, places: list[tuple[str, Ints]], divided: int | None
-    ) -> tuple[dict[str, Any], list[dict[str, str]]]:
-        """Return the counts and the provenance of a set, and the rows of its renamed samples.
+        self, samples: dict[str, dict[str, int]], renamed: int, divided: int | None
+    ) -> dict[str, Any]:
+        """Return the counts and the provenance of a set. divided: None if it is not known."""
+        options, source = self.options, self.source
+        info: dict[str, Any] = {
+            "listed": self.listed,
+            "skipped": len(self.bad.bad),
+            "renamed": renamed,
+            "divided": divided,
+            "source": source.source,
+            "options": options.saved(),
+            "samples": samples,
+            "ignored": source.ignored,
+        }
+        if options.split:
+            sums = {split: sum(counts.values()) for split, counts in samples.items()}
+            info["split"] = {
+                "shares": options.split,
+                "got": {split: count / sum(sums.values()) for split, count in sums.items()},
+                "stratify": options.stratify,
+                "group_by": source.source.get("group_by"),
+                "seed": options.seed,
+            }
+        return info
 
-        places: split and numbers of its samples. divided: None if it is not known.
+    def _write_lists(
+        self, folder: str, renamed: list[dict[str, str]], former: str | None
+    ) -> list[str]:
+        """Write the lists of skipped and of renamed samples into a folder, and return their names.
+
+        former: folder of the set that an append extends; its lists are kept.
         """
-        names, numbers = catalog.renamed, [n for _, ids in places for n in ids.tolist()]
-        renamed = [names[number] for number in numbers if number in names]
-        samples = counted(catalog.meta, places, self.labels)
-        counts = {"listed": self.listed, "skipped": len(self.bad.bad), "renamed": len(renamed)}
-        made = record(self.source, self.options, samples)
-        return {**counts, "divided": divided, **made}, renamed
+        lists = {SKIPPED_NAME: [bad.portable() for bad in self.bad.bad], RENAMED_NAME: renamed}
+        written = [name for name, rows in lists.items() if rows]
+        for name in written:
+            before = read_whole(os.path.join(former, name)) if former is not None else None
+            data = (before or b"") + b"".join(map(json_bytes, lists[name]))
+            write_whole(os.path.join(folder, name), data)
+        return written
 
     def _check_any(self, good: int) -> None:
         """Raise _NothingError if there are no samples, or no good ones."""
@@ -287,17 +417,58 @@ class _Run:
                 f"{f' to be packed ({ignored})' if ignored else ''}. Check the source."
             )
         if not good:
-            reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
-            left, place = len(reasons) - _MOST_REASONS, ""
-            if self.lists is not None:
-                write_lists(self.lists, bad, [], None)
-                place = f" All are listed in {os.path.join(self.lists, SKIPPED_NAME)}"
+            reasons = [f"{count} x {reason}" for reason, count in _reasons(bad).items()]
             raise _NothingError(
                 f"all of {self.listed} samples were skipped: {'; '.join(reasons[:_MOST_REASONS])}"
-                f"{f'; {left} more reasons' if left > 0 else ''}. The first: {bad[0].sentence}"
-                f"{place}"
+                f"{'; ...' if len(reasons) > _MOST_REASONS else ''}. The first: {bad[0].sentence}"
             )
 
 
 class _NothingError(SourceError):
     """A source holds no good sample."""
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def _reasons(bad: Iterable[BadSample]) -> dict[str, int]:
+    """Return the number of bad samples by reason, the most frequent first.
+
+    Reasons that differ only in numbers and quoted names are counted together, under the first.
+    """
+    first: dict[str, str] = {}
+    kinds = (first.setdefault(_DETAIL.sub("*", s.reason), s.reason) for s in bad)
+    return dict(Counter(kinds).most_common())
+
+
+def counted(
+    meta: SampleMeta, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
+) -> dict[str, dict[str, int]]:
+    """Return the number of samples by split and class; "" is the class of no class.
+
+    places: a split and numbers of samples. Classes are in the order of the labels, then by name.
+    """
+    order = {name: place for label in labels for place, name in enumerate(label.classes)}
+    sums = dict[str, Ints]()
+    for split, numbers in places:
+        counts = np.bincount(meta.stratum[numbers], minlength=len(meta.strata))
+        sums[split] = sums.get(split, 0) + counts
+    ranked = sorted(enumerate(meta.strata), key=lambda row: (order.get(row[1], len(order)), row[1]))
+    return {
+        split: {name: int(counts[code]) for code, name in ranked if counts[code]}
+        for split, counts in sums.items()
+    }
+
+
+def divided_images(parts: Iterable[Index]) -> int:
+    """Return the number of images in several splits, compared by size and checksum."""
+    index = join([part.with_columns([]) for part in parts if part.offsets.has_checksums])
+    # an image beside the main one (seg.png) is data that many samples may share
+    fields = [name for name in index.fields if is_image(name) and "." not in name]
+    members = index.offsets.members_of(np.arange(len(index)), fields)
+    identity = members.size.astype(np.uint64) << np.uint64(32) | members.crc.astype(np.uint64)
+    names = index.splits
+    split = np.array([names.index(shard.split) for shard in index.shards])
+    split = split[index.shard_of(members.row)]
+    distinct = [np.unique(identity[split == code]) for code in range(len(names))]
+    return int((np.unique(np.concatenate(distinct), return_counts=True)[1] > 1).sum())

@@ -53,6 +53,34 @@ def plan_shards(
     not fit the source, and for a split that gets no sample.
     """
     order, meta = chosen(catalog, options), catalog.meta
+    check_options(meta, options, resplit=resplit)
+    if options.split:
+        names, split = list(options.split), draw_splits(meta, order, options)
+    else:
+        own = [name or "train" for name in meta.splits]
+        names = list(dict.fromkeys(own))
+        split = np.array([names.index(name) for name in own], np.int64)[meta.split[order]]
+    check_names(names, known)
+    members = {name: order[split == number] for number, name in enumerate(names)}
+    empty = [name for name, mine in members.items() if not len(mine)]
+    if empty and options.split:
+        raise UsageError(
+            f"the split '{empty[0]}' gets none of {len(order)} samples. Give it a larger share, or "
+            f"more samples."
+        )
+    sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
+    counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
+    planned = list[PlannedShard]()
+    for (name, size), count in zip_longest(sizes.items(), counts):
+        mine = members[name]
+        cut = batches(mine, size, room(options), options.max_shard_samples)
+        runs = _equal_runs(mine, size, count) if count else cut
+        planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
+    return planned
+
+
+def check_options(meta: SampleMeta, options: Options, *, resplit: bool = False) -> None:
+    """Raise UsageError for options of splits that do not fit the samples."""
     if options.split and any(meta.splits) and not resplit:
         raise UsageError(
             "the source has its own splits already. Leave out split, or convert one of its folders."
@@ -63,37 +91,13 @@ def plan_shards(
         raise UsageError(
             "there are no classes to stratify by. Name a label of classes, or leave out stratify."
         )
-    if options.split:
-        names, split = list(options.split), draw_splits(meta, order, options)
-    else:
-        own = [name or "train" for name in meta.splits]
-        names = list(dict.fromkeys(own))
-        split = np.array([names.index(name) for name in own], np.int64)[meta.split[order]]
+
+
+def check_names(names: Sequence[str], known: Sequence[str] = ()) -> None:
+    """Raise UsageError for splits that cannot name shards, or are not told apart by NAME-*.tar."""
     check_splits(names)
-    _check_prefixes([*known, *names])
-    members = {name: order[split == number] for number, name in enumerate(names)}
-    empty = [name for name, mine in members.items() if not len(mine)]
-    if empty and options.split:
-        raise UsageError(
-            f"the split '{empty[0]}' gets none of {len(order)} samples. Give it a larger share, or "
-            f"more samples."
-        )
-    sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
-    counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
-    room = max(1, as_bytes(options.max_shard_size) - len(END))
-    planned = list[PlannedShard]()
-    for (name, size), count in zip_longest(sizes.items(), counts):
-        mine = members[name]
-        cut = batches(mine, size, room, options.max_shard_samples)
-        runs = _equal_runs(mine, size, count) if count else cut
-        planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
-    return planned
-
-
-def _check_prefixes(names: Sequence[str]) -> None:
-    """Raise UsageError for splits whose shards cannot be told apart by NAME-*.tar."""
-    for name in names:
-        longer = [other for other in names if other.startswith(f"{name}-")]
+    for name in [*known, *names]:
+        longer = [other for other in (*known, *names) if other.startswith(f"{name}-")]
         if longer:
             raise UsageError(
                 f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. "
@@ -118,6 +122,11 @@ def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
         _, number = max((total[i] / shards[i], -i) for i in range(len(room)) if shards[i] < room[i])
         shards[-number] += 1
     return shards
+
+
+def room(options: Options) -> int:
+    """Return the most bytes of the samples of a shard."""
+    return max(1, as_bytes(options.max_shard_size) - len(END))
 
 
 def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> list[Ints]:

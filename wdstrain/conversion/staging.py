@@ -9,11 +9,10 @@ index, so there is a set at any moment.
 A conversion that fails or is killed before that leaves its files, and `resume` continues it.
 
 A set in a bucket is changed in a local folder, and published as a whole. The local folder holds the
-index of the set, and for each of its shards a file of the same size without disk blocks. A change
-that is decided is published: new shards, then the index, then old objects are deleted. The shards
-of a new set go into the bucket as they are finished, and their files give their disk space back.
-Without an index there is no set, so nobody reads half of one. Shards of a set that is replaced or
-extended are uploaded at the end.
+index of the set, and an empty file for each other object. A change that is decided is published:
+new shards, then the index, then old objects are deleted. The shards of a new set go into the bucket
+as they are finished, and their files give their disk space back. Without an index there is no set,
+so nobody reads half of one. Shards of a set that is replaced or extended are uploaded at the end.
 """
 
 from __future__ import annotations
@@ -22,14 +21,17 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
-from wdstrain.errors import ShardError, UsageError, WdstrainError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import (
     TABLE_NAME,
@@ -40,6 +42,7 @@ from wdstrain.shards.index_io import (
     move_index,
     save_index,
 )
+from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import disk_errors, read_whole, sync_folder, user_cache, write_whole
 from wdstrain.storage.objects import is_object, list_folder_of, put, remove
@@ -50,6 +53,7 @@ RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the sou
 
 # Names in the staging folder:
 LOCK_NAME = "owner"  # the locked file
+_SHARDS = "shards"  # folder of the new shards, and of the files that are put beside them
 _CALL = "call.json"  # arguments of the conversion
 _COMMIT = "commit.json"  # a change that is decided
 _SENT = ".sent"  # ending of the file beside an uploaded shard: its name in the bucket, its sha256
@@ -68,10 +72,9 @@ Uploaded = Callable[[int, int, int], None]  # receives objects uploaded, bytes, 
 class Staging:
     """The staging folder of a set, locked by this process: `with Staging(out) as staging`.
 
-    It is left for `resume` after an error. out: the folder of the set, for a bucket the local one.
-    shown: where the set is, for messages. is_complete: `resume` has nothing to do, because there is
-    a finished conversion. completed: the call of a killed command whose change was completed now;
-    empty if there was none.
+    At the end of the block it is left for `resume`, or removed if nothing was written. out: the
+    folder of the set, for a bucket the local one. shown: where the set is, for messages.
+    is_complete: `resume` has nothing to do, because there is a finished conversion.
     """
 
     def __init__(
@@ -92,8 +95,9 @@ class Staging:
         self.bucket = Bucket(address, uploaded) if is_object(address) else None
         self.out, self.shown = self.bucket.fetch() if self.bucket is not None else address, address
         self.path = os.path.join(self.out, UNFINISHED)
-        self.is_complete, self.completed, self._is_change = False, dict[str, Any](), change
+        self.is_complete, self._is_change = False, change
         self._is_new, self._lock = not os.path.exists(self.out), -1  # descriptor of the locked file
+        self._files, self._numbers = dict[str, str](), dict[str, Iterator[int]]()
         try:
             with disk_errors(self.out, "Choose another folder."):
                 if not dry_run:
@@ -102,14 +106,27 @@ class Staging:
                 if not (self.is_complete or dry_run or (resume and is_begun)):
                     self._clear()
         except BaseException:
-            self.leave()
+            self.__exit__()
             raise
 
     def __enter__(self) -> Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        """Unlock the staging folder, and remove what holds nothing to resume."""
+        if self._lock >= 0:
+            with suppress(OSError):
+                files = {name for _, _, names in os.walk(self.path) for name in names}
+                if files <= {LOCK_NAME, _CALL}:
+                    self._clear()
+                os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
+            os.close(self._lock)
+        with suppress(OSError):  # they are not empty, or others use them
+            os.rmdir(self.path)
+            if self._is_new:
+                os.rmdir(self.out)
+        if self.bucket is not None and not os.path.exists(self.path):
+            shutil.rmtree(self.out, ignore_errors=True)
 
     def _open(self) -> None:
         """Lock the folder, and complete the change of a killed command."""
@@ -126,7 +143,7 @@ class Staging:
             time.sleep(_LOCK_POLL)
         record = read_whole(os.path.join(self.path, _COMMIT))
         if record is not None:
-            self._complete(json.loads(record))
+            self._complete(**json.loads(record))
 
     def _is_locked(self) -> bool:
         """Lock the staging folder, created if it is missing; return whether this process holds it."""
@@ -134,34 +151,33 @@ class Staging:
         os.makedirs(self.path, exist_ok=True)
         is_new = not os.path.exists(path)
         with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
-            self._lock = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
+            lock = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file may have been deleted after it was opened.
-                is_held = os.path.samestat(os.fstat(self._lock), os.stat(path))
+                is_held = os.path.samestat(os.fstat(lock), os.stat(path))
             except (BlockingIOError, FileNotFoundError):
                 is_held = False
             except OSError:  # a file system without locks: who created the file holds it
                 is_held = is_new
             if is_held:
+                self._lock = lock
                 return True
-            os.close(self._lock)
-            self._lock = -1
+            os.close(lock)
         return False
 
-    def _former(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the provenance and the shards of the set in the folder; nothing of a damaged one."""
+    def _former(self) -> Index:
+        """Return what index.json says of the set in the folder; nothing if it is damaged."""
         with suppress(WdstrainError):
-            document = find_document(os.path.join(self.out, INDEX_NAME))
-            if document is not None:
-                return document.info, [shard.name for shard in document.shards]
-        return {}, []
+            if (document := find_document(os.path.join(self.out, INDEX_NAME))) is not None:
+                return document
+        return Index((), Offsets.of(()))
 
     def _is_used(self, overwrite: bool, resume: bool) -> bool:
         """Return whether a conversion was begun. Raises UsageError if the folder may not be used."""
         is_begun, names = os.path.exists(os.path.join(self.path, _CALL)), set[str]()
         if resume and not self._is_change and not is_begun:
-            self.is_complete = "listed" in self._former()[0]
+            self.is_complete = "listed" in self._former().info
         with suppress(FileNotFoundError):
             names = set(os.listdir(self.out)) - {UNFINISHED}
         is_others = _is_foreign(read_whole(os.path.join(self.out, INDEX_NAME)) or b"{}")
@@ -190,9 +206,10 @@ class Staging:
             )
         return is_begun
 
-    def check_names(self, splits: Sequence[str]) -> None:
+    def check_names(self, splits: Iterable[str]) -> None:
         """Raise UsageError for foreign files that would be taken for shards of the new splits."""
-        for name in sorted(set(os.listdir(self.out)).difference(self._former()[1])):
+        listed = {shard.name for shard in self._former().shards}
+        for name in sorted(set(os.listdir(self.out)) - listed):
             split = name.rpartition("-")[0]
             if name.endswith(".tar") and split in splits:
                 raise UsageError(
@@ -233,46 +250,55 @@ class Staging:
                 f"{'; '.join(differing)}. Choose another folder, or replace it with overwrite=True."
             )
 
-    def folder(self, name: str) -> str:
+    def folder(self, name: str = _SHARDS) -> str:
         """Return a folder in the staging folder, created if it is missing."""
         path = os.path.join(self.path, name)
         with disk_errors(path):
             os.makedirs(path, exist_ok=True)
         return path
 
-    def commit(
-        self, index: Index, folder: str, files: dict[str, str], call: dict[str, Any] | None = None
-    ) -> None:
-        """Make `index` the set in `out`, and remove the staging folder.
+    def add(self, part: Index) -> Index:
+        """Return the index of a finished shard under its final name, and upload the shard.
 
-        files: {final name: name in `folder`} of its new shards, and of files beside them. Shards
-        that only the former index lists are deleted, and unless this is a change, the files beside
-        them. call: given to the next command as `completed` if this one is killed.
+        Numbers continue after those of the set that is changed.
         """
-        former, new = self._former()[1], {*files, *(shard.name for shard in index.shards)}
-        if not self._is_change:
-            former += [SKIPPED_NAME, RENAMED_NAME]
-        record = {
-            "folder": os.path.basename(folder),
-            "files": files,
-            "gone": [name for name in former if name not in new],
-            "replaces": not self._is_change,
-            "call": call,
-        }
+        shard = part.shards[0]
+        split = shard.split or "part"
+        if split not in self._numbers:
+            names = os.listdir(self.out) if self._is_change else []
+            numbers = [n for name in names for n in re.findall(rf"^{split}-(\d+)\.tar$", name)]
+            self._numbers[split] = count(max(map(int, numbers), default=-1) + 1)
+        name = f"{split}-{next(self._numbers[split]):06d}.tar"
+        named = replace(shard, path=f"{self.shown.rstrip('/')}/{name}")
+        self._files[name] = shard.name
+        if self.bucket is not None:
+            self.bucket.upload(named, shard.path)
+        return replace(part, shards=(named,))
+
+    def commit(self, index: Index, files: Iterable[str] = ()) -> None:
+        """Make `index` the set in `out`: with the shards that were added.
+
+        files: others in the folder of the shards that are put beside them. Shards that only the
+        former index lists are deleted, and unless this is a change, the files beside them.
+        """
+        folder, moved = self.folder(), self._files | {name: name for name in files}
+        former = [shard.name for shard in self._former().shards]
+        former += [] if self._is_change else [SKIPPED_NAME, RENAMED_NAME]
+        kept = {*moved, *(shard.name for shard in index.shards)}
+        gone = [name for name in former if name not in kept]
+        record: dict[str, Any] = {"files": moved, "gone": gone, "replaces": not self._is_change}
         save_index(index, folder)
         write_whole(os.path.join(self.path, _COMMIT), json_bytes(record))
-        self._complete(record)
-        self.discard()
+        self._complete(**record)
 
-    def _complete(self, record: dict[str, Any]) -> None:
+    def _complete(self, files: dict[str, str], gone: list[str], replaces: bool) -> None:
         """Complete a change that is decided, from any point at which it was killed."""
-        source, again = os.path.join(self.path, record["folder"]), ""
-        files, gone, replaces = record["files"], record["gone"], record["replaces"]
+        source = os.path.join(self.path, _SHARDS)
         is_whole = os.path.exists(os.path.join(source, INDEX_NAME))
         if self.bucket is not None and is_whole:
             self.bucket.publish(source, files, gone, replaces=replaces)
-        if os.path.exists(os.path.join(self.path, _CALL)):
-            again = " with resume=True"
+        is_resumable = os.path.exists(os.path.join(self.path, _CALL))
+        again = " with resume=True" if is_resumable else ""
         with disk_errors(self.out, f"Free some space, then run this again{again}."):
             if replaces and is_whole:
                 # The old index goes first, so no old shard is ever read under the new index.
@@ -284,39 +310,16 @@ class Staging:
             move_index(source, self.out)
             _unlink(self.out, gone)
             self._clear()
-        self.completed = record["call"] or {}
-
-    def leave(self) -> None:
-        """Leave the staging folder for `resume`; remove it if nothing was written."""
-        files = {name for _, _, names in os.walk(self.path) for name in names}
-        self._close(is_kept=not files <= {LOCK_NAME, _CALL})
 
     def discard(self) -> None:
-        """Remove the staging folder, and the output folder if it was created for it.
-
-        A change that is decided stays: the next command completes it.
-        """
-        self._close(is_kept=os.path.exists(os.path.join(self.path, _COMMIT)))
-
-    def _close(self, *, is_kept: bool) -> None:
-        if self._lock >= 0:
-            with suppress(OSError):
-                if not is_kept:
-                    self._clear()
-                os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
-            os.close(self._lock)
-            self._lock = -1
-        with suppress(OSError):  # they are not empty, or others use them
-            os.rmdir(self.path)
-            if self._is_new:
-                os.rmdir(self.out)
-        if self.bucket is not None and not os.path.exists(self.path):
-            shutil.rmtree(self.out, ignore_errors=True)
+        """Remove all files, unless a change is decided: the next command completes it."""
+        if not os.path.exists(os.path.join(self.path, _COMMIT)):
+            self._clear()
 
     def _clear(self) -> None:
         """Remove all files but the lock. The record is last: without it, work would begin anew."""
         if self.bucket is not None:
-            self.bucket.forget(os.path.join(self.path, "shards"))
+            self.bucket.forget(os.path.join(self.path, _SHARDS))
         for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name == _COMMIT):
             if entry.is_dir():
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -353,7 +356,7 @@ class Bucket:
         Raises UsageError if another program changed the set since that began.
         """
         if os.path.exists(os.path.join(self.folder, UNFINISHED)):
-            self._check(os.path.join(self.folder, UNFINISHED, "shards"), may_be_gone=True)
+            self._check(os.path.join(self.folder, UNFINISHED, _SHARDS), may_be_gone=True)
             return self.folder
         shutil.rmtree(self.folder, ignore_errors=True)
         names = list_folder_of(self._object(""))
@@ -367,11 +370,6 @@ class Bucket:
             data = read_remote(self._object(name)) if name in _READ else None
             with open(os.path.join(self.folder, name), "wb") as file:
                 file.write(data or b"")
-        with suppress(ShardError):  # a damaged index lists no shards
-            document = find_document(os.path.join(self.folder, INDEX_NAME))
-            for shard in document.shards if document is not None else ():
-                with open(os.path.join(self.folder, shard.name), "ab") as file:
-                    file.truncate(shard.bytes)
         return self.folder
 
     def upload(self, shard: Shard, path: str) -> None:
@@ -410,18 +408,17 @@ class Bucket:
         Raises UsageError if another program changed the set meanwhile.
         """
         self._check(source, may_be_gone=replaces)
-        index, table = (os.path.join(source, name) for name in (INDEX_NAME, TABLE_NAME))
-        if read_remote(self._object(INDEX_NAME)) != read_whole(index):
+        paths = {final: os.path.join(source, name) for final, name in files.items()}
+        paths |= {name: os.path.join(source, name) for name in (TABLE_NAME, INDEX_NAME)}
+        if read_remote(self._object(INDEX_NAME)) != read_whole(paths[INDEX_NAME]):
             if replaces:
                 remove(self._object(INDEX_NAME))
-            paths = {final: os.path.join(source, name) for final, name in files.items()}
             size = 0
-            for number, (name, path) in enumerate([*paths.items(), (TABLE_NAME, table)]):
+            for number, (name, path) in enumerate(paths.items(), 1):  # the index is the last
                 if not os.path.exists(path + _SENT):
                     put(self._object(name), path)
                 size += os.path.getsize(path)
-                self._uploaded(number + 1, size, len(paths) + 2)
-            put(self._object(INDEX_NAME), index)
+                self._uploaded(number, size, len(paths))
         for name in gone:
             remove(self._object(name))
         self.forget(source, files)

@@ -80,7 +80,7 @@ def repair(options: RepairOptions) -> Repair:
     todo, faults = shards_at(options.urls)
     result.notes = [fault.sentence for fault in faults]
     _check(result.out, [path for path, _ in todo])
-    stage, total, read = Staging(result.out, overwrite=options.overwrite), total_bytes(todo), 0
+    total, read = total_bytes(todo), 0
 
     def tick(size: int) -> None:
         nonlocal read
@@ -88,20 +88,20 @@ def repair(options: RepairOptions) -> Repair:
         if options.progress is not None:
             options.progress(read, total)
 
-    try:
-        folder = stage.folder("shards")
-        with disk_errors(result.out, "Free some space, or choose another folder."):
-            made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
-        parts = [index for index in made if len(index)]
-        if not parts:
-            first = f" The first: {result.findings[0]}" if result.findings else ""
-            raise ShardError(f"none of {len(todo)} shards holds an intact sample.{first}")
-        known = [expected for _, expected in todo if expected is not None]
-        index = _with_what_was_known(join(parts), known, result)
-        stage.commit(index, folder, {shard.name: shard.name for shard in index.shards})
-    except BaseException:
-        stage.discard()
-        raise
+    with Staging(result.out, overwrite=options.overwrite) as stage:
+        try:
+            folder = stage.folder()
+            with disk_errors(result.out, "Free some space, or choose another folder."):
+                made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
+            parts = [index for index in made if len(index)]
+            if not parts:
+                first = f" The first: {result.findings[0]}" if result.findings else ""
+                raise ShardError(f"none of {len(todo)} shards holds an intact sample.{first}")
+            known = [expected for _, expected in todo if expected is not None]
+            index = _with_what_was_known(join(parts), known, result)
+            stage.commit(index, [shard.name for shard in index.shards])
+        finally:
+            stage.discard()
     result.shards, result.samples = len(index.shards), len(index)
     result.bytes = sum(shard.bytes for shard in index.shards)
     return result

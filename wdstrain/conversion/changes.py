@@ -1,0 +1,281 @@
+"""Changes of a finished set: samples that are appended, and `wt.remove`.
+
+An appended set keeps its keys, classes, fields and columns. Samples that do not fit them are
+refused. When samples are removed, only the shards that hold them are written again: the others of
+such a shard are copied into a shard with a new number, which takes its place in the index. Readers
+see the old set or the new one at any moment (`Staging`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.source_options import RemoveOptions
+from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.conversion.staging import Staging
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.order.rng import U64, bits, key
+from wdstrain.runtime.options import takes
+from wdstrain.shards.declare import class_counts, with_labels
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.resolve import open_index
+from wdstrain.shards.where import matching
+from wdstrain.storage.files import disk_errors
+from wdstrain.storage.objects import is_object
+from wdstrain.storage.remote import is_remote, redacted
+
+_NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
+
+# --- append ---------------------------------------------------------------------------------------
+
+
+def next_numbered_key(former: Index) -> int:
+    """Return the number of the next sample without a key of its own."""
+    keys = filter(_NUMBERED.fullmatch, former.keys(np.arange(len(former))))
+    return max(map(int, keys), default=-1) + 1
+
+
+def is_repeated(former: Index, new: Index) -> bool:
+    """Return whether the last append to the set was of samples with the bytes of the new ones.
+
+    Keys that were made from a number may differ: those of the new samples follow on the set's.
+    """
+    first = len(former) - len(new)
+    if first < 0 or not former.info.get("appended"):
+        return False
+    pairs = ((former, np.arange(first, len(former))), (new, np.arange(len(new))))
+    before, now = (_sample_hashes(index, ids) for index, ids in pairs)
+    known, keys = (index.keys(ids) for index, ids in pairs)
+    return np.array_equal(before, now) and all(map(_NUMBERED.fullmatch, {*keys} - {*known}))
+
+
+def _sample_hashes(index: Index, ids: Ints) -> U64:
+    """Return a hash of the fields and bytes of each sample, sorted.
+
+    Members are not compared one by one: with other labels, the same images are other samples.
+    """
+    members = index.offsets.members_of(ids)
+    names = np.array([key("field", name) for name in index.fields], np.uint64)[members.field]
+    words = members.size.astype(np.uint64) << np.uint64(32) | members.crc.astype(np.uint64)
+    return np.sort(np.add.reduceat(bits(names ^ words, "member"), members.first[:-1]))
+
+
+def check_keys(former: Index, new: Iterable[str], out: str) -> None:
+    """Raise UsageError if a new sample has a key of the set, upper or lower case."""
+    known = {key.casefold(): key for key in former.keys(np.arange(len(former)))}
+    keys = list(new)
+    twice = [key for key in keys if key.casefold() in known]
+    if twice:
+        raise UsageError(
+            f"{len(twice)} of {len(keys)} keys are in {out} already, such as '{twice[0]}'. A key "
+            f"names one sample. Remove these samples from the source, or from the set with: "
+            f"wdstrain remove"
+        )
+
+
+def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
+    """Raise UsageError unless the class numbers of the new samples mean the classes of the set.
+
+    The new samples may have more classes, after those of the set.
+    """
+    known, new = ({label.name: label for label in part} for part in (former.labels, labels))
+    for name in known | new:
+        old, now = known.get(name), new.get(name)
+        if old is None or now is None or not _are_alike(old, now):
+            shown = [label.summary if label is not None else "missing" for label in (now, old)]
+            raise UsageError(
+                f"the label '{name}' is {shown[0]} in the new samples and {shown[1]} in {out}. A "
+                f"set keeps its labels and the numbers of its classes. Number the new samples "
+                f"alike with classes=..., new classes last, or convert them into another folder."
+            )
+
+
+def _are_alike(old: ColumnInfo, new: ColumnInfo) -> bool:
+    same = all(before == now for before, now in zip(old.classes, new.classes, strict=False))
+    return same and replace(old, classes=()) == replace(new, classes=())
+
+
+def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Index:
+    """Return the index of the set with the new shards. entry: the record of this append.
+
+    Raises UsageError if the new samples have keys of the set, other fields, or other kinds of
+    values in a column.
+    """
+    check_keys(former, new.keys(np.arange(len(new))), out)
+    _check_fields(former, new, out)
+    columns = {column.place: column for column in former.columns}
+    # Without a column the set may still have values in its bytes, and nulls would hide them.
+    known = [column for column in new.columns if column.place in columns]
+    for column in known:
+        pair = column, columns[column.place]
+        kinds = {c.kind for c in pair if c.kind == NOT_A_COLUMN or c.values.null_count < len(c)}
+        if len(kinds) > 1 and kinds != {"integer", "number"}:
+            raise UsageError(
+                f"the column '{column.name}' holds values of the kind {column.kind} in the new "
+                f"samples, and {pair[1].kind} in {out}. Give them the same kind of values."
+            )
+    by_name = {label.name: label for label in new.labels}
+    labels = [
+        max(label, by_name.get(label.name, label), key=lambda label: len(label.classes))
+        for label in former.labels
+    ]
+    joined = join([with_labels(part, labels) for part in (former, new.with_columns(known))])
+    info = {**former.info, "appended": [*former.info.get("appended", []), entry]}
+    counts = {name: info.get(name) for name in ("listed", "skipped", "renamed")}
+    info |= {name: n + entry[name] for name, n in counts.items() if isinstance(n, int)}
+    return replace(joined, info=_counted(info, joined))
+
+
+def _check_fields(former: Index, new: Index, out: str) -> None:
+    extra = [name for name in new.fields if name not in former.fields]
+    if extra:
+        raise UsageError(
+            f"the new samples have the field '{extra[0]}', which {out} does not have. Its fields "
+            f"are: {', '.join(former.fields)}. Drop the field, or convert into another folder."
+        )
+    in_all, now = (
+        [name for name in part.fields if not part.offsets.extents[name][0].null_count]
+        for part in (former, new)
+    )
+    if not set(in_all) <= set(now):
+        missing = next(name for name in in_all if name not in now)
+        raise UsageError(
+            f"every sample of {out} has the field '{missing}', but not every new sample. Add "
+            f"the field, or convert into another folder."
+        )
+
+
+def _counted(info: dict[str, Any], index: Index) -> dict[str, Any]:
+    """Return the provenance of a set with the classes of its samples counted again."""
+    return info | ({"samples": class_counts(index)} if "samples" in info else {})
+
+
+# --- remove ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoveResult:
+    """Counts of a removal. samples, bytes: of the set now. rewritten, deleted: shards."""
+
+    folder: str
+    removed: int
+    samples: int
+    bytes: int
+    rewritten: int
+    deleted: int
+
+    def report(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+
+@takes(RemoveOptions)
+def remove(options: RemoveOptions) -> RemoveResult:
+    """Remove samples from a finished set, and return counts.
+
+    A killed call is completed or started again by the same call. Raises UsageError for a set that
+    is not on a disk or in a bucket, and if no sample would be left; SourceError for keys that no
+    shard has; ShardError for a sample whose bytes have changed.
+    """
+    folder = _folder_of(open_index(options.urls))
+    with Staging(folder, change=True) as staging:
+        try:
+            index = staging.load()
+            ids = _chosen(index, options)
+            counts = index.counts
+            left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
+            if not left.any():
+                raise UsageError(
+                    f"no sample of {folder} would be left. Delete the folder if that is intended."
+                )
+            if len(ids) and not options.dry_run:
+                with disk_errors(folder, "Free some space. The set is unchanged."):
+                    index = _rewrite(staging, index, ids, options)
+        finally:
+            staging.discard()
+    rewritten, deleted = (left > 0) & (left < counts), (left == 0)
+    size = sum(shard.bytes for shard in index.shards)
+    return RemoveResult(
+        folder, len(ids), int(left.sum()), size, int(rewritten.sum()), int(deleted.sum())
+    )
+
+
+def _folder_of(index: Index) -> str:
+    """Return the folder of these shards, on a disk or in a bucket."""
+    folders = {os.path.dirname(shard.path) or "." for shard in index.shards}
+    if len(folders) != 1:
+        raise UsageError(
+            f"these shards lie in {len(folders)} folders. Run this for each folder by itself."
+        )
+    folder = folders.pop()
+    if is_remote(folder) and not is_object(folder):
+        raise UsageError(
+            f"{redacted(folder)}: samples can be removed from a set on a disk or in a bucket. "
+            f"Download the set, remove them, and upload it."
+        )
+    return folder
+
+
+def _chosen(index: Index, options: RemoveOptions) -> Ints:
+    """Return the ids of the samples to remove, ascending.
+
+    Raises SourceError for keys that none of the shards has.
+    """
+    named = {shard.name for shard in open_index(options.urls).shards}
+    allowed = np.repeat([shard.name in named for shard in index.shards], index.counts)
+    if options.keys is None:
+        return np.flatnonzero(matching(index, options.where or "") & allowed)
+    given = options.keys
+    wanted = read_keys(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else set(given)
+    keys = index.keys(np.arange(len(index)))
+    ids = [n for n in np.flatnonzero(allowed).tolist() if keys[n] in wanted]
+    missing = wanted.difference(keys[n] for n in ids)
+    if missing:
+        raise SourceError(
+            f"{len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. "
+            f"Nothing was removed. Take out the keys that do not exist."
+        )
+    return np.array(ids, np.int64)
+
+
+def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) -> Index:
+    """Write the changed shards without the samples `ids`, and put the new index in place."""
+    folder, stays = staging.folder(), np.ones(len(index), bool)
+    stays[ids] = False
+    changed = set(index.shard_of(ids).tolist())
+    total = int(index.counts[[*changed]].sum()) - len(ids)
+    parts, copied = list[Index](), 0
+
+    def tick(samples: int, size: int) -> None:
+        nonlocal copied
+        copied += samples
+        if options.progress is not None:
+            options.progress(copied, total)
+
+    for number, shard in enumerate(index.shards):
+        old, first = index.pick([number]), int(index.first[number])
+        local = np.flatnonzero(stays[first : int(index.first[number + 1])])
+        if number not in changed:
+            parts.append(old)
+        elif len(local):
+            path = os.path.join(folder, f"{number:06d}")
+            # Read forward, and compared with the crc32 of each member.
+            samples = ((old.key(row), list(fields.items())) for row, fields in old.read(local))
+            new = staging.add(write_samples(path, shard.split, samples, tick))
+            new = new.with_columns(old.take(local).columns)
+            parts.append(replace(new, labels=index.labels))
+    made = replace(join(parts), labels=index.labels, shard_labels=())
+    entry = {"count": len(ids), "where": options.where}
+    info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
+    made = replace(made, info=_counted(info, made))
+    staging.commit(made)
+    return made
