@@ -207,7 +207,7 @@ def test_labels_of_many_samples_are_read_from_a_part_unless_exact(tmp_path: Path
     (column,) = info.columns
     assert (column.looked_at, column.exact) == (2000, False)
     assert sum(column.classes.values()) == 2000
-    assert "2000 samples, which were read; to read all: --exact" in column.notes()
+    assert "2000 samples, which were read; to read all: --exact" in str(column)
     (column,) = wt.info(path, exact=True).columns
     assert (column.exact, column.classes) == (True, {"0": 1500, "1": 1500})
 

@@ -7,8 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from shutil import get_terminal_size
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import Verb, given, is_utf8, result, step_bytes, verb
@@ -23,10 +21,8 @@ from wdstrain.inspection.options import (
 from wdstrain.report.terminal import (
     Reporter,
     print_error,
-    print_grid,
     print_message,
     print_result,
-    print_table,
 )
 from wdstrain.runtime.options import format_size
 from wdstrain.tuning.options import BenchOptions
@@ -43,7 +39,7 @@ _MOST = 20  # findings that are printed one by one
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspection.info import COLUMN_HEAD, FIELD_HEAD, info
+    from wdstrain.inspection.info import info
 
     with Reporter() as reporter:
         known = info(
@@ -51,18 +47,11 @@ def _info(arguments: argparse.Namespace) -> int:
             note=reporter.line,
             progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )
-    result(arguments, known.as_dict(), known.summary())
-    if not arguments.json:
-        if known.contents:
-            print_grid(FIELD_HEAD, known.field_rows())
-            print_table((field.name, field.content.what) for field in known.contents)
-        for column in known.columns:
-            if column.is_label:
-                line = f"{column.name}: {'; '.join(column.notes())}"
-                print_result(f"\n{fill(line, get_terminal_size().columns)}")
-                _print_bars(column.bars())
-        if others := known.column_rows():
-            print_grid(COLUMN_HEAD, others, left=(0, 1, 3))
+    result(arguments, known.as_dict(), known.rows())
+    for column in known.columns:
+        if column.is_label and not arguments.json:
+            print_result(f"\n{column.name}:")
+            _print_bars(column.bars())
     for finding in known.findings:
         print_message(finding)
     return 0 if known.ok else 1

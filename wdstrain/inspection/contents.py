@@ -10,8 +10,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from wdstrain.decode.codecs import open_picture
@@ -19,6 +20,7 @@ from wdstrain.decode.formats import format_of, is_image
 from wdstrain.report.printing import printable
 from wdstrain.shards.values import npy_array, parsed_json
 
+_BINARY = "binary data of unknown type"
 _PICKLE = "pickle (never loaded)"
 _MAGIC = {
     (0, b"\x93NUMPY"): "array",
@@ -40,20 +42,13 @@ _ORIENTATION = 274  # EXIF tag
 Header = tuple[str, str, int, int, bool]  # format, mode, width, height, rotated by EXIF
 
 
-class Range(NamedTuple):
-    """Smallest, median and largest of some numbers."""
-
-    smallest: float
-    median: float
-    largest: float
-
-
 @dataclass(frozen=True)
 class ImageSummary:
     """Formats, modes and sizes in the headers of some images.
 
-    width, height: in pixels, as stored. rotated: share of the images that EXIF rotates or mirrors.
-    unreadable: images without a readable header; reason: why, for the first of them.
+    width, height: smallest, median and largest, in pixels, as stored. rotated: share of the images
+    that EXIF rotates or mirrors. unreadable: images without a readable header; reason: why, for the
+    first of them.
     """
 
     looked_at: int
@@ -61,23 +56,20 @@ class ImageSummary:
     reason: str
     formats: dict[str, int]
     modes: dict[str, int]
-    width: Range | None
-    height: Range | None
+    width: tuple[int, ...]
+    height: tuple[int, ...]
     rotated: float
 
     def __str__(self) -> str:
-        if self.width is None or self.height is None:
+        if not self.formats:
             return f"image; none can be read: {self.reason}"
-        sides = (self.width, self.height)
-        least, median, most = (f"{w:g} x {h:g}" for w, h in zip(*sides, strict=True))
-        rotated = f"{self.rotated:.0%} rotated by EXIF" if self.rotated else ""
-        bad = f"{self.unreadable} unreadable ({self.reason})" if self.unreadable else ""
+        least, median, most = (f"{w} x {h}" for w, h in zip(self.width, self.height, strict=True))
         parts = [
             f"{' or '.join(self.formats)} image",
             median if least == most else f"{least} to {most}, median {median}",
             " or ".join(self.modes),
-            rotated,
-            bad,
+            f"{self.rotated:.0%} rotated by EXIF" if self.rotated else "",
+            f"{self.unreadable} unreadable ({self.reason})" if self.unreadable else "",
             f"by {self.looked_at} headers",
         ]
         return "; ".join(filter(None, parts))
@@ -85,12 +77,10 @@ class ImageSummary:
 
 @dataclass(frozen=True)
 class Content:
-    """Contents of a field, in words (`what`) and by type (`kinds`). entries: of JSON objects."""
+    """Contents of a field in words (`what`), from the values that were looked at."""
 
     what: str
     looked_at: int
-    kinds: dict[str, int]
-    entries: dict[str, int]
     images: ImageSummary | None
 
 
@@ -100,30 +90,28 @@ def described(name: str, values: Iterable[bytes]) -> Content:
     for value in values:
         kind, detail = _kind(name, value)
         groups.setdefault(kind, []).append(detail)
-    kinds = Counter({kind: len(details) for kind, details in groups.items()})
     images = _image_summary(groups["image"]) if "image" in groups else None
-    entries = Counter(entry for names in groups.get("JSON", ()) for entry in names)
-    named = ", ".join([*entries][:_MAX_ENTRIES]) + ", ..." * (len(entries) > _MAX_ENTRIES)
-    texts = {
-        "image": str(images),
-        "JSON": f"JSON: {named}" if named else "JSON",
-        "text": "text, characters:",
-    }
-    shown = []
-    for kind, count in kinds.most_common(_MAX_KINDS):
-        numbers = [detail for detail in groups[kind] if isinstance(detail, (int, float))]
-        range_text = f" {min(numbers):.5g} to {max(numbers):.5g}" if numbers else ""
-        text = texts.get(kind, kind) + range_text
-        shown.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
-    more = f"; and {len(kinds) - _MAX_KINDS} more" * (len(kinds) > _MAX_KINDS)
-    what = "; ".join(shown) + more if shown else "not looked at"
-    return Content(what, kinds.total(), dict(kinds), dict(entries), images)
+    total, shown = sum(map(len, groups.values())), list[str]()
+    for kind, details in sorted(groups.items(), key=lambda item: -len(item[1]))[:_MAX_KINDS]:
+        text = str(images) if kind == "image" else _words(kind, details)
+        shown.append(text if len(groups) == 1 else f"{text} ({len(details)} of {total})")
+    more = f"; and {len(groups) - _MAX_KINDS} more" * (len(groups) > _MAX_KINDS)
+    return Content("; ".join(shown) + more or "not looked at", total, images)
 
 
-def range_of(values: Iterable[float]) -> Range | None:
-    """Return the range of some numbers; None if there are none. The median is one of them."""
-    ordered = sorted(values)
-    return Range(ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1]) if ordered else None
+def quantiles(values: Any, shares: Sequence[float]) -> tuple[Any, ...]:
+    """Return quantiles of numbers; each is one of them."""
+    return tuple(np.quantile(values, shares, method="inverted_cdf").tolist())
+
+
+def _words(kind: str, details: Sequence[Any]) -> str:
+    """Return a type with the range of its numbers, or with the names of JSON entries."""
+    numbers = [detail for detail in details if isinstance(detail, (int, float))]
+    if numbers:
+        return f"{kind} {min(numbers):.5g} to {max(numbers):.5g}"
+    names = list(dict.fromkeys(name for detail in details if detail for name in detail))
+    named = ", ".join(names[:_MAX_ENTRIES]) + ", ..." * (len(names) > _MAX_ENTRIES)
+    return f"{kind}: {named}" if named else kind
 
 
 def _kind(name: str, data: bytes) -> tuple[str, Any]:
@@ -144,15 +132,13 @@ def _kind(name: str, data: bytes) -> tuple[str, Any]:
             return "JSON", [*map(printable, document)] if isinstance(document, dict) else ()
         text = data.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
-        return "binary data of unknown type", None
+        return _BINARY, None
     except ValueError as error:
         return printable(f"invalid {magic or 'JSON'} ({error})"), None
-    if "\0" in text:
-        return "binary data of unknown type", None
     try:
         return "number", float(text)
     except ValueError:
-        return "text", len(text)
+        return (_BINARY, None) if "\0" in text else ("text, characters:", len(text))
 
 
 def _image_header(data: bytes) -> Header | str:
@@ -171,13 +157,14 @@ def _image_header(data: bytes) -> Header | str:
 def _image_summary(headers: Sequence[Header | str]) -> ImageSummary:
     good = [header for header in headers if not isinstance(header, str)]
     bad = [reason for reason in headers if isinstance(reason, str)]
+    formats, modes, widths, heights, rotated = zip(*good, strict=True) if good else ((),) * 5
     return ImageSummary(
         looked_at=len(headers),
         unreadable=len(bad),
         reason=bad[0] if bad else "",
-        formats=dict(Counter(header[0] for header in good).most_common()),
-        modes=dict(Counter(header[1] for header in good).most_common()),
-        width=range_of(header[2] for header in good),
-        height=range_of(header[3] for header in good),
-        rotated=sum(header[4] for header in good) / max(1, len(good)),
+        formats=dict(Counter(formats).most_common()),
+        modes=dict(Counter(modes).most_common()),
+        width=quantiles(widths, (0, 0.5, 1)) if good else (),
+        height=quantiles(heights, (0, 0.5, 1)) if good else (),
+        rotated=sum(rotated) / max(1, len(good)),
     )

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.contents import Content, described
-from wdstrain.inspection.labels import known_labels
+from wdstrain.inspection.contents import Content, described, quantiles
+from wdstrain.inspection.labels import known_labels, listed
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import format_size, takes
@@ -35,8 +35,6 @@ from wdstrain.storage.remote import is_remote
 
 Progress = Callable[[str, int, int], None]  # (work, finished samples, all samples)
 
-FIELD_HEAD = ("field", "samples", "smallest", "median", "99 %", "largest", "total")
-COLUMN_HEAD = ("column", "kind", "missing", "values")
 BARS = 20  # of a chart of classes; the other classes are added up
 
 _VALUES = 200  # samples whose values are looked at
@@ -46,7 +44,6 @@ _ALL_BYTES = 64 << 20  # of all values that are read
 _SHARDS, _FIRST_BYTES = 8, 1 << 20  # remote shards whose beginning is read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
-_DEFAULTS = {"check": "magic", "max_shard_size": 256_000_000, "on_error": "raise", "shuffle": True}
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,14 @@ class FieldSummary:
     samples: int
     sizes: Sizes
     content: Content
+
+    def __str__(self) -> str:
+        sizes = {name: format_size(size) for name, size in asdict(self.sizes).items()}
+        return (
+            f"{self.content.what}\n{self.samples} samples of {sizes['smallest']} to "
+            f"{sizes['largest']}, median {sizes['median']}, 99 % at most {sizes['percentile_99']}, "
+            f"{sizes['total']} in all"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,17 +120,23 @@ class ColumnSummary:
     imbalance: float | None
     numbers: Numbers | None
 
-    def notes(self) -> list[str]:
-        """Return remarks besides counts of classes."""
+    def __str__(self) -> str:
+        """The statistics besides the counts of classes."""
         some = "" if self.exact else ", which were read; to read all: --exact"
-        empty = ", ".join(self.empty[:5]) + (", ..." if len(self.empty) > 5 else "")
-        notes = [f"{self.looked_at} samples{some}"]
-        notes += [str(self.numbers)] if self.numbers else []
+        parts = [f"{self.looked_at} samples{some}"]
+        if self.numbers is not None:
+            parts.append(str(self.numbers))
+        elif not self.is_label:
+            parts.append(f"{self.distinct} different values")
         if self.imbalance is not None and self.imbalance > 1:
-            ratio = f"{self.imbalance:.3g}"
-            notes.append(f"the largest class has {ratio} times the samples of the smallest")
-        notes += [f"classes without samples ({len(self.empty)}): {empty}"] if self.empty else []
-        return [*notes, *[f"{self.missing} without a valid value"] * (self.missing > 0)]
+            parts.append(
+                f"the largest class has {self.imbalance:.3g} times the samples of the smallest"
+            )
+        if self.empty:
+            parts.append(f"classes without samples ({len(self.empty)}): {listed(self.empty)}")
+        if self.missing:
+            parts.append(f"{self.missing} without a valid value")
+        return "; ".join(parts)
 
     def bars(self) -> dict[str, int]:
         """Return samples by class or by interval: at most 20 bars, the rest as one."""
@@ -136,16 +147,6 @@ class ColumnSummary:
             return self.classes
         rest = sum(count for _, count in ranked[BARS:])
         return {**dict(ranked[:BARS]), f"{self.distinct - BARS} others": rest}
-
-    def line(self) -> str:
-        """Return the statistics as a short line."""
-        if self.numbers is not None:
-            return str(self.numbers)
-        ranked = Counter(self.classes).most_common(3)
-        shown = ", ".join(f"{name[:24]} {count}" for name, count in ranked) or "no values"
-        if self.distinct <= 3:
-            return shown
-        return f"{self.distinct} different" + f"; most common: {shown}" * (ranked[0][1] > 1)
 
 
 @dataclass(frozen=True)
@@ -187,15 +188,12 @@ class Info:
         return dict(json.loads(text))
 
     def __repr__(self) -> str:
-        lines = [f"{name}: {value}" for name, value in self.summary()]
-        lines += [f"field {part.name}: {part.content.what}" for part in self.contents]
-        lines += [f"column {part.name}: {part.line()}" for part in self.columns]
-        return "\n".join(lines + [f"finding: {finding}" for finding in self.findings])
+        rows = [*self.rows(), *(("finding", finding) for finding in self.findings)]
+        return "\n".join(f"{name}: {value}" for name, value in rows)
 
-    def summary(self) -> list[tuple[str, str]]:
-        """Return (name, value) pairs about the set as a whole."""
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (name, value) pairs of everything but the counts of classes."""
         splits = [f"{name or 'without a split'} {count}" for name, count in self.splits.items()]
-        ignored = [f"{count} x {reason}" for reason, count in self.ignored.items()]
         hint = "For its classes, look at each set alone"
         rows = {
             "samples": str(self.samples),
@@ -205,25 +203,12 @@ class Info:
             **{f"label {label.name}": label.summary for label in self.labels},
             **{f"label {at}": f"{why}. {hint}" for at, why in self.disagreements.items()},
             "made": "\n".join(self.made),
-            "ignored members": ", ".join(ignored),
+            "ignored members": ", ".join(f"{n} x {reason}" for reason, n in self.ignored.items()),
             "first keys": ", ".join(self.keys),
+            **{f"field {part.name}": str(part) for part in self.contents},
+            **{f"column {part.name}": str(part) for part in self.columns},
         }
         return [(name, value) for name, value in rows.items() if value]
-
-    def field_rows(self) -> list[list[str]]:
-        """Return the rows of a table of fields, under FIELD_HEAD."""
-        return [
-            [part.name, str(part.samples), *map(format_size, asdict(part.sizes).values())]
-            for part in self.contents
-        ]
-
-    def column_rows(self) -> list[list[str]]:
-        """Return the rows of a table of the columns that are no labels, under COLUMN_HEAD."""
-        return [
-            [column.name, column.kind, str(column.missing), column.line()]
-            for column in self.columns
-            if not column.is_label
-        ]
 
 
 @takes(InfoOptions)
@@ -333,27 +318,20 @@ def _read(
 def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, ...]:
     """Return sizes and contents of each field."""
     sizes = {name: index.offsets.extents[name][1].drop_null().to_numpy() for name in index.fields}
-    sizes = {name: size for name, size in sizes.items() if len(size)}  # else of other shards
-    quantiles = {name: _quantiles(size) for name, size in sizes.items()}
-    names = [name for name, of in quantiles.items() if of["median"] <= _VALUE_BYTES]
-    values: dict[str, list[bytes]] = {name: [] for name in sizes}
+    ranges = {  # a field without values is one of other shards
+        name: Sizes(*[*quantiles(size, (0, 0.5, 0.99, 1)), int(size.sum())])
+        for name, size in sizes.items()
+        if len(size)
+    }
+    names = [name for name, of in ranges.items() if of.median <= _VALUE_BYTES]
+    values: dict[str, list[bytes]] = {name: [] for name in ranges}
     for fields in _read(index, _sample_ids(index, names, _VALUES), names, errors):
         for name, data in fields.items():
             values[name].append(data)
     return tuple(
-        FieldSummary(
-            printable(name),
-            len(size),
-            Sizes(**quantiles[name], total=int(size.sum())),
-            described(name, values[name]),
-        )
-        for name, size in sizes.items()
+        FieldSummary(printable(name), len(sizes[name]), of, described(name, values[name]))
+        for name, of in ranges.items()
     )
-
-
-def _quantiles(sizes: Ints) -> dict[str, int]:
-    values = np.quantile(sizes, (0, 0.5, 0.99, 1), method="inverted_cdf").tolist()
-    return dict(zip(("smallest", "median", "percentile_99", "largest"), values, strict=True))
 
 
 def _with_columns(index: Index, options: InfoOptions, errors: list[WdstrainError]) -> Index:
@@ -403,12 +381,10 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
         numbers, present = _numbers(np.asarray(present, np.float64)), present[:0]
     pairs = pc.value_counts(present).to_pylist()
     counts = Counter({str(pair["values"]): int(pair["counts"]) for pair in pairs})
-    distinct, listed = len(counts), dict(counts.most_common(_MAX_VALUES))
+    names = [name for name, _ in counts.most_common(_MAX_VALUES)]
     if label is not None:
-        names = label.classes or sorted(counts, key=lambda name: (len(name), name))
-        listed = {name: counts[name] for name in names}
-        distinct = len(listed)
-    classes = {printable(name): count for name, count in listed.items()}
+        names = list(label.classes) or sorted(counts, key=lambda name: (len(name), name))
+    classes = {printable(name): counts[name] for name in names}
     used = [count for count in classes.values() if count]
     return ColumnSummary(
         name=printable(column.name if label is None else label.name),
@@ -418,7 +394,7 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
         looked_at=len(column),
         missing=column.values.null_count,
         classes=classes,
-        distinct=distinct,
+        distinct=len(names) if label is not None else len(counts),
         empty=tuple(name for name, count in classes.items() if exact and not count),
         imbalance=max(used) / min(used) if used else None,
         numbers=numbers,
@@ -430,18 +406,15 @@ def _numbers(values: Any) -> Numbers | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
-    quantiles = np.quantile(finite, (0, 0.25, 0.5, 0.75, 1), method="inverted_cdf")
-    low, *quartiles, high = quantiles.tolist()
+    low, *quartiles, high = quantiles(finite, (0, 0.25, 0.5, 0.75, 1))
     with np.errstate(over="ignore", invalid="ignore"):  # huge numbers
         mean, deviation = float(finite.mean()), float(finite.std())
         bins = list[tuple[float, float, int]]()
         if 0 < high - low < np.inf:
             counts, edges = np.histogram(finite, _BINS)
-            ends = edges.tolist()
-            bins = list(zip(ends[:-1], ends[1:], counts.tolist(), strict=True))
-    return Numbers(
-        mean, deviation, low, tuple(quartiles), high, len(values) - len(finite), tuple(bins)
-    )
+            bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
+    bad = len(values) - len(finite)
+    return Numbers(mean, deviation, low, tuple(quartiles), high, bad, tuple(bins))
 
 
 # --- the set as a whole ---------------------------------------------------------------------------
@@ -455,24 +428,20 @@ def _disagreements(index: Index) -> dict[str, str]:
 
 
 def _provenance(info: Mapping[str, Any]) -> str:
-    """Return how a set was made, as its index says: source, changed options, counts."""
-    source, options = _mapping(info.get("source")), _mapping(info.get("options"))
+    """Return how a set was made, as its index says: source, options, counts."""
+    source = dict(_mapping(info.get("source")))
     if not source:
         return "by another program, its index does not say how"
-    about = {name: value for name, value in source.items() if name != "kind"}
-    changed = {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
+    kind, options = source.pop("kind", None), _mapping(info.get("options"))
     counts = {name: info.get(name) for name in ("listed", "skipped", "renamed")}
-    facts = [
-        f"{name} {_text(value)}"
-        for name, value in {**about, **changed, **counts}.items()
-        if value not in (None, 0, "", [], {}) or value is False
-    ]
-    return "; ".join([f"from {source.get('kind')}", *facts])
+    facts = {**source, **options, **counts}
+    parts = [f"{name} {_text(value)}" for name, value in facts.items() if value or value is False]
+    return "; ".join([f"from {kind}", *parts])
 
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ",".join(f"{name}={item}" for name, item in value.items())
+        value = [f"{name}={item}" for name, item in value.items()]
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO, TextIOWrapper
 from shutil import get_terminal_size
@@ -204,26 +204,6 @@ def print_table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     table = Table(title=title or None, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*map(_printable_lines, row))
-    _print(table)
-
-
-def print_grid(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)
-) -> None:
-    """Print a table with a header row to stdout. Raises StorageError if it cannot be written.
-
-    left: left-aligned columns, of which the last may wrap; the others are figures.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for number, name in enumerate(head):
-        justify: Any = "left" if number in left else "right"
-        may_wrap = number in (0, left[-1])
-        table.add_column(name, overflow="fold", justify=justify, no_wrap=not may_wrap)
     for row in rows:
         table.add_row(*map(_printable_lines, row))
     _print(table)
