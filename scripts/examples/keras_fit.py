@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -21,12 +22,35 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
 
+Pairs = Iterator[tuple[Tensor, Tensor]]
 
-def endless(loader: wt.Loader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images, labels) of one epoch after another; images are float [b, h, w, 3]."""
+
+def pairs(batches: Iterable[dict[str, Any]]) -> Pairs:
+    """Yield (images, labels); images are float [b, h, w, 3]."""
+    for batch in batches:
+        yield batch["image"].permute(0, 2, 3, 1).float() / 255, batch["label"]
+
+
+def endless(loader: wt.Loader) -> Pairs:
+    """Yield (images, labels) of one epoch after another."""
     while True:
-        for batch in loader:
-            yield batch["image"].permute(0, 2, 3, 1).float() / 255, batch["label"]
+        yield from pairs(loader)
+
+
+class Validation(keras.callbacks.Callback):  # type: ignore[misc]
+    """Validates on one whole pass after each epoch.
+
+    Keras reads ahead in `validation_data`, so its next validation would begin within the set.
+    """
+
+    def __init__(self, loader: wt.Loader) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        batches = pairs(self.loader.epoch(0, until=1))
+        scores = self.model.evaluate(batches, verbose=0, return_dict=True)
+        logs |= {f"val_{name}": score for name, score in scores.items()}
 
 
 def main() -> int:
@@ -50,8 +74,7 @@ def main() -> int:
     fitted = model.fit(
         endless(loader),
         steps_per_epoch=len(loader),
-        validation_data=endless(val_loader),
-        validation_steps=len(val_loader),
+        callbacks=[Validation(val_loader)],
         epochs=arguments.epochs,
         verbose=0,
     )

@@ -35,7 +35,11 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["loader"] = self.loader.state_dict()
+        state = self.loader.state_dict()
+        if state["step"] and self.trainer.fit_loop.epoch_loop.done:
+            # limit_train_batches ended the epoch early: a resumed run begins the next one
+            state |= {"epoch": state["epoch"] + 1, "step": 0, "bad": 0}
+        checkpoint["loader"] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loader.load_state_dict(checkpoint["loader"])
