@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOp
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
-from wdstrain.training.tasks import Criterion, Task
+from wdstrain.training.tasks import Criterion, Task, TrainingStep
 
 
 class Callback:
@@ -96,6 +96,13 @@ class TrainArguments(RunOptions):
         "loss, (outputs, target) -> scalar or [b], with several labels a dict by label. Numbers are "
         "standardized (default: the loss of the kind of label)",
     )
+    training_step: TrainingStep | None = option(
+        None,
+        "function (batch, model) -> scalar or [b] that calls the model and returns the loss, in "
+        "place of the criterion: for distillation or contrastive losses. The batch has the inputs "
+        "as the model takes them, targets under the names of their labels, and __key__. Validation "
+        "is as without it",
+    )
     optimizer: str | OptimizerFactory = option(
         "adamw", "adamw, sgd, or a function of parameter groups that returns an optimizer"
     )
@@ -114,11 +121,10 @@ class TrainArguments(RunOptions):
     progress: Reporter | None = option(None, _PROGRESS)
 
     @property
-    def criterion_name(self) -> str | None:
-        """Name of an own criterion, as checkpoints keep it."""
-        if isinstance(self.criterion, Mapping):
-            return ", ".join(f"{label}: {_name(one)}" for label, one in self.criterion.items())
-        return None if self.criterion is None else _name(self.criterion)
+    def own_losses(self) -> dict[str, str]:
+        """Names of an own criterion and an own training step, as checkpoints keep them."""
+        given = {"criterion": self.criterion, "training_step": self.training_step}
+        return {name: _name(value) for name, value in given.items() if value is not None}
 
     def config(self) -> Config:
         """Return the checked options of the run; functions and modules as their names."""
@@ -203,6 +209,10 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
             "optimizer= must be a name, or a function of parameter groups that returns an optimizer, "
             "such as lambda groups: torch.optim.Adam(groups, lr=1e-3)."
         )
+    if arguments.training_step is not None:
+        if not callable(arguments.training_step):
+            raise UsageError("training_step= must be a function (batch, model) -> loss.")
+        _refuse_options(config, ("label_smoothing", "class_weights"), "training_step")
     if is_made(config.optimizer):
         _refuse_options(config, ("lr", "weight_decay"), "optimizer")
     replaces_all = criterion is not None and len(own) >= len(task.heads)
@@ -243,10 +253,12 @@ def _class_names(classes: Any) -> Any:
     return ",".join(names)
 
 
-def _name(value: str | Callable[..., Any] | nn.Module) -> str:
+def _name(value: Any) -> str:
     """Return a name as options have it: module:function if it can be imported by that, else <name>."""
     if isinstance(value, str):
         return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{label}: {_name(one)}" for label, one in value.items())
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", type(value).__name__)
     is_importable = (

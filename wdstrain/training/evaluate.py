@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from wdstrain.training.heads import MaskHead, NumberHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.metrics import EvalMetrics, class_shares
 from wdstrain.training.sources import with_targets
-from wdstrain.training.tasks import Criterion, Task
+from wdstrain.training.tasks import Criterion, Task, TrainingStep
 from wdstrain.training.weights import LoadedCheckpoint
 
 
@@ -78,7 +78,8 @@ class Setup:
     """What training and evaluation of one task share.
 
     criterion: of the user's, in place of the heads' losses; for each head by name, if there are
-    several. metrics: torchmetrics by name.
+    several. training_step: of the user's, in place of the call of the model and its losses.
+    metrics: torchmetrics by name.
     """
 
     task: Task
@@ -88,21 +89,37 @@ class Setup:
     distributed: DistributedContext
     reporter: Reporter
     criterion: Criterion | Mapping[str, Criterion] | None = None
+    training_step: TrainingStep | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def criterion_modules(self) -> nn.ModuleList:
-        """Criteria of the user's that are modules: they may have parameters and buffers."""
+        """Criteria and training step of the user's that are modules, with parameters and buffers."""
         own = self.criterion
-        given = own.values() if isinstance(own, Mapping) else [own]
+        given = [*(own.values() if isinstance(own, Mapping) else [own]), self.training_step]
         return nn.ModuleList(one for one in given if isinstance(one, nn.Module)).to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of 16-bit arithmetic, if the run has it."""
+        dtype = torch.bfloat16 if self.config.amp == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype, enabled=self.config.amp != "none")
 
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the outputs of a model for a batch."""
-        amp, is_last = self.config.amp, self.config.channels_last
-        dtype = torch.bfloat16 if amp == "bf16" else torch.float16
-        with torch.autocast(self.device.type, dtype, enabled=amp != "none"):
-            return self.inputs.call(model, batch, channels_last=is_last)
+        with self.autocast():
+            return self.inputs.call(model, batch, channels_last=self.config.channels_last)
+
+    def step_losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the losses [b] that the user's training step gives.
+
+        It gets inputs as the model takes them, targets under the names of their labels, and keys.
+        """
+        inputs = self.inputs.prepared(batch, channels_last=self.config.channels_last)
+        labels = {head.name: batch[f"target {head.name}"] for head in self.task.heads}
+        with self.autocast():
+            step = cast(TrainingStep, self.training_step)
+            losses = step({**labels, **inputs, "__key__": batch["__key__"]}, model)
+        return losses.float().expand(len(batch["__key__"]))
 
 
 def evaluate_pass(

@@ -39,18 +39,20 @@ def shard_model(model: nn.Module, device: torch.device, cpu_group: Any) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether `shard_model` split the model, also while its tensors are complete."""
-    if not _may_be_split():
-        return False
-    from torch.distributed.fsdp import FSDPModule
+    """Return whether `shard_model` split the model, also while its tensors are complete.
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    Names of methods tell: importing the classes of torch takes half a second.
+    """
+    return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
 
 
 def local(value: Tensor) -> Tensor:
     """Return the part of a tensor that this process has; the tensor itself if it is not split."""
-    split: Any = value
-    return cast(Tensor, split.to_local()) if _is_split(value) else value
+    return cast(Tensor, cast(Any, value).to_local()) if _is_split(value) else value
+
+
+def _is_split(value: object) -> bool:
+    return hasattr(value, "full_tensor")
 
 
 @contextmanager
@@ -68,38 +70,19 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict with whole tensors.
-
-    Of a split model they are on the CPU, and ranks other than 0 get none.
-    """
-    if not is_sharded(model):
-        return model.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    """Return the state dict with whole tensors; those of split ones on the CPU of rank 0 only."""
+    return {name: _whole(value) for name, value in model.state_dict().items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state dict with whole tensors, which each process has.
 
-    Raises RuntimeError or ValueError if it is of another model.
+    Raises RuntimeError if it is of another model.
     """
-    if not is_sharded(model):
-        model.load_state_dict(dict(state))
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    # torch would leave tensors as they are that the state lacks
-    own, given = (
-        {n: getattr(v, "shape", None) for n, v in d.items()} for d in (model.state_dict(), state)
+    own = model.state_dict()
+    model.load_state_dict(
+        {name: _split_like(value, own.get(name)) for name, value in state.items()}
     )
-    if own != given:
-        names = sorted(
-            name for name in own.keys() | given.keys() if own.get(name) != given.get(name)
-        )
-        raise ValueError(f"names or shapes differ: {', '.join(names)}")
-    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -108,7 +91,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     torch's get_optimizer_state_dict fails for groups that hold frozen parameters.
     """
     state = optimizer.state_dict()
-    return {**state, "state": {i: _whole(of) for i, of in state["state"].items()}}
+    whole = {i: {name: _whole(v) for name, v in of.items()} for i, of in state["state"].items()}
+    return {**state, "state": whole}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -123,6 +107,23 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         if i < len(parameters)
     }
     optimizer.load_state_dict({**state, "state": split})
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole tensor; of a split one on the CPU of rank 0, None on other ranks."""
+    if not _is_split(value):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else None
+
+
+def _split_like(value: Any, like: Any) -> Any:
+    """Return a tensor of the same shape as a split one split as that is; others as they are."""
+    if not isinstance(value, Tensor) or not _is_split(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -142,37 +143,3 @@ def _parts(model: nn.Module) -> list[nn.Module]:
         if is_alone and sum(parameter.numel() for parameter in parameters) >= _SMALLEST_BLOCK:
             parts.append(block)
     return parts
-
-
-def _may_be_split() -> bool:
-    """Return whether there may be split tensors: importing their class takes half a second."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def _is_split(value: object) -> bool:
-    if not _may_be_split():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
-def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with whole tensors; those of split ones on the CPU of rank 0 only."""
-    whole = {}
-    for name, value in values.items():
-        if _is_split(value):
-            value = value.full_tensor()
-            value = value.cpu() if dist.get_rank() == 0 else None
-        whole[name] = value
-    return whole
-
-
-def _split_like(value: Any, parameter: Tensor) -> Any:
-    """Return a tensor of the parameter's shape split like the parameter; others as they are."""
-    from torch.distributed.tensor import distribute_tensor
-
-    split: Any = parameter
-    if not isinstance(value, Tensor) or not _is_split(split) or value.shape != split.shape:
-        return value
-    return distribute_tensor(value.to(split.device), split.device_mesh, split.placements)

@@ -180,17 +180,20 @@ class ModelInputs:
         A single input is the argument of the model. Several are keyword arguments with their names.
         channels_last: memory format of inputs [b, channels, height, width].
         """
-        values = {name: self._prepared(batch[name], channels_last) for name in self.specs}
+        values = self.prepared(batch, channels_last=channels_last)
         if len(values) > 1:
             return model(**values)  # type: ignore[no-any-return]
         return model(*values.values())  # type: ignore[no-any-return]
 
-    def _prepared(self, value: Tensor, channels_last: bool) -> Tensor:
-        value = normalize(value, self.normalization)
-        is_last = channels_last and value.ndim == 4
-        return value.contiguous(
-            memory_format=torch.channels_last if is_last else torch.contiguous_format
-        )
+    def prepared(self, batch: Mapping[str, Any], *, channels_last: bool) -> dict[str, Tensor]:
+        """Return the inputs in a batch as the model gets them."""
+        prepared = {}
+        for name in self.specs:
+            value = normalize(batch[name], self.normalization)
+            is_last = channels_last and value.ndim == 4
+            layout = torch.channels_last if is_last else torch.contiguous_format
+            prepared[name] = value.contiguous(memory_format=layout)
+        return prepared
 
     def blank(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Return a batch of zeros."""

@@ -259,7 +259,7 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
 
     Seconds and verdict are those of the first process.
     """
-    state, task, sums = run.state, run.task, run.total_sums()
+    state, task, sums = run.state, run.task, run.sums.read(run.setup.distributed)
     samples, seconds = sums["samples"], sum(state.seconds.values())
     metrics: dict[str, Any] = {
         "epoch": state.epoch,
@@ -275,7 +275,7 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
         "verdict": state.verdict,
     }
     for head in task.heads:
-        if head.train_metric is not None:
+        if f"head {head.name}" in sums and head.train_metric is not None:
             value = sums[f"head {head.name}"] / max(1.0, samples)
             metrics[task.metric_name(head, head.train_metric)] = value
     if run.scaler.is_enabled():
@@ -286,7 +286,8 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
             names = ("mean", "variance", "mse_of_mean", "target_mean")
             mean, variance, error, target = (task.metric_name(head, name) for name in names)
             val = metrics["val"]
-            val[error] = val[variance] + (val[mean] - metrics[target]) ** 2
+            if target in metrics:
+                val[error] = val[variance] + (val[mean] - metrics[target]) ** 2
     if passes and (classes := class_shares(passes["val"][1]["heads"])):
         metrics["classes"] = classes
     return metrics
@@ -294,7 +295,8 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """Return loss, accuracy and stall of the epoch so far."""
-    heads = [head for head in task.heads if head.train_metric == "accuracy"]
+    shown = [head for head in task.heads if f"head {head.name}" in sums]
+    heads = [head for head in shown if head.train_metric == "accuracy"]
     accuracy = ""
     if len(heads) == 1:
         accuracy = f", acc {sums[f'head {heads[0].name}'] / max(1.0, sums['samples']):.1%}"

@@ -50,6 +50,10 @@ from wdstrain.training.state import EpochSums, Monitor, TrainerState
 from wdstrain.training.tasks import Task
 
 
+class Diverged(WdstrainError):
+    """A loss or a weight is not finite."""
+
+
 class Run:
     """State of a run. Callbacks get it.
 
@@ -57,8 +61,7 @@ class Run:
     there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
     parameters that are not trained. steps: batches of an epoch. updates: of the optimizer in an
     epoch. state: position and history. sums: of the epoch so far. stop_reason: why the run ended.
-    write_error: of the last checkpoint, if it could not be written. data_error: of a loader; the
-    weights are sound.
+    write_error: of the last checkpoint, if it could not be written.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Run:
         checkpoint = self.checkpoint
         train, val, task = open_data(arguments.urls, arguments.val, config, checkpoint)
         self.train_set, self.val_set, self.task = train, val, task
+        self.val_fingerprint = None if val is None else val.fingerprint
         if val is None:
             check_validation(arguments, config)
         check_objects(arguments, config, task)
@@ -126,6 +130,7 @@ class Run:
             distributed=distributed,
             reporter=reporter,
             criterion=arguments.criterion,
+            training_step=arguments.training_step,
             metrics=arguments.metrics or {},
         )
         self.monitor = Monitor(config, task, self.setup.metrics)
@@ -133,11 +138,13 @@ class Run:
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
         self.checkpoints_due = CheckpointSchedule(config, distributed)
-        self.state, self.sums = TrainerState(), EpochSums(task, device)
+        self.state, self.sums = (
+            TrainerState(),
+            EpochSums(task, device, has_outputs=arguments.training_step is None),
+        )
         self.stop_reason = ""
         self._asked_to_stop: str | None = None
         self.write_error: StorageError | None = None
-        self.data_error: WdstrainError | None = None
 
     def check_agreement(self) -> None:
         """Raise UsageError if the processes see different checkpoints, shards or options."""
@@ -200,12 +207,6 @@ class Run:
         # would compile it for dynamic shapes, which fails for batch norms.
         self.net: Any = torch.compile(net, dynamic=False) if self.config.compile else net
 
-    def close(self) -> None:
-        """Close the loaders."""
-        self.loader.close()
-        if self.val_loader is not None:
-            self.val_loader.close()
-
     # --- for callbacks ----------------------------------------------------------------------------
 
     @property
@@ -266,17 +267,8 @@ class Run:
             return "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
         return reason
 
-    @property
-    def val_fingerprint(self) -> str | None:
-        """Fingerprint of the validation set."""
-        return None if self.val_set is None else self.val_set.fingerprint
-
-    def total_sums(self) -> dict[str, float]:
-        """Return the sums of the epoch so far, of all processes."""
-        return self.sums.read(self.setup.distributed)
-
     def check_finite(self, sums: Mapping[str, float]) -> None:
-        """Raise WdstrainError if a loss or a weight is not finite. With 16 bits losses may be so.
+        """Raise Diverged if a loss or a weight is not finite. With 16 bits losses may be so.
 
         The last loss may be finite although its step made weights that are not.
         """
@@ -285,7 +277,7 @@ class Run:
         is_sound = bool(torch.stack(finite).all()) if finite else True
         if not is_sound or (sums["overflowed"] and not self.scaler.is_enabled()):
             hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
-            raise WdstrainError(
+            raise Diverged(
                 f"the loss is not finite at step {self.state.step} of {self.title}. {hint} "
                 f"lr={self.config.lr} or set clip_norm. Earlier checkpoints are intact."
             )
@@ -295,7 +287,7 @@ class Run:
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint. A failure is reported, and kept in `write_error`. Collective."""
         self.checkpoints_due.restart()
-        sums, state = self.total_sums(), self.state
+        sums, state = self.sums.read(self.setup.distributed), self.state
         self.check_finite(sums)
         checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
         if self.checkpoints is None:
@@ -322,11 +314,10 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     objects: dict[str, Any] = {
         "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)]
     }
-    if run.arguments.criterion is not None:
-        objects["criterion"] = run.arguments.criterion_name
-        objects["criterion_state"] = run.setup.criterion_modules.state_dict()
+    objects |= {"criterion_state": run.setup.criterion_modules.state_dict()}
     return {
         **{name: value for name, value in objects.items() if value},
+        **run.arguments.own_losses,
         "format": FORMAT,
         "model": model_state(run.scored_model),
         **raw,
@@ -395,9 +386,10 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     if checkpoint["inputs"] != run.setup.inputs.state():
         inputs = ModelInputs.from_state(checkpoint["inputs"])
         differences.append(f"the input was {inputs}, is {run.setup.inputs}")
-    names = checkpoint.get("criterion"), run.arguments.criterion_name
-    if names[0] != names[1]:
-        differences.append("criterion was {}, is {}".format(*names))
+    for name in ("criterion", "training_step"):
+        own = checkpoint.get(name), run.arguments.own_losses.get(name)
+        if own[0] != own[1]:
+            differences.append(f"{name} was {own[0]}, is {own[1]}")
     saved = [name for name, _ in checkpoint.get("callbacks", ())]
     if saved and saved != [type(callback).__name__ for callback in _stateful(run)]:
         differences.append(f"callbacks with a state were {', '.join(saved)}, in this order")

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.errors import StorageError
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.report import mean_loss, pixels_sentence, progress_text, write_report
-from wdstrain.training.run import Run
+from wdstrain.training.run import Diverged, Run
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.state import STAGES
 
@@ -162,12 +162,12 @@ class StepLog:
         self._log.step(line | {f"{name}_seconds": round(s, 6) for name, s in window.items()})
 
     def _check(self, sums: Mapping[str, float]) -> None:
-        """Raise WdstrainError if the loss is not finite, or no scale fits into 16 bits."""
+        """Raise Diverged if the loss is not finite, or no scale fits into 16 bits."""
         run = self._run
         if sums["overflowed"]:
             run.check_finite(sums)
         if sums["skipped"] and run.scaler.get_scale() < 1:
-            raise WdstrainError(
+            raise Diverged(
                 f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
                 f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
                 f"checkpoints are intact."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -54,14 +55,16 @@ class EpochSums:
     hold), bad (samples that cannot be read), "head NAME".
     """
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
+        """has_outputs: `add` gets outputs, so there are sums of heads."""
         self._task = task
-        heads = [f"head {head.name}" for head in task.heads if head.train_metric is not None]
+        self._heads = [head.train_metric is not None and has_outputs for head in task.heads]
+        heads = [f"head {head.name}" for head in compress(task.heads, self._heads)]
         self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
+    def add(self, outputs: Tensor | None, targets: Sequence[Tensor], losses: Tensor) -> None:
         """Add a batch."""
         losses = losses.double()
         is_finite, none = losses.isfinite(), losses.new_zeros(())
@@ -69,9 +72,9 @@ class EpochSums:
         count = torch.ones_like(losses).sum()
         sums = [losses.masked_fill(~is_finite, 0.0).sum(), count, (~is_finite).double().sum()]
         sums += [none, none]
-        columns = self._task.split(outputs)
-        for head, own, target in zip(self._task.heads, columns, targets, strict=True):
-            if head.train_metric is not None:
+        if outputs is not None:
+            parts = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
+            for head, own, target in compress(parts, self._heads):
                 sums.append(head.train_values(own, target).double().sum())
         self.values += torch.stack(sums)
 

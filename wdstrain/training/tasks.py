@@ -31,6 +31,9 @@ from wdstrain.training.heads import (
 # several.
 Criterion = Callable[[Tensor, Any], Tensor]
 
+# (batch, model) -> loss, a scalar or [b]
+TrainingStep = Callable[[dict[str, Any], Any], Tensor]
+
 
 @dataclass(frozen=True)
 class Task:

@@ -42,7 +42,7 @@ from wdstrain.training.report import (
     samples_sentence,
     verdict,
 )
-from wdstrain.training.run import Run, resume
+from wdstrain.training.run import Diverged, Run, resume
 from wdstrain.training.run_log import RunLog, StepLog, open_log
 from wdstrain.training.tasks import Task
 from wdstrain.training.weights import set_trainable, train_mode
@@ -87,7 +87,8 @@ def train(arguments: TrainArguments) -> TrainResult:
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         run = Run(arguments, distributed, reporter)
-        stack.callback(run.close)
+        for loader in filter(None, (run.loader, run.val_loader)):
+            stack.callback(loader.close)
         stack.enter_context(_arithmetic(run.config, run.setup.device))
         stack.enter_context(distributed.joined(run.setup.device))
         run.check_agreement()
@@ -115,31 +116,33 @@ def train(arguments: TrainArguments) -> TrainResult:
     )
 
 
-def _start_lines(run: Run) -> Iterator[str]:
-    """Yield what a run trains, on which data and where."""
+def _start_lines(run: Run) -> list[str]:
+    """Return what a run trains, on which data and where."""
     config, loaded = run.config, run.weights
     parameters = list(run.model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     millions = f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
-    yield f"model {config.model}: {millions} parameters, on {run.setup.device}"
-    yield f"task: {run.task}"
-    yield f"training: {samples_sentence(run.train_set, run.task)}"
-    if run.val_set is not None:
-        yield f"validation: {samples_sentence(run.val_set, run.task)}"
-    else:
-        yield "no validation: give val=, a split val, or fold="
+    lines = [
+        f"model {config.model}: {millions} parameters, on {run.setup.device}",
+        f"task: {run.task}",
+        f"training: {samples_sentence(run.train_set, run.task)}",
+        "no validation: give val=, a split val, or fold="
+        if run.val_set is None
+        else f"validation: {samples_sentence(run.val_set, run.task)}",
+    ]
     if loaded is not None:
         fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
-        yield f"weights: {config.weights}{fresh}"
+        lines.append(f"weights: {config.weights}{fresh}")
     if run.frozen:
-        yield f"frozen: {len(run.frozen)} of {len(parameters)} parameter tensors"
+        lines.append(f"frozen: {len(run.frozen)} of {len(parameters)} parameter tensors")
+    return lines
 
 
 @contextmanager
 def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
     """Set deterministic algorithms and TF32 for a run, and restore them after it."""
-    algorithms = torch.get_deterministic_debug_mode()
-    benchmark, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    algorithms, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
     if config.deterministic:
         if device.type == "cuda":  # cuBLAS reads it when it is first used
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -161,9 +164,9 @@ def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
 def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """Train until all epochs are done, or validation stops improving, or a callback stops it.
 
-    After a signal a checkpoint is written and Stopped raised. After an error of the data one of the
-    last step is written, for a later resume; not with several processes: the others are within a
-    step, and a checkpoint needs all sums.
+    After a signal a checkpoint is written and Stopped raised. After an error, such as one of the
+    data, one of the last step is written too, for a later resume; not with several processes: the
+    others are within a step, and a checkpoint needs all sums.
     """
     run.call("on_train_start")
     try:
@@ -172,19 +175,20 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
             if not run.is_stopped:
                 _finish_epoch(run, signals, log)
         run.stop_reason = reason
-    except WdstrainError as error:
-        if error is run.data_error and run.setup.distributed.size == 1:
-            run.save()
-            if run.write_error is None:
-                run.setup.reporter.line(
-                    f"A checkpoint of {run.title}, step {run.state.step}, was written. "
-                    f"Resume continues from it."
-                )
+    except Diverged:
         raise
-    except Stopped:
+    except (WdstrainError, Stopped) as error:
+        is_signal = isinstance(error, Stopped)
+        if not is_signal and run.setup.distributed.size > 1:
+            raise
         run.save()
-        if run.write_error is not None:  # there is no checkpoint to announce
+        if is_signal and run.write_error is not None:  # there is no checkpoint to announce
             raise run.write_error from None
+        if not is_signal and run.write_error is None:
+            run.setup.reporter.line(
+                f"A checkpoint of {run.title}, step {run.state.step}, was written. "
+                f"Resume continues from it."
+            )
         raise
     if run.state.step:
         run.save()
@@ -256,18 +260,14 @@ def _validate(run: Run, signals: SignalHandler) -> Passes:
     for name, (model, title) in models.items():
         # Batch norms of each process saw other images.
         distributed.broadcast([*model.buffers(), *run.setup.criterion_modules.buffers()])
-        try:
-            passes[name] = evaluate_pass(
-                model,
-                run.val_loader,
-                run.setup,
-                title,
-                limit=run.config.limit_val_batches,
-                check_stop=partial(raise_stopped, signals, distributed),
-            )
-        except WdstrainError as error:
-            run.data_error = error
-            raise
+        passes[name] = evaluate_pass(
+            model,
+            run.val_loader,
+            run.setup,
+            title,
+            limit=run.config.limit_val_batches,
+            check_stop=partial(raise_stopped, signals, distributed),
+        )
     return passes
 
 
@@ -296,23 +296,22 @@ def _take_step(
     buffers = [*run.model.buffers(), *run.setup.criterion_modules.buffers()]
     changing = [run.sums.values, *buffers] if group > 1 else []  # by a step that is cut short
     before = [tensor.clone() for tensor in changing]
-    for turn in range(group):
-        # All processes must stop at the same step, and none within a step of the optimizer.
-        may_stop = distributed.size == 1 and turn == 0
-        try:
+    try:
+        for turn in range(group):
+            # All processes must stop at the same step, and none within a step of the optimizer.
+            may_stop = distributed.size == 1 and turn == 0
             with signals.waiting() if may_stop else nullcontext():
                 batch = next(batches)
             run.sums.count("bad", len(epoch.bad))
-        except WdstrainError as error:
-            run.data_error = error
-            for tensor, value in zip(changing, before, strict=True):
-                tensor.data.copy_(value)
-            raise
-        progress.timer.lap("data")
-        with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
-            _backward(run, batch, group)
-        del batch
-        progress.timer.lap("compute")
+            progress.timer.lap("data")
+            with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
+                _backward(run, batch, group)
+            del batch
+            progress.timer.lap("compute")
+    except WdstrainError:
+        for tensor, value in zip(changing, before, strict=True):
+            tensor.data.copy_(value)
+        raise
     _update_weights(run, update)
     progress.timer.lap("optimizer")
     return group
@@ -320,19 +319,22 @@ def _take_step(
 
 def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
     """Add the gradient of one batch of `group`."""
-    targets = run.task.targets(batch)
+    setup, targets, outputs = run.setup, run.task.targets(batch), None
     with checkpointed(run.blocks):
-        outputs = run.setup.call(run.net, batch)
-        losses = run.task.losses(
-            outputs,
-            targets,
-            smoothing=run.config.label_smoothing,
-            weights=run.class_weights,
-            criterion=run.setup.criterion,
-        )
+        if setup.training_step is not None:
+            losses = setup.step_losses(run.net, batch)
+        else:
+            outputs = setup.call(run.net, batch)
+            losses = run.task.losses(
+                outputs,
+                targets,
+                smoothing=run.config.label_smoothing,
+                weights=run.class_weights,
+                criterion=setup.criterion,
+            )
         loss = run.scaler.scale(losses.mean() / group)
         loss.backward()  # type: ignore[no-untyped-call]
-    run.sums.add(outputs.detach(), targets, losses.detach())
+    run.sums.add(outputs, targets, losses.detach())
 
 
 def _update_weights(run: Run, update: int) -> None:

@@ -1,0 +1,132 @@
+"""`training_step`: losses that need the model, alone and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wdstrain as wt
+from tests.support.small_runs import small_image
+
+OPTIONS: dict[str, Any] = {
+    "epochs": 2,
+    "batch_size": 8,
+    "image_size": 8,
+    "lr": 0.01,
+    "device": "cpu",
+    "deterministic": True,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(3 * 8 * 8, 5)
+        self.head = nn.Linear(5, outputs)
+
+    def forward(self, image: Tensor) -> Tensor:
+        outputs: Tensor = self.head(functional.dropout(self.features(image), 0.2, self.training))
+        return outputs
+
+    def features(self, image: Tensor) -> Tensor:
+        return functional.relu(self.body(image.flatten(1)))
+
+
+def as_without(batch: dict[str, Any], model: Any) -> Tensor:
+    assert sorted(batch) == ["__key__", "image", "label"]
+    return functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+
+
+class Distilled(nn.Module):
+    """Features of a student that a trained layer maps to those of a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.teacher = nn.Linear(3 * 8 * 8, 7).requires_grad_(False)
+        self.mapped = nn.Linear(3, 7)
+
+    def forward(self, batch: dict[str, Any], model: Any) -> Tensor:
+        outputs = model(batch["image"])
+        wanted = self.teacher(batch["image"].flatten(1))
+        own = functional.mse_loss(self.mapped(outputs), wanted)
+        return own + functional.cross_entropy(outputs, batch["label"])
+
+
+def contrastive(batch: dict[str, Any], model: Any) -> Tensor:
+    """Two views of an image are closer to each other than to those of other images."""
+    views = (batch["image"], batch["image"].flip(3))
+    first, second = (functional.normalize(model.features(view), dim=1) for view in views)
+    return functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 images of three classes."""
+    out = tmp_path_factory.mktemp("step") / "set"
+    samples = ({"__key__": f"{i:02d}", "png": small_image(i), "cls": i % 3} for i in range(48))
+    wt.pack(samples, out, classes=["a", "b", "c"], split={"train": 0.7, "val": 0.3})
+    return out
+
+
+class StopAt(wt.Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if (trainer.state.epoch, trainer.state.step) == (1, 2):
+            trainer.stop("half way")
+
+
+def saved(run: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+def test_a_step_that_does_what_training_does_gives_the_same_bits(
+    shards: Path, tmp_path: Path
+) -> None:
+    plain = wt.train(shards, tmp_path / "plain", model=Net, **OPTIONS)
+    own = wt.train(shards, tmp_path / "own", model=Net, training_step=as_without, **OPTIONS)
+    torch.testing.assert_close(own.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    assert own.val == plain.val
+    assert own.epochs[-1]["loss"] == plain.epochs[-1]["loss"]
+    assert "accuracy" not in own.epochs[-1]  # outputs of a step are not known
+
+
+@pytest.mark.parametrize("step", [contrastive, Distilled])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "ema": 0.9, "amp": "bf16"}])
+def test_losses_that_need_the_model_are_learned_and_resumed(
+    shards: Path, tmp_path: Path, step: Any, more: dict[str, Any]
+) -> None:
+    def train(name: str, **again: Any) -> wt.TrainResult:
+        own = step() if isinstance(step, type) else step
+        options = {**OPTIONS, **more, **again}
+        return wt.train(shards, tmp_path / name, model=Net, training_step=own, **options)
+
+    whole = train("whole")
+    assert whole.epochs[1]["loss"] < whole.epochs[0]["loss"]
+    train("resumed", callbacks=[StopAt()])
+    train("resumed", resume=True)
+    first, second = saved(tmp_path / "whole"), saved(tmp_path / "resumed")
+    for name in ("model", "optimizer", "criterion_state"):
+        torch.testing.assert_close(first.get(name), second.get(name), rtol=0, atol=0)
+    with pytest.raises(wt.UsageError, match="training_step was .*, is None"):
+        wt.train(shards, tmp_path / "resumed", model=Net, resume=True, **OPTIONS, **more)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"training_step": "loss"}, "must be a function"),
+        ({"training_step": contrastive, "label_smoothing": 0.1}, "no effect with training_step="),
+    ],
+)
+def test_steps_that_are_none_and_options_without_effect_are_refused(
+    shards: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", model=Net, **OPTIONS, **options)
+    assert not (tmp_path / "run").exists()
