@@ -28,9 +28,8 @@ if TYPE_CHECKING:
         pack,
     )
     from wdstrain.conversion.changes import remove
-    from wdstrain.decode.fields import Example, Field, array, image, json
+    from wdstrain.decode.fields import Example, Field, array, image, json, mask
     from wdstrain.decode.labels import label, number, text
-    from wdstrain.decode.masks import mask
     from wdstrain.errors import (
         PlanError,
         SampleError,
@@ -130,9 +129,8 @@ __all__ = [
 _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
     "conversion.changes": "remove",
-    "decode.fields": "Example Field array image json",
+    "decode.fields": "Example Field array image json mask",
     "decode.labels": "label number text",
-    "decode.masks": "mask",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
     "inspection.plan": "plan_epoch",
     "inspection.info": "Info info",

@@ -148,7 +148,7 @@ def alone(job: Job, *, field: bool) -> Epoch:
 def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     """As our workers do it: what can be decoded at once is, into one batch's memory again and again."""
     import wdstrain as wt
-    from wdstrain.decode.jpeg_batch import EncodedImages
+    from wdstrain.decode.codecs import EncodedImages
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
     out, bits = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0)

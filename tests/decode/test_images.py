@@ -16,9 +16,8 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_tar
-from wdstrain.decode.codecs import decode_image, resize
+from wdstrain.decode.codecs import EncodedImages, decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
-from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels

@@ -44,9 +44,8 @@ from PIL import Image
 from tests.fuzz import tar_mutations
 from tests.support.indexes import with_checksums
 from wdstrain.decode import codecs, fields, labels
-from wdstrain.decode.codecs import decode_image, resize
+from wdstrain.decode.codecs import EncodedImages, decode_image, resize
 from wdstrain.decode.fields import Field
-from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import FLIP_DRAW, region
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.inspection.repair import recover
@@ -891,7 +890,7 @@ TARGETS = {
         Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds:Classes", "wdstrain.shards.kinds:number_of", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.labels:LabelField")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
-        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch"), _IMAGE_WORDS, None, 8192),
+        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs",), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip
 

@@ -167,8 +167,8 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/decode/test_fields.py",
         "tests/robustness/test_bounds.py",
     ),
-    "decode/transforms.py": ("tests/decode/test_images.py",),
-    "decode/masks.py": ("tests/decode/test_masks.py",),
+    "decode/transforms.py": ("tests/decode/test_images.py", "tests/decode/test_masks.py"),
+    "decode/fields.py": ("tests/decode/test_masks.py",),
     "decode/labels.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "decode/workers.py": ("tests/decode/test_worker_processes.py",),
     "decode/worker_processes.py": ("tests/decode/test_worker_processes.py",),
@@ -474,9 +474,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "min(max(width / height, ratio[0]), ratio[1])",
             "max(max(width / height, ratio[0]), ratio[1])",
         ),
-    ],
-    "decode/masks.py": [
         ("mask-flip", "draws[FLIP_DRAW] < 0.5", "draws[FLIP_DRAW] > 0.5"),
+    ],
+    "decode/fields.py": [
         ("nearest-center", "+ 1) * stored) // (2 * wanted)", ") * stored) // (2 * wanted)"),
     ],
     "decode/decoder.py": [

@@ -18,10 +18,9 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.fields import Field, Image, Json, NumpyArray, read_field, torch_has
-from wdstrain.decode.jpeg_batch import EncodedImages
+from wdstrain.decode.codecs import EncodedImages
+from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
-from wdstrain.decode.masks import Mask
 from wdstrain.decode.task import BadSample, ReadBatch, Result, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError

@@ -4,7 +4,7 @@ A field names the tar fields (file extensions) to look for; the first that a sam
 Values of a fixed shape are written straight into reused batch memory, and become a tensor. Other
 values become a list.
 
-`image`, `json` and `array` make fields, as do `label`, `number` and `text` of
+`image`, `mask`, `json` and `array` make fields, as do `label`, `number` and `text` of
 `wdstrain.decode.labels`. Users can write their own; see `Field`.
 """
 
@@ -17,19 +17,26 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-from wdstrain.decode import jpeg_batch
-from wdstrain.decode.codecs import decode_image, is_jpeg, resize
+from wdstrain.decode.codecs import (
+    EncodedImages,
+    decode_image,
+    decode_jpegs,
+    decode_mask,
+    is_jpeg,
+    resize,
+)
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.formats import EXTENSIONS
-from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
+from wdstrain.decode.transforms import Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
 from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json
 
 _LONGEST_HEAD = 1024  # bytes of a .npy file before its numbers; longer heads are read one by one
 
+IGNORED = 255  # pixels that have no class: they count neither in losses nor in metrics
 _TORCH_DTYPES = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
     + ["float16", "float32", "float64", "complex64", "complex128"]
@@ -95,14 +102,14 @@ class Image:
             return self._read_whole(data, draws)
         if is_jpeg(data):
             images = EncodedImages.of(data)
-            if jpeg_batch.decode(images, [0], out[None], self.augment, draws[None]):
+            if decode_jpegs(images, [0], out[None], self.augment, draws[None]):
                 return None
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
         box = region(stored_height, stored_width, self.size, self.augment, draws)
         top, left, height, width = box
         resize(pixels[top : top + height, left : left + width], out)
-        if self._is_mirrored(draws):
+        if self.augment.mirrors(draws):
             out[...] = out[:, ::-1].copy()
         self.augment.apply_policy(out, draws)
         return None
@@ -116,21 +123,60 @@ class Image:
     ) -> set[int]:
         """Decode these rows of a batch together. Returns the rows that are done.
 
-        `read` must decode the others. Arguments: see `wdstrain.decode.jpeg_batch.decode`.
+        `read` must decode the others. Arguments: see `decode_jpegs`.
         """
-        return jpeg_batch.decode(images, rows, out, self.augment, draws)
+        return decode_jpegs(images, rows, out, self.augment, draws)
 
     def _read_whole(self, data: memoryview, draws: Draws) -> Array:
         """Return the image in its own size. uint8[3, height, width]"""
         pixels = decode_image(data)
-        pixels = pixels[:, ::-1] if self._is_mirrored(draws) else pixels
+        pixels = pixels[:, ::-1] if self.augment.mirrors(draws) else pixels
         if self.augment.policy:
             pixels = np.ascontiguousarray(pixels)
             self.augment.apply_policy(pixels, draws)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
-    def _is_mirrored(self, draws: Draws) -> bool:
-        return self.augment.flip and bool(draws[FLIP_DRAW] < 0.5)
+
+@dataclass(frozen=True)
+class Mask:
+    """Field of `mask`. size: (height, width), or None for masks as they are stored."""
+
+    names: tuple[str, ...]
+    size: tuple[int, int] | None
+    augment: Augment
+    classes: int | None = None
+
+    @property
+    def example(self) -> Example | None:
+        return Example(self.size, "int64") if self.size else None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
+        numbers = decode_mask(data)
+        self._check(numbers)
+        if out is not None and self.size is not None:
+            top, left, height, width = region(
+                len(numbers), numbers.shape[1], self.size, self.augment, draws
+            )
+            rows = top + _nearest(height, self.size[0])
+            columns = left + _nearest(width, self.size[1])
+            numbers = numbers[rows[:, None], columns]
+        if self.augment.mirrors(draws):
+            numbers = numbers[:, ::-1]
+        if out is None:
+            return numbers.astype(np.int64)
+        out[...] = numbers
+        return None
+
+    def _check(self, numbers: npt.NDArray[np.integer]) -> None:
+        """Raise SampleError for numbers that are no class."""
+        if self.classes is None:
+            return
+        wrong = (numbers >= self.classes) | (numbers < 0)
+        if wrong.any() and (wrong := wrong & (numbers != IGNORED)).any():
+            raise SampleError(
+                f"it has the class number {numbers[wrong][0]}: must be 0 to {self.classes - 1}, or "
+                f"{IGNORED} for pixels without a class"
+            )
 
 
 @dataclass(frozen=True)
@@ -236,6 +282,47 @@ def sides(size: Any) -> tuple[int, int] | None:
     return int(pair[0]), int(pair[1])
 
 
+def mask(
+    names: str = "mask.png",
+    *,
+    size: int | tuple[int, int] | None = None,
+    augment: str | None = None,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
+    crop_pct: float = 1.0,
+    classes: int | None = None,
+) -> Mask:
+    """Return a field of masks: the class number of each pixel, 255 where there is none.
+
+    With `size`, the batch holds one tensor, int64[b, height, width]. Without it, a list of b tensors
+    int64[height, width]. Masks are PNGs or other lossless images of one channel, grayscale or with
+    a palette.
+
+    names: tar fields to look for, separated by ";".
+    size, augment, scale, ratio, crop_pct: the same as for the image. The mask gets the same crop and flip, and is resized
+    to the nearest pixel. Changes of color are for images only. "trivialaugment" and "randaugment"
+    also rotate and shear, so they are refused.
+    classes: number of classes; a mask with another number is a bad sample.
+
+        size, augment = 256, "rrc+flip"
+        fields = {"image": wt.image(size=size, augment=augment), "mask": wt.mask(size=size, augment=augment)}
+    """
+    like = image(names, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
+    if classes is not None and not 1 <= classes <= IGNORED:
+        raise UsageError(f"classes={classes}: must be 1 to {IGNORED}.")
+    return mask_like(like, field_names(names), classes)
+
+
+def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None) -> Mask:
+    """Return the field of masks that belong to images of this field."""
+    if source.augment.policy:
+        raise UsageError(
+            f"augment={source.augment.policy}: it rotates and shears images, and masks would not "
+            f"follow. Use rrc and flip."
+        )
+    return Mask(names, source.size, source.augment, classes)
+
+
 def json(names: str = "json") -> Json:
     """Return a field of JSON documents. The batch holds a list of b parsed documents.
 
@@ -329,3 +416,8 @@ def field_names(names: str, *, lower: bool = True) -> tuple[str, ...]:
     if not stripped:
         raise UsageError(f'{names!r} names no field. Give tar fields such as "jpg;png".')
     return tuple(map(str.lower, stripped)) if lower else stripped
+
+
+def _nearest(stored: int, wanted: int) -> npt.NDArray[np.int64]:
+    """Return the nearest of `stored` pixels for each of `wanted`: their centers coincide."""
+    return ((2 * np.arange(wanted, dtype=np.int64) + 1) * stored) // (2 * wanted)

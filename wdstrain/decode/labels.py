@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,6 @@ from wdstrain.shards.offsets import Ints, as_numpy
 from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import column_named
 
-# the labels of one set that differ from those of other sets: (place, label) each
-OwnLabels = tuple[tuple[Place, ColumnInfo | None], ...]
 _LARGEST = float(np.finfo(np.float32).max)
 _log = logging.getLogger("wdstrain")
 
@@ -288,35 +285,6 @@ def _check_texts(field: LabelField) -> None:
             f"of another. Use wt.label() without classes, which delivers the number, or wt.Loader, "
             f"which knows the index."
         )
-
-
-def differing_labels(index: Index) -> list[OwnLabels]:
-    """Return for each shard its labels that differ between joined sets; [] if none differ."""
-    own = [{label.place: label for label in labels} for labels in index.shard_labels]
-    places = [
-        place
-        for place in dict.fromkeys(place for labels in own for place in labels)
-        if len({labels.get(place) for labels in own}) > 1
-    ]
-    return [tuple((place, labels.get(place)) for place in places) for labels in own if places]
-
-
-@lru_cache(maxsize=256)
-def label_of_set(field: LabelField, labels: OwnLabels) -> LabelField:
-    """Return the field that reads a label from samples of a set with these labels.
-
-    Raises UsageError if the field needs classes for that and has none.
-    """
-    for (name, entry), info in labels:
-        if name in field.names and entry == field.entry and field.kind == "class":
-            if not field.classes:
-                raise UsageError(
-                    f"{name} has different labels in the joined sets "
-                    f"({info.numbering if info else 'no label'} in this one). "
-                    f"Give wt.label(classes=[...]) with all names, in the order of their numbers."
-                )
-            return numbered(field, info, is_alone=False)
-    return field
 
 
 # --- columns --------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageEnhance, ImageOps
 
-from wdstrain.decode.codecs import Box, Pixels
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.errors import UsageError
 
 Draws = npt.NDArray[np.float64]
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[int, int, int, int]  # top, left, height, width
 
 # order of a sample's random numbers
 _TRIES = 10  # numbers 0 to 19: area and aspect ratio of up to ten crops
@@ -92,6 +93,10 @@ class Augment:
     def without_randomness(self) -> Augment:
         """Return the augmentation for validation, with the same center crop."""
         return Augment(crop_pct=self.crop_pct)
+
+    def mirrors(self, draws: Draws) -> bool:
+        """Return whether the images of a sample are mirrored left-right."""
+        return self.flip and bool(draws[FLIP_DRAW] < 0.5)
 
     def apply_policy(self, pixels: Pixels, draws: Draws) -> None:
         """Apply the policy in place. pixels: uint8[h, w, 3]. draws: float64[DRAWS] of the sample."""

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wdstrain.decode.fields import Field, Image
+from wdstrain.decode.fields import IGNORED, Field, Image, mask_like
 from wdstrain.decode.labels import field_of
-from wdstrain.decode.masks import IGNORED, mask_like
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
 

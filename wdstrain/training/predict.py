@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
-from wdstrain.decode.fields import Example
+from wdstrain.decode.fields import IGNORED, Example
 from wdstrain.decode.formats import EXTENSIONS
-from wdstrain.decode.masks import IGNORED
 from wdstrain.decode.transforms import center_crop
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError

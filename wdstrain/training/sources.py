@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wdstrain.decode.fields import Example, Field, Image, image
+from wdstrain.decode.fields import Example, Field, Image, Mask, image
 from wdstrain.decode.labels import LabelField, with_classes
-from wdstrain.decode.masks import Mask
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index

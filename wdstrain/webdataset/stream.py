@@ -21,13 +21,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from wdstrain.decode.labels import differing_labels
-from wdstrain.errors import SampleError, WdstrainError
+from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import rank_of
 from wdstrain.memory import SharedFile
-from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
@@ -101,8 +99,7 @@ class Stream(IterableDataset[dict[str, Any]]):
     """Samples as webdataset has them: {"__key__", "__url__", "__epoch__", field: bytes}.
 
     Every `for` is the next epoch. Every sample comes once per epoch over all ranks and worker
-    processes. Ranks must begin the same passes. Of sets that number their classes differently a
-    sample also has "__labels__", by which `to_example` gives all of them one numbering.
+    processes. Ranks must begin the same passes.
     """
 
     def __init__(
@@ -180,12 +177,7 @@ class Stream(IterableDataset[dict[str, Any]]):
     ) -> dict[str, Any] | None:
         """Return a sample as users get it; None to leave it out."""
         url = self._index.shards[shard].shown
-        sample = {**fields, "__key__": key, "__url__": url, "__epoch__": epoch}
-        return {**sample, "__labels__": self._labels[shard]} if self._labels else sample
-
-    @cached_property
-    def _labels(self) -> Any:
-        return differing_labels(self._index)
+        return {**fields, "__key__": key, "__url__": url, "__epoch__": epoch}
 
 
 def stream(
@@ -199,10 +191,19 @@ def stream(
 ) -> Stream:
     """Return the samples of shards as a stage for `wds.DataPipeline`, or for torch's DataLoader.
 
-    The arguments are those of `Loader`.
+    The arguments are those of `Loader`. Raises UsageError for sets that number their classes
+    differently: samples do not say to which set they belong.
     """
+    index = open_shards(urls)
+    own = [{x.place: x for x in y if x.is_class and x.entry is None} for y in index.shard_labels]
+    for place in {place for labels in own for place in labels}:
+        if len({labels[place].classes if place in labels else None for labels in own}) > 1:
+            raise UsageError(
+                f"{index.numberings(*place)}. Use wt.Loader, which gives one numbering, or pack the "
+                f"sets together."
+            )
     return Stream(
-        open_shards(urls),
+        index,
         shuffle=shuffle,
         shuffle_buffer=shuffle_buffer,
         seed=integer("seed", seed),

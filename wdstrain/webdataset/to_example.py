@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.decode.fields import Field, read_field
-from wdstrain.decode.labels import LabelField, label_of_set, with_classes
+from wdstrain.decode.labels import with_classes
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
 from wdstrain.order.rng import key, uniform
@@ -41,10 +41,7 @@ def _example(
         draws = np.random.random(DRAWS)
     draws.flags.writeable = False  # all fields of a sample have the same
     example: dict[str, Any] = {"__key__": sample["__key__"]}
-    labels = sample.get("__labels__")
     for name, field in fields.items():
-        if labels and isinstance(field, LabelField):
-            field = label_of_set(field, labels)
         example[name] = read_sample(field, sample, draws)
     return example
 
