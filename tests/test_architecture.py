@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1224,
     "shards": 2306,
     "decode": 1361,
-    "storage": 1143,
+    "storage": 1107,
     "reader": 506,
     "cli": 690,
     "runtime": 398,

@@ -140,11 +140,6 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_odd_servers.py::test_ranges_grow_until_a_stated_quota_suffices",
         "tests/storage/test_http.py",
     ),
-    "storage/secrets.py": (
-        "tests/storage/test_odd_servers.py::test_addresses_that_expired_are_renewed_once_for_all_files",
-        "tests/storage/test_odd_servers.py::test_each_signed_address_is_renewed_by_itself",
-        "tests/storage/test_http.py",
-    ),
     "storage/cache.py": (
         "tests/storage/test_cache.py::test_a_part_with_wrong_bytes_does_not_become_a_shard",
         "tests/storage/test_cache.py::test_a_part_of_a_shard_without_a_checksum_is_fetched_again",
@@ -376,6 +371,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "if age.total_seconds() >= 0 else None",
         ),
         ("compressed", 'coding.lower() != "identity" and (', 'coding.lower() == "gzip" and not ('),
+        ("renewed-once", "_renewed[key][1] < sent", "_renewed[key][1] > sent"),
+        ("path-of-renewal", "if fresh.path != old.path:", "if fresh.path == old.path:"),
+        ("query-of-renewal", "old.netloc, old.query))", "old.netloc, old.path))"),
     ],
     "storage/remote.py": [
         ("size-of-object", "if total not in (None, self.size):", "if total in (None, self.size):"),
@@ -391,11 +389,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] < min('),
         ("wait-of-others", "max(begin, os.stat(", "min(begin, os.stat("),
         ("range-for-quota", "max([RANGE_BYTES, *", "min([RANGE_BYTES, *"),
-    ],
-    "storage/secrets.py": [
-        ("renewed-once", "_renewed[key][1] < sent", "_renewed[key][1] > sent"),
-        ("path-of-renewal", "if fresh.path != old.path:", "if fresh.path == old.path:"),
-        ("query-of-renewal", "old.netloc, old.query))", "old.netloc, old.path))"),
     ],
     "storage/cache.py": [
         (

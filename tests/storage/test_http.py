@@ -413,7 +413,7 @@ def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
     return fault
 
 
-def test_the_log_contains_start_and_end_of_waiting_for_a_server(
+def test_the_log_names_a_server_that_is_waited_for(
     packed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = epoch(f"{packed}/train-*.tar")
@@ -421,11 +421,9 @@ def test_the_log_contains_start_and_end_of_waiting_for_a_server(
     with serving(packed) as server:
         server.faults += [fine(), fine(), *[until(time.monotonic() + 1.5)] * 10_000]
         assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == expected
-    begins, ends = lines_of(caplog)[:2]
-    assert begins.startswith(
+    assert lines_of(caplog)[0].startswith(
         f"{server.url} does not answer (TemporaryError: status 503); retrying for up to 120 s (WDSTRAIN_NETW"
     )
-    assert ends.startswith(f"{server.url} answers again after ")
 
 
 def test_a_loader_waits_for_a_server_that_refuses_connections(packed: Path) -> None:
@@ -447,9 +445,8 @@ def test_a_loader_waits_for_a_server_that_refuses_connections(packed: Path) -> N
         logging.getLogger("wdstrain").addHandler(handler)
         stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
         assert epoch(f"http://127.0.0.1:{port}/train-000000.tar") == expected
-    begins, ends = (line for line in lines if "answer" in line)
+    begins = next(line for line in lines if "answer" in line)
     assert begins.startswith(f"http://127.0.0.1:{port} does not answer (NewConnectionError: ")
-    assert ends.startswith(f"http://127.0.0.1:{port} answers again after ")
 
 
 def test_short_faults_are_not_logged(packed: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -498,12 +498,9 @@ def test_a_failing_bucket_is_retried_and_the_wait_is_logged(
     assert [batch["bin"] for batch in loader] == expected
     assert loader.report()["retries"] > 1
     loader.close()
-    begins, ends = [text for record in caplog.records if "answer" in (text := record.getMessage())][
-        :2
-    ]
+    begins = next(text for record in caplog.records if "answer" in (text := record.getMessage()))
     assert begins.startswith(f"{bucket} does not answer (")
     assert "retrying for up to 120 s" in begins
-    assert ends.startswith(f"{bucket} answers again after ")
 
 
 @pytest.mark.parametrize("code", [401, 403])

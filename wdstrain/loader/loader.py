@@ -280,9 +280,9 @@ def log_slow_paths() -> None:
     """Log once per process which parts of the platform are missing, so that slower code runs."""
     if kernels.library is None:
         _log.warning(
-            "The compiled part of wdstrain is missing or older than its source, so slower generic "
-            "code is used. For the fast one, install a C compiler and reinstall wdstrain (in a "
-            "clone: python scripts/compile.py)."
+            "The compiled part of wdstrain is missing, is older than its source, or cannot call "
+            "the crc32 of isal, so slower generic code is used. For the fast one, install a C "
+            "compiler and reinstall wdstrain and isal (in a clone: python scripts/compile.py)."
         )
     if kernels.libjpeg_turbo() is None:
         _log.info(

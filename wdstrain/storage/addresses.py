@@ -122,22 +122,20 @@ def folder_of(path: str) -> str:
 
 
 def _expand(address: str) -> list[str]:
-    scheme = _SCHEME.match(address)
-    prefix = scheme.group(0) if scheme else ""
-    rest = address[len(prefix) :]
-    if is_hub(prefix):
+    if is_hub(address):
         return _expand_hub(address)
-    if is_remote(prefix.lower()):
-        return _expand_remote(prefix.lower() + rest)
-    if prefix.lower() not in ("", "file://"):
-        raise UsageError(
-            f"{redacted(address)}: addresses {prefix} cannot be read. Copy the shards to a disk."
-        )
+    if is_remote(address):
+        return _expand_remote(address)
     if address.startswith("pipe:"):
         raise UsageError(
             f"{address}: an address is never run as a command. Name a file or a server."
         )
-    return _expand_local(rest)
+    path = address.removeprefix("file://")
+    if scheme := _SCHEME.match(path):
+        raise UsageError(
+            f"{redacted(address)}: addresses {scheme[0]} cannot be read. Copy the shards to a disk."
+        )
+    return _expand_local(path)
 
 
 def _expand_local(address: str) -> list[str]:

@@ -4,8 +4,13 @@ The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, a
 "Name: value". HF_TOKEN is sent to the Hugging Face Hub, or to the server that HF_ENDPOINT names.
 
 The target of a redirect is used again until it refuses a request. Servers that redirect to signed
-addresses count the requests for them. A signed address that expired is renewed (`secrets`). Where a
-server limits the requests, all processes of this machine wait (`retries`).
+addresses count the requests for them. Where a server limits the requests, all processes of this
+machine wait (`retries`).
+
+Signed addresses that expired are renewed by a function or a command of the user. Those with one
+server and one query expire together, and are renewed by one call. The environment variable
+WDSTRAIN_RENEW_COMMAND names a command that reads the expired address from its standard input, and
+prints a fresh one.
 """
 
 from __future__ import annotations
@@ -13,16 +18,18 @@ from __future__ import annotations
 import base64
 import os
 import re
+import shlex
+import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
-from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
@@ -39,10 +46,11 @@ from wdstrain.storage.retries import (
     server_of,
     silence_limit,
 )
-from wdstrain.storage.secrets import current_address, redacted, renew, scrubbed, without_user
+from wdstrain.storage.secrets import describe_error, redacted, scrubbed, without_user
 
-_HEADERS = "WDSTRAIN_HTTP_HEADERS"
+_HEADERS, _COMMAND = "WDSTRAIN_HTTP_HEADERS", "WDSTRAIN_RENEW_COMMAND"
 _CONNECT_TIMEOUT = 10.0  # seconds
+_LONGEST_COMMAND = 120.0  # seconds
 _REDIRECTS = 5
 _RENEWALS = 2  # of an address for one request; other threads may use a short one up
 _MOST_TARGETS = 4096  # of redirects that are remembered
@@ -58,12 +66,18 @@ _MODIFIED = "Last-Modified: "  # start of a version that is not an ETag
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes (?:(N)-(N)|\*)/(N|\*)".replace("N", _NUMBER.pattern))
 _NEXT_PAGE = re.compile(r'<([^<>]*)>;\s*rel="?next"?')
-_XML_REASON = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<")
-_JSON_REASON = re.compile(r'"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"')
+_REASON = re.compile(
+    r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]+)<"
+    r'|"(?:error|message|detail|error_description)"\s*:\s*"([^"]+)"'
+)
 _EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
 
-_targets: dict[str, str] = {}  # address -> where its last redirect led to
-_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
+_targets: dict[str, str] = {}  # address -> where its last redirect led to, or itself
+
+_renewal: Callable[[str], str] | None = None  # the function of `renew_addresses`
+# By server and query of expired addresses: parts of the fresh one, and when it was there.
+_renewed: dict[tuple[str, str], tuple[SplitResult, float]] = {}
+_renewal_lock = threading.RLock()
 
 
 def is_http(path: str) -> bool:
@@ -206,7 +220,7 @@ def get(
     for left in reversed(range(_RENEWALS + 1)):
         sent = time.monotonic()
         try:
-            response = _follow(current_address(address), headers)
+            response = _follow(_current_address(address), headers)
         except ValueError as error:  # of urllib and urllib3
             raise StorageError(
                 f"{redacted(address)} leads to an address that is not valid "
@@ -217,7 +231,7 @@ def get(
         with closing(response):
             reason = _reason(response, address)
         has_expired = _EXPIRED.search(reason)
-        if not (has_expired and left and renew(address, sent)):
+        if not (has_expired and left and _renew(address, sent)):
             break
     if response.status in others and not has_expired:
         return response
@@ -235,10 +249,8 @@ def get(
 
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
-    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
-    is_known = address in _targets or kind in _direct
     # One request learns the target for all threads.
-    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
+    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 64]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -251,11 +263,7 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-    if target == address:
-        _direct.add(kind)
-        _targets.pop(address, None)
-    elif response.status in _BODY:
-        _direct.discard(kind)
+    if response.status in _BODY:
         if len(_targets) >= _MOST_TARGETS:
             _targets.clear()
         _targets[address] = target
@@ -329,7 +337,7 @@ def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
     text = ""
     with suppress(Exception):
         text = response.read(_REASON_BYTES).decode("utf-8", "replace")
-    found = _XML_REASON.findall(text) or _JSON_REASON.findall(text)
+    found = [xml or json for xml, json in _REASON.findall(text)]
     reason = scrubbed(", ".join(found)[:300]).rstrip(".")
     for _, value in parse_qsl(urlsplit(address).query):
         reason = reason.replace(value, "...")
@@ -359,9 +367,9 @@ def _secret_headers(address: str) -> dict[str, str]:
     lines = [line.partition(":") for line in os.environ.get(_HEADERS, "").splitlines()]
     headers = {name.strip(): value.strip() for name, colon, value in lines if colon}
     token = os.environ.get("HF_TOKEN", "").strip()
-    for name, text in ((_HEADERS, "".join(map("".join, headers.items()))), ("HF_TOKEN", token)):
-        if not (text.isascii() and (text or " ").isprintable()):
-            raise UsageError(f"{name}: must be printable ASCII. Correct it.")
+    text = "".join([token, *headers, *headers.values()])
+    if not (text.isascii() and text.isprintable()):
+        raise UsageError(f"{_HEADERS}, HF_TOKEN: must be printable ASCII. Correct them.")
     if token and address.startswith(f"{hub_endpoint()}/"):
         headers["Authorization"] = f"Bearer {token}"
     if user := urlsplit(address).netloc.rpartition("@")[0]:
@@ -406,3 +414,64 @@ def _new_pool_manager(
 def _locks(process: int) -> list[threading.Lock]:
     """Return locks of this process; a forked child must not wait for its parent's threads."""
     return [threading.Lock() for _ in range(64)]
+
+
+# --- addresses that expire -------------------------------------------------------------------------
+
+
+def renew_addresses(function: Callable[[str], str] | None) -> None:
+    """Call a function for a fresh address when a server says that a signed address has expired.
+
+    It gets the address as it was named first, and returns that of the same file with a new
+    signature. It is called once for all addresses with the same server and query, while their
+    readers wait. None: no function is called, only WDSTRAIN_RENEW_COMMAND, if that is set. Each
+    process of a job needs the call.
+    """
+    global _renewal
+    _renewal = function
+
+
+def _current_address(address: str) -> str:
+    """Return an address with its newest signature."""
+    old = urlsplit(address)
+    fresh = _renewed.get((old.netloc, old.query))
+    return address if fresh is None else fresh[0]._replace(path=old.path).geturl()
+
+
+def _renew(address: str, sent: float) -> bool:
+    """Return whether there is a fresh address in place of one that a server refused as expired.
+
+    sent: time of the request (monotonic). Raises StorageError if the user's function or command
+    fails.
+    """
+    old, command = urlsplit(address), os.environ.get(_COMMAND, "")
+    function = _renewal or (command and partial(_run, command))
+    if not function:
+        return False
+    key = old.netloc, old.query
+    with _renewal_lock:
+        if key not in _renewed or _renewed[key][1] < sent:
+            try:
+                fresh = urlsplit(function(address))
+                if fresh.path != old.path:
+                    raise ValueError("it returned the address of another file")
+            except Exception as error:
+                raise StorageError(
+                    f"{redacted(address)} has expired, and its renewal failed: "
+                    f"{describe_error(error)}. Check the function of wt.renew_addresses, or {_COMMAND}."
+                ) from error
+            _renewed[key] = fresh, time.monotonic()
+    return True
+
+
+def _run(command: str, address: str) -> str:
+    """Return the line that a command prints for an address."""
+    done = subprocess.run(
+        shlex.split(command),
+        input=f"{address}\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=_LONGEST_COMMAND,
+    )
+    return done.stdout.strip()

@@ -189,5 +189,4 @@ def _store(bucket: str, process: int, timeout: float, writes: bool) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     if bucket.startswith("gs://") or endpoint.startswith("http://"):
         options["allow_http"] = True
-    with _errors(bucket, "it cannot be opened", writes=True):
-        return _obstore().store.from_url(bucket, client_options=options, retry_config=retries)
+    return _obstore().store.from_url(bucket, client_options=options, retry_config=retries)

@@ -21,7 +21,13 @@ from urllib.parse import unquote, urlsplit
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
-from wdstrain.storage.http import HttpResponse, check_address, is_http, read_small
+from wdstrain.storage.http import (
+    HttpResponse,
+    check_address,
+    is_http,
+    read_small,
+    renew_addresses,
+)
 from wdstrain.storage.objects import PREFIXES, MissingError, ObjectResponse
 from wdstrain.storage.retries import (
     MOST_RANGE,
@@ -29,7 +35,7 @@ from wdstrain.storage.retries import (
     TemporaryError,
     request_bytes,
 )
-from wdstrain.storage.secrets import redacted, renew_addresses
+from wdstrain.storage.secrets import redacted
 
 __all__ = [
     "ALL_BYTES",
@@ -190,7 +196,6 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
             response = self._response_at(offset, stop)
             self._check_stopping()  # the memory of the view may be gone
             count: int = response.readinto(view[:_CHUNK])
-            self._check_stopping()  # `stop` may have cut the connection
             if view and not count:
                 raise TemporaryError(
                     f"the response ended at byte {response.position} instead of {response.stop}"

@@ -9,7 +9,7 @@ be sent. Without such a folder each process knows its own waits only.
 
 The header `RateLimit: "name";r=50;t=30` says that 50 requests are left for 30 s, and
 `RateLimit-Policy: "name";q=3000;w=300` that 3000 are allowed in 300 s. Ranges grow until that
-suffices. Where a server states no quota, they grow each time that it refuses a request by status 429,
+suffices. A server that refuses a request by status 429 and states no quota is taken to have this one,
 and its refusals may last longer than silence.
 """
 
@@ -48,9 +48,10 @@ _GROWTH = 100  # the longest pause divided by the first
 _DEFAULT_TIMEOUT = 120.0  # seconds
 _LONGEST_SILENCE = 20.0  # seconds
 _UNLOGGED = 1.0  # seconds of waiting that are not logged: most faults are over by then
-
+_BETWEEN_LINES = 30.0  # seconds
 _LONGEST_WAIT = 86_400.0  # seconds after which a server is asked again, whatever it asks for
 _RESERVE = 32  # requests of a quota that are not sent: so many may be in flight, or a tenth of it
+_USUAL_QUOTA = {"q": 3000, "w": 300}  # requests in so many seconds
 _RATE = 360_000_000  # bytes per second: 300 MB/s last for a quota, with smaller requests at first
 _NUMBERS = re.compile(r";\s*([rtqw])=([0-9]{1,9})(?![0-9])")
 
@@ -58,11 +59,9 @@ Result = TypeVar("Result")
 
 _jitter = random.SystemRandom()  # unseeded, so that readers with one seed do not retry together
 _log = logging.getLogger("wdstrain")
-_lock = threading.Lock()
-_silent: dict[str, float] = {}  # server -> begin of its silence, once the log names it
+_next_line: dict[str, float] = {}  # server -> time before which the log does not name it again
 _next_request: dict[str, float] = {}  # server -> time of the next request, as this process knows
 _range_bytes: dict[str, int] = {}  # server -> bytes of a range for which its quota suffices
-_refused: dict[str, float] = {}  # server -> time until which refusals are for the same quota
 
 
 class TemporaryError(HTTPError):
@@ -114,60 +113,49 @@ class Retries:
         missing: what the server should send, as "byte 0". Raises StorageError if no byte arrives
         within the time limit, or if reading is to stop.
         """
-        begun, attempts, problem = time.monotonic(), 0, ""
+        begun, attempts = time.monotonic(), 0
         while True:
             try:
-                result = attempt()
-                break
+                return attempt()
             except RETRIED as error:
                 problem, asked = describe_error(error), getattr(error, "wait", 0.0)
                 limit = network_timeout() * getattr(error, "patience", 1.0)
+            silent = time.monotonic() - begun
             self.failed += not asked
             attempts += not asked
-            self._wait(problem, missing, attempts, begun, asked, limit)
-            if asked:
-                begun = time.monotonic()
-        since = _silent.pop(self._server, None) if problem else None
-        if since is not None:
-            _log.warning("%s answers again after %.1f s", self._server, time.monotonic() - since)
-        return result
-
-    def _wait(
-        self, problem: str, missing: str, attempts: int, begun: float, asked: float, limit: float
-    ) -> None:
-        """Wait before the next attempt. asked: seconds that the server asks for, or 0.
-
-        limit: seconds after which the problem is an error.
-        """
-        silent = time.monotonic() - begun
-        if "CERTIFICATE_VERIFY_FAILED" in problem:
-            raise StorageError(
-                f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names certificates to "
-                f"trust."
+            if "CERTIFICATE_VERIFY_FAILED" in problem:
+                raise StorageError(
+                    f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names certificates "
+                    f"to trust."
+                )
+            if silent >= limit and not asked:
+                raise StorageError(
+                    f"{self._shown}: {missing} did not arrive in {attempts} attempts over "
+                    f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
+                    f"credentials; {TIMEOUT} sets after how many seconds without a byte reading "
+                    f"fails."
+                )
+            pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(
+                _GROWTH, 2.0 ** min(attempts - 1, 20)
             )
-        if silent >= limit and not asked:
-            _silent.pop(self._server, None)
-            raise StorageError(
-                f"{self._shown}: {missing} did not arrive in {attempts} attempts over "
-                f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
-                f"credentials; {TIMEOUT} sets after how many seconds without a byte reading fails."
-            )
-        pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(_GROWTH, 2.0 ** min(attempts - 1, 20))
-        pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
-        if silent + pause >= _UNLOGGED:
-            self._log_silence(problem, begun, asked, limit)
-        if self._stopping.wait(pause):
-            raise StorageError(f"{self._shown}: reading was stopped.")
+            pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
+            if silent + pause >= _UNLOGGED:
+                state = f"asks to wait {asked:g} s ({problem})"
+                if not asked:
+                    state = (
+                        f"does not answer ({problem}); retrying for up to {limit:g} s ({TIMEOUT})"
+                    )
+                self._log(state)
+            if self._stopping.wait(pause):
+                raise StorageError(f"{self._shown}: reading was stopped.")
+            begun = time.monotonic() if asked else begun
 
-    def _log_silence(self, problem: str, begun: float, asked: float, limit: float) -> None:
-        with _lock:
-            if self._server in _silent:
-                return
-            _silent[self._server] = begun
-        state = f"does not answer ({problem}); retrying for up to {limit:g} s ({TIMEOUT})"
-        if asked:
-            state = f"asks to wait {asked:g} s ({problem})"
-        _log.warning("%s %s", self._server, state)
+    def _log(self, state: str) -> None:
+        """Log the state of the server, not more often than each half minute in all threads."""
+        now = time.monotonic()
+        if now > _next_line.get(self._server, 0.0):
+            _next_line[self._server] = now + _BETWEEN_LINES
+            _log.warning("%s %s", self._server, state)
 
 
 def seconds_to_wait(client: str) -> float:
@@ -186,13 +174,13 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
     """
     items = (headers.get(name, "").partition(",")[0] for name in ("RateLimit", "RateLimit-Policy"))
     stated = {name: int(number) for name, number in _NUMBERS.findall(";".join(items))}
-    quota, wait = stated.get("q", 0), float(stated.get("t", 0))
-    if quota and status == 206:  # of the server that sends the bytes
+    wait = float(stated.get("t", 0))
+    stated = _USUAL_QUOTA | stated if status == 429 else stated
+    quota = stated.get("q", 0)
+    if quota and status in (206, 429):  # of the server that sends the bytes, or refuses to
         _range_bytes[client] = min(MOST_RANGE, _RATE * stated.get("w", 0) // quota)
     with suppress(InvalidHeader, ValueError, OverflowError):
         wait = Retry().parse_retry_after(headers.get("Retry-After", "")) or wait
-    if status == 429 and not quota:
-        _grow_ranges(client, wait)
     is_refused = status in (429, 503)
     is_used_up = "r" in stated and stated["r"] <= min(_RESERVE, quota // 10)
     if not (wait and (is_refused or is_used_up)):
@@ -205,17 +193,6 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
     return wait if is_refused else 0.0
 
 
-def _grow_ranges(client: str, wait: float) -> None:
-    """Make ranges larger, once for all requests that are refused until the server sends again.
-
-    wait: seconds that it asks for; 0 if it says nothing, and is asked again after pauses.
-    """
-    now = time.monotonic()
-    if now > _refused.get(client, 0.0):
-        _range_bytes[client] = min(MOST_RANGE, 4 * _range_bytes.get(client, RANGE_BYTES))
-    _refused[client] = now + (wait or 2 * _GROWTH * seconds_setting(PAUSE, _FIRST_PAUSE))
-
-
 def request_bytes() -> int:
     """Return the bytes of a range for which the quotas of all servers suffice."""
     return max([RANGE_BYTES, *_range_bytes.values()])
@@ -224,8 +201,7 @@ def request_bytes() -> int:
 def _file_of(client: str) -> str:
     """Return the path of the file that all processes share. Raises OSError if it cannot be used."""
     folder = os.path.join(tempfile.gettempdir(), f"wdstrain-{os.getuid()}")
-    with suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
+    os.makedirs(folder, 0o700, exist_ok=True)
     if os.lstat(folder).st_uid != os.getuid():
         raise PermissionError(folder)
     return os.path.join(folder, blake2b(client.encode(), digest_size=16).hexdigest())
