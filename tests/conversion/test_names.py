@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,24 +164,7 @@ def test_no_field_has_a_slash_or_a_backslash_in_its_name(
     assert isinstance(result, str) or not any(set("/\\") & set(f) for f in result.fields)
 
 
-# --- archives of Windows ---
-
-
-@pytest.mark.parametrize("folder", ["v1.2\\cat", "cat", "a\\b\\c", "C:\\x.y"])
-@pytest.mark.parametrize("system", [0, 3], ids=["made on Windows", "made on Unix"])
-def test_a_backslash_in_a_zip_divides_folders(tmp_path: Path, folder: str, system: int) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for number in range(4):
-            for field in ("txt", "cls"):
-                member = zipfile.ZipInfo("x")
-                member.filename = f"{folder}\\{number}.{field}"
-                member.create_system = system
-                archive.writestr(member, str(number))
-    result = attempt(lambda: wt.convert_tars(tmp_path / "a.zip", tmp_path / "out", shuffle=False))
-    if not isinstance(result, str):
-        keys = [result.key(n) for n in range(len(result))]
-        assert [key.rpartition("/")[2] for key in keys] == ["0", "1", "2", "3"]
-        assert set(result.fields) == {"txt", "cls"}
+# --- backslashes ---
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])

@@ -700,7 +700,7 @@ def test_declared_class_numbers_are_accepted(
 
 def test_objects_that_are_not_iterables_of_samples_are_refused(tmp_path: Path) -> None:
     for wrong, words in (
-        (3, "int is neither an iterable nor a data set"),
+        (3, "samples is int: must be a data set"),
         ("path", "samples is str"),
         (pandas.DataFrame(ROWS), "use wt.convert_table"),
     ):
@@ -976,9 +976,7 @@ def test_a_torchvision_data_set_of_files_keeps_their_bytes(tmp_path: Path) -> No
 
 
 def test_a_missing_torchvision_name_or_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="torchvision has no data set 'Fasion'. Did you mean .*FashionMNIST"
-    ):
+    with pytest.raises(UsageError, match="torchvision.datasets has no data set 'Fasion'"):
         wt.convert_torchvision("Fasion", str(tmp_path / "out"), str(tmp_path))
     with pytest.raises(
         SourceError,

@@ -109,7 +109,7 @@ def _kind_of_source(source: str) -> str:
     from wdstrain.storage.addresses import COMPRESSED, SOURCES  # only now: it loads urllib3
 
     if not os.path.isdir(source):
-        is_tar = source.lower().endswith((".tar", ".zip")) or COMPRESSED.search(source)
+        is_tar = source.lower().endswith(".tar") or COMPRESSED.search(source)
         return "tars" if is_tar else SOURCES.get(os.path.splitext(source)[1].lower(), "")
     with os.scandir(source) as entries:
         is_folder = {entry.name: entry.is_dir() for entry in entries}

@@ -11,11 +11,11 @@ A shuffle buffer is not used: its order would depend on its size, and a small on
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
@@ -38,17 +38,19 @@ from wdstrain.conversion.encode import Pixels, encoded_pixels
 from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_writer import IndexBuilder, run
-from wdstrain.errors import SampleError, StorageError
+from wdstrain.errors import SampleError, ShardError
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import as_bytes
+from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Offsets, arrow_file, as_numpy, read_arrow_file
-from wdstrain.storage.files import sync_folder, write_whole
+from wdstrain.shards.offsets import as_numpy
+from wdstrain.storage.files import disk_errors, sync_folder, write_whole
 
 _RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
 _DONE = "spill.arrow"  # what the buckets hold
-_META = 4  # columns of `SampleMeta` in it
+_ADVICE = "Free some space, then run this again with resume=True."
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
 
@@ -80,10 +82,8 @@ def collect(
     """
     if source.has_files:
         return _collect_files(source, options, bad)
-    if options.resume and spool is not None:
-        restored = _restored(source, spool, options, bad)
-        if restored is not None:
-            return restored
+    if options.resume and spool is not None and (restored := _restored(source, spool, bad)):
+        return restored
     before = len(bad.bad)
     writer = _Spool(spool, options)
     for key, name, sample in keyed(source, options, bad, first_key):
@@ -93,18 +93,13 @@ def collect(
     listed = writer.count + len(bad.bad) - before
     done = Collected(catalog, source.labels(), listed)
     if source.mark is not None and spool is not None:
-        _save(source, options, spool, done, bad.bad[before:])
+        _save(source, spool, done, bad.bad[before:])
     return done
 
 
 def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collected:
-    builder, items, sizes, renamed = (
-        MetaBuilder(options.seed),
-        list[Sample](),
-        array("q"),
-        Renamed(),
-    )
-    before = len(bad.bad)
+    builder, sizes, renamed = MetaBuilder(options.seed), array("q"), Renamed()
+    items, before = list[Sample](), len(bad.bad)
     for entry in source.samples():
         if isinstance(entry, BadSample):
             bad.put(entry)
@@ -120,10 +115,8 @@ def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collect
         if source.stored is None:
             items.append(item)
         sizes.append(size)
-    meta = builder.finish()
-    catalog = FileCatalog(
-        source.name, source.stored or items, meta, np.array(sizes, np.int64), renamed
-    )
+    stored, counts = source.stored or items, np.array(sizes, np.int64)
+    catalog = FileCatalog(source.name, stored, builder.finish(), counts, renamed)
     return Collected(catalog, source.labels(), len(sizes) + len(bad.bad) - before)
 
 
@@ -237,7 +230,10 @@ class _Spool:
     def _flush(self) -> None:
         """Write all buffers."""
         for file, buffer in sorted(self._buffers.items()) if self._folder is not None else ():
-            with _disk_errors(self._path(file)), open(self._path(file), "ab", buffering=0) as out:
+            with (
+                disk_errors(self._path(file), _ADVICE),
+                open(self._path(file), "ab", buffering=0) as out,
+            ):
                 data = memoryview(b"".join(buffer))
                 while data:
                     data = data[out.write(data) :]
@@ -263,67 +259,53 @@ class _Spool:
         return IndexCatalog(name, index, self._meta.finish().take(order), renamed)
 
 
-def _save(
-    source: Source, options: Options, folder: str, done: Collected, bad: list[BadSample]
-) -> None:
-    """Save what `_restored` needs."""
+def _save(source: Source, folder: str, done: Collected, bad: list[BadSample]) -> None:
+    """Save what `_restored` needs: the index of the buckets, with the properties as columns."""
     catalog = done.catalog
     assert isinstance(catalog, IndexCatalog)
-    index, meta = catalog.index, catalog.meta
-    about = {
+    meta = catalog.meta
+    columns = [
+        Column(name, "integer", name, is_label=False, values=pa.array(values.astype(np.int64)))
+        for name, values in zip(meta._fields, meta.arrays, strict=False)
+    ]
+    extra = {
         "identity": _identity(source),
-        "files": [(shard.name, shard.samples, shard.bytes) for shard in index.shards],
-        "fields": index.fields,
         "meta": meta.names,
         "renamed": list(catalog.renamed.items()),
         "bad": bad,
-        "labels": [label.row for label in done.labels],
         "listed": done.listed,
         "ignored": source.ignored,
     }
-    columns = [*index.offsets.rows.columns, *map(pa.array, meta.arrays)]
-    rows = pa.RecordBatch.from_arrays(columns, names=list(map(str, range(len(columns)))))
-    for shard in index.shards:
-        with _disk_errors(shard.path), open(shard.path, "rb") as file:
+    for shard in catalog.index.shards:
+        with disk_errors(shard.path, _ADVICE), open(shard.path, "rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)  # after a power cut, the file implies all buckets
-    write_whole(os.path.join(folder, _DONE), arrow_file(rows, json.dumps(about).encode()))
+    index = replace(catalog.index.with_columns(columns), labels=done.labels)
+    write_whole(os.path.join(folder, _DONE), pack_part(index, extra))
 
 
-def _restored(source: Source, folder: str, options: Options, bad: BadSamples) -> Collected | None:
+def _restored(source: Source, folder: str, bad: BadSamples) -> Collected | None:
     """Return what an earlier run collected of the same source; None if it did not finish."""
+    path = os.path.join(folder, _DONE)
     try:
-        with open(os.path.join(folder, _DONE), "rb") as file:
-            rows, text = read_arrow_file(file.read())
-        about = json.loads(text)
-    except (OSError, ValueError):
+        with open(path, "rb") as file:
+            index, about = unpack_part(file.read(), path)
+    except (OSError, ShardError):
         return None
     if source.mark is None or about["identity"] != _identity(source):
         return None
-    columns, arrays = rows.columns[:-_META], map(as_numpy, rows.columns[-_META:])
+    types = (np.uint64, np.uint64, np.int32, np.int32)
+    arrays = (as_numpy(c.values).astype(t) for c, t in zip(index.columns, types, strict=True))
     meta = SampleMeta(*arrays, *about["meta"])
-    shards = tuple(Shard(os.path.join(folder, name), *counts) for name, *counts in about["files"])
-    index = Index(shards, Offsets.of_arrays(about["fields"], columns))
     for row in about["bad"]:
         bad.put(BadSample(*row))
     source.ignored.update(about["ignored"])
+    labels, index = index.labels, replace(index.with_columns(()), labels=())
     catalog = IndexCatalog(source.name, index, meta, dict(about["renamed"]))
-    return Collected(catalog, tuple(map(ColumnInfo.of_row, about["labels"])), about["listed"])
+    return Collected(catalog, labels, about["listed"])
 
 
 def _identity(source: Source) -> str:
     """Return a hash of the input that the spool depends on. Only equal options are resumed."""
     words = repr((source.name, source.mark, source.source))
     return blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
-@contextmanager
-def _disk_errors(path: str) -> Iterator[None]:
-    """Raise StorageError for errors of the disk."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space, then run this again "
-            "with resume=True."
-        ) from error

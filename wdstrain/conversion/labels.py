@@ -19,7 +19,7 @@ import numpy.typing as npt
 from wdstrain.conversion.classes import look_alikes
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
-from wdstrain.shards.label_kinds import NUMBER, class_names, number_in, rule_of, shown, whole_in
+from wdstrain.shards.label_kinds import class_names, number_in, rule_of, shown, whole_in
 
 _SHOWN = 8  # classes that are named in messages
 _SEPARATORS = ("|", ";", ",", "/")  # between the classes in one cell
@@ -76,19 +76,20 @@ def decide(
         texts = [value for value in cells.values() if isinstance(value, str)]
         read = partial(_members, separator=separator_in(texts) or "|")
     good = _read(cells, read, bad, name)
-    whole = {code: whole_in(value) for code, value in good.items() if kind == "class"}
+    whole = {code: whole_in(value) for code, value in good.items() if kind == "class" and not names}
     good = good if None in whole.values() else {**good, **whole}
     lines = list[str]()
     classes: tuple[str, ...] = FLAG_CLASSES if kind == "flag" else ()
     if kind in ("class", "multi"):
-        classes = given or names or class_names(_texts(good))
+        classes = given or names or class_names(_texts(good), kind)
         if names:
-            good = _read(good, partial(_named, names, dict.fromkeys(names), True), bad, name)
+            good = _read(good, partial(_named, names, dict.fromkeys(names), _whole), bad, name)
         if given:
             used = _texts(good)
             is_number = all(text.isdecimal() and int(text) < len(given) for text in used)
             by_number = is_number and used.isdisjoint(given)
-            good = _read(good, partial(_named, given, dict.fromkeys(given), by_number), bad, name)
+            number_of = whole_in if by_number else _no_number
+            good = _read(good, partial(_named, given, dict.fromkeys(given), number_of), bad, name)
             first = f"label {name}: its numbers count the given classes: 0 is {shown(given[0])}"
             lines += [first] * by_number
     if not good:
@@ -118,16 +119,22 @@ def _read(
 # --- cells, as the label stores them: each function raises SampleError for others -----------------
 
 
-def _number(value: Any, pattern: re.Pattern[str] = _STATED_NUMBER) -> int | float:
-    number = None if isinstance(value, bool) else number_in(value, pattern)
-    if number is None:
+def _number(value: Any) -> int | float:
+    if (number := number_in(value, _STATED_NUMBER)) is None:
         raise SampleError("which is not a number, or too large for a float32")
     return number
 
 
+def _quantity(value: Any) -> int | float:
+    number = None if isinstance(value, bool) else number_in(value)
+    if number is None:  # 007 is a name
+        raise SampleError("which is not a number; as LABEL:class, every value is a class")
+    return number
+
+
 def _class_number(value: Any) -> int | float:
-    if (number := _number(value, NUMBER)) == -1:  # Hugging Face data sets
-        raise SampleError("which means no label")
+    if (number := _quantity(value)) == -1:  # Hugging Face data sets
+        raise SampleError("which means no label; state LABEL:class or LABEL:number to use it")
     return number
 
 
@@ -152,13 +159,26 @@ def _members(value: Any, separator: str) -> list[str | int]:
     return list(filter(lambda member: member != "", members))
 
 
-def _named(classes: Sequence[str], known: Collection[str], by_number: bool, value: Any) -> Any:
-    """Return the name of a known class, or a list of them. by_number: numbers count the classes."""
+def _no_number(value: Any) -> int | None:
+    return None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _named(
+    classes: Sequence[str],
+    known: Collection[str],
+    number_of: Callable[[Any], int | None],
+    value: Any,
+) -> Any:
+    """Return the name of a known class, or a list of them. number_of: reads a class number."""
     if isinstance(value, list):
-        return [_named(classes, known, by_number, member) for member in value]
-    number = whole_in(value) if by_number else None
+        return [_named(classes, known, number_of, member) for member in value]
+    number = number_of(value)
     if str(value) in known and (number is None or isinstance(value, str)):
-        return str(value)
+        return value
     if number is not None and 0 <= number < len(classes):
         return classes[number]
     is_none = number == -1
@@ -169,7 +189,7 @@ RULES: dict[str, tuple[str, Callable[..., Any]]] = {
     "class": ("class", _class),
     "class number": ("class", _class_number),
     "number": ("number", _number),
-    "quantity": ("number", _number),
+    "quantity": ("number", _quantity),
     "multi": ("multi", _members),
     "flag": ("flag", _flag),
 }

@@ -85,6 +85,7 @@ class ColumnBuilder:
         self._wanted = None if places is None else dict.fromkeys(places)
         self._fields = None if self._wanted is None else {field for field, _ in self._wanted}
         self._values: dict[Place, list[Any]] = {place: [] for place in self._wanted or ()}
+        self._left_out = dict[Place, None]()  # entries beyond MOST_COLUMNS
         self._count = 0
 
     def add(self, parts: Iterable[tuple[str, bytes | memoryview]]) -> None:
@@ -95,6 +96,7 @@ class ColumnBuilder:
         """Add a sample. values: as `read` returned them for its members."""
         for place, value in values:
             if place not in self._values and len(self._values) >= MOST_COLUMNS:
+                self._left_out[place] = None
                 continue
             column = self._values.setdefault(place, [])
             if len(column) <= self._count:  # the first of several members with this name counts
@@ -108,7 +110,9 @@ class ColumnBuilder:
         for place, values in self._values.items():
             values.extend([None] * (self._count - len(values)))
             columns.append(inferred(place, values))
-        return tuple(columns)
+        # Another shard may have a column of the entry, which would lack the values of this one.
+        nothing = pa.nulls(self._count)
+        return (*columns, *(no_column(place, nothing) for place in self._left_out))
 
     def reads(self, field: str) -> bool:
         """Return whether a field may hold values of the columns."""
@@ -271,6 +275,11 @@ def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType)
     return pa.array(results, arrow).take(coded.indices)
 
 
+def no_column(place: Place, nulls: pa.Array) -> Column:
+    """Return the column of values that no column can hold."""
+    return Column(column_name(place), NOT_A_COLUMN, *place, is_label=False, values=nulls)
+
+
 def inferred(place: Place, values: list[Any]) -> Column:
     """Return the column of raw values, with the kind that fits all of them."""
     values = _as_numbers(values, is_text=place[1] is None)
@@ -278,6 +287,6 @@ def inferred(place: Place, values: list[Any]) -> Column:
     read = KINDS[kind].read
     values = [None if value is None else read(value) for value in values]
     if kind == "text" and any(text is not None and len(text) > LONGEST_TEXT for text in values):
-        kind, values = NOT_A_COLUMN, [None] * len(values)
+        return no_column(place, pa.nulls(len(values)))
     array = pa.array(values, KINDS[kind].arrow)
     return Column(column_name(place), kind, *place, is_label=False, values=array)

@@ -310,7 +310,7 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
             )
         return tuple(map(str, range(high + 1)))
     values = column.values.flatten() if column.kind == "multi" else column.values
-    names = class_names(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
+    names = class_names(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()), kind)
     if column.entry is None and any(map(str.isdecimal, names)):
         raise UsageError(
             f"{column.name} holds names and numbers, such as {names[-1]!r} and {names[0]!r}, and a number "

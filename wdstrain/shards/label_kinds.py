@@ -54,25 +54,25 @@ def rule_of(place: str, name: str, values: Iterable[Any], counts: Iterable[int])
         kind = _type(value)
         rows[kind] += count
         members[kind].append((value, count))
-    few = _few(rows.total() - rows["missing"])
-    main = {kind for kind, count in rows.items() if count > few and kind != "missing"}
-    if "other" in main:
-        raise _error(
-            column, f"{shown(members['other'][0][0])}, which is neither a class nor a number"
-        )
-    if "list" in main:
-        return _rule_of_lists(column, [several for several, _ in members["list"]])
-    if main == {"number"}:
+    total = rows.total() - rows["missing"]
+    few = _few(total)
+    main = next((kind for kind in rows if total - rows[kind] <= few and kind != "missing"), "")
+    if rows["other"] > few:
+        holds = f"{shown(members['other'][0][0])}, which is neither a class nor a number"
+        raise _error(column, holds)
+    if rows["list"] > few:
+        return _rule_of_lists(column, [several for several, _ in members["list"]], total)
+    if main == "number":
         numbers = {number_in(value): count for value, count in members["number"]}
         return _rule_of_numbers(column, numbers, rows["number"])
-    if main == {"truth"} and not rows["missing"]:
+    if main == "truth" and not rows["missing"]:
         return "flag"
-    if "number" in main and "padded" not in main:  # beside 007, numbers are names
+    if rows["number"] > few and rows["padded"] <= few:  # beside 007, numbers are names
         other = next(kind for kind in members if kind not in ("number", "missing"))
-        texts = rows.total() - rows["number"] - rows["missing"]
+        texts = total - rows["number"]
         holds = f"{rows['number']} numbers and {texts} texts, such as {shown(members[other][0][0])}"
         raise _error(column, holds, "class", "number")
-    if main == {"quantity"} and len(members["quantity"]) > 1:
+    if main == "quantity" and len(members["quantity"]) > 1:
         raise _error(
             column,
             f"{shown(members['quantity'][0][0])} and the like, which may be numbers. Write plain "
@@ -128,13 +128,14 @@ def _rule_of_numbers(column: tuple[str, str], rows: dict[Any, int], total: int) 
     return "class number"
 
 
-def _rule_of_lists(column: tuple[str, str], lists: Sequence[list[Any]]) -> str:
+def _rule_of_lists(column: tuple[str, str], lists: Sequence[list[Any]], total: int) -> str:
+    """Return "multi", unless lists may be vectors. total: rows of the column."""
     members = [member for several in lists for member in several]
-    for member in members:
-        if isinstance(member, bool) or not isinstance(member, (str, int)):
-            raise _error(column, f"lists of {shown(member)} and the like, not of classes")
+    wrong = [m for m in members if isinstance(m, bool) or not isinstance(m, (str, int))]
+    if len(wrong) > _few(len(members)):
+        raise _error(column, f"lists of {shown(wrong[0])} and the like, not of classes")
     has_names = any(isinstance(member, str) for member in members)
-    if len(lists) > 1 and len(lists[0]) > 1 and len(set(map(len, lists))) == 1 and not has_names:
+    if total > 1 and len(lists[0]) > 1 and len(set(map(len, lists))) == 1 and not has_names:
         holds = f"lists of {len(lists[0])} numbers each, which may be vectors rather than classes"
         raise _error(column, holds, "multi")
     return "multi"
@@ -160,12 +161,16 @@ def whole_in(value: Any) -> int | None:
     return None if number is None or number % 1 else int(number)
 
 
-def class_names(values: Iterable[Any]) -> tuple[str, ...]:
+def class_names(values: Iterable[Any], kind: str = "class") -> tuple[str, ...]:
     """Return the classes of values in the order of their numbers.
 
-    Whole numbers keep their value as class number, except for ids (wide gaps). Names are sorted.
+    Whole numbers keep their value as class number, except for ids (wide gaps). Names are sorted,
+    and so are the members of lists (kind multi), which are stored by name.
     """
     known = set(values)
+    if kind == "multi":
+        texts = set(map(str, known))
+        return tuple(sorted(texts, key=int if all(map(WHOLE.fullmatch, texts)) else None))
     numbers: set[Any] = set(map(whole_in, known))
     if not numbers or None in numbers:
         return tuple(sorted(set(map(str, known))))

@@ -12,11 +12,9 @@ items are read and their images stored as PNG, which is lossless. Nothing is dow
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from wdstrain.conversion.classes import (
@@ -27,7 +25,7 @@ from wdstrain.conversion.classes import (
     stated_classes,
 )
 from wdstrain.conversion.encode import encode
-from wdstrain.conversion.listing import BadSample, Sample, Source
+from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -87,14 +85,9 @@ def stream_samples(
         known = names or counted_classes("cls", numbers)
         return (*labels, ColumnInfo("label", "class", "cls", classes=known))
 
-    return Source(
-        name,
-        entries,
-        all_labels,
-        source or {"kind": "samples", **stated_classes(classes)},
-        None if None in sizes else sum(filter(None, sizes)),
-        stratum="label",
-    )
+    about = source or {"kind": "samples", **stated_classes(classes)}
+    total = None if None in sizes else sum(filter(None, sizes))
+    return Source(name, entries, all_labels, about, total, stratum="label")
 
 
 def _packed(
@@ -110,13 +103,11 @@ def _packed(
         if not field.startswith("__")
     ]
     if not packed:
-        of_those = " of those in fields=" if fields is not None else ""
-        has = ", ".join(map(repr, sample)) or "nothing"
-        raise SampleError(f"it has no fields{of_those}, only {has}")
+        raise SampleError(f"it has no fields, only {', '.join(map(repr, sample)) or 'nothing'}")
     key = named.get("__key__")
     if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
-    if len({field for field, _ in packed}) < len(packed):
+    if len(dict(packed)) < len(packed):
         names = ", ".join(field for field, _ in packed)
         raise SampleError(f"two of its fields have the same name: {names}")
     return key, packed
@@ -125,19 +116,16 @@ def _packed(
 def _length(part: Any) -> int | None:
     """Return the number of samples, None if unknown. Raises UsageError for no iterable of samples."""
     is_table = hasattr(part, "to_dict") and hasattr(part, "columns")
-    if is_table or isinstance(part, (str, bytes, Mapping)):
-        raise UsageError(
-            f"samples is {type(part).__name__}: must be an iterable of samples, each a dict of "
-            "fields. For a DataFrame, use wt.convert_table(frame, out, image=..., label=...)."
-        )
-    try:
-        return len(part)
-    except (TypeError, NotImplementedError):
-        if hasattr(part, "__iter__"):
-            return None
+    if not is_table and not isinstance(part, (str, bytes, Mapping)):
+        try:
+            return len(part)
+        except (TypeError, NotImplementedError):
+            if hasattr(part, "__iter__"):
+                return None
     raise UsageError(
-        f"{type(part).__name__} is neither an iterable nor a data set with a length. Give an "
-        f"iterable of samples, each a dict of fields."
+        f"samples is {type(part).__name__}: must be a data set with a length, or an iterable of "
+        "samples, each a dict of fields. For a DataFrame, use "
+        "wt.convert_table(frame, out, image=..., label=...)."
     )
 
 
@@ -187,14 +175,10 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     """
     import torchvision.datasets  # takes half a second
 
-    kind: Any = getattr(torchvision.datasets, name, None)
     if name not in torchvision.datasets.__all__:
-        near = get_close_matches(name, torchvision.datasets.__all__, cutoff=0.3)
-        raise UsageError(
-            f"torchvision has no data set '{name}'. Did you mean one of {', '.join(near)}?"
-        )
-    if not os.path.isdir(root):
-        raise UsageError(f"{root}: there is no such folder. Check the path.")
+        raise UsageError(f"torchvision.datasets has no data set '{name}'. Check its name.")
+    kind: Any = getattr(torchvision.datasets, name)
+    check_there(root, kind="folder")
     parameter, known = _splits_of(kind, root)
     if strange := sorted(set(splits) - set(known)):
         raise UsageError(f"{name} has no split '{strange[0]}'. Use {' or '.join(known)}.")
@@ -228,16 +212,14 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
 def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
     """Return (parameter of the class that chooses a split, its splits)."""
     parameters = inspect.signature(kind).parameters
-    if "train" in parameters:
-        return "train", ["train", "test"]
-    if "split" not in parameters:
-        return "", [""]
+    if "train" in parameters or "split" not in parameters:
+        return ("train", ["train", "test"]) if "train" in parameters else ("", [""])
+    known = list[str]()
     try:
         kind(root, split=" ")
     except Exception as error:  # of any type; it names the splits
-        known = re.findall(r"'([^']*)'", str(error).partition("Valid values are ")[2])
-        return "split", list(map(str, known)) or ["train", "test"]
-    return "split", ["train", "test"]
+        known += re.findall(r"'([^']*)'", str(error).partition("Valid values are ")[2])
+    return "split", known or ["train", "test"]
 
 
 class _Files:
@@ -252,8 +234,7 @@ class _Files:
     def __getitem__(self, number: int) -> dict[str, Any]:
         path, target = self._rows[number]
         with open(path, "rb") as file:
-            data = file.read()
-        return {str(path).rpartition(".")[2].lower(): data, "cls": int(target)}
+            return {str(path).rpartition(".")[2].lower(): file.read(), "cls": int(target)}
 
 
 def _has_files(data: Any) -> bool:

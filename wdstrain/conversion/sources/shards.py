@@ -1,27 +1,24 @@
-"""Samples of existing shards, in one forward pass; also of compressed tars and zip archives.
+"""Samples of existing shards, in one forward pass; also of compressed tars.
 
 Samples may be filtered, and fields dropped or renamed. Splits and labels of the index are kept. A
 sample whose bytes differ from the checksums of the index is bad. Sets that number their classes
 differently are not merged: a number would mean two classes.
 
-Members of archives are grouped into samples by webdataset's rule: the key is the name up to the
-first dot of its last part. Archives are not trusted: their unpacked size is limited.
+Members of compressed tars are grouped into samples by webdataset's rule: the key is the name up to
+the first dot of its last part. They are not trusted: their unpacked size is limited.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import stat
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from lzma import LZMAError
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import (
     BadSample,
@@ -42,14 +39,12 @@ from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.resolve import open_index
-from wdstrain.shards.tar import Member, SkippedMembers, other_kind, split_name
+from wdstrain.shards.tar import Member, SkippedMembers
 from wdstrain.shards.tar_stream import members, open_tar, samples, shown
-from wdstrain.storage.addresses import INDEX_NAME, beside, expand, folder_of, is_json
+from wdstrain.storage.addresses import COMPRESSED, INDEX_NAME, beside, expand, folder_of
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of
 
-_ARCHIVE = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|zip)$", re.IGNORECASE)
 _MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
 _FREE = 1 << 30  # bytes that any archive may unpack to
 
@@ -66,11 +61,13 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     wanted = None if options.keys is None else read_keys(options.keys)
     source = _stated(options, wanted)
-    if archives := _archives_in(urls):
-        return _stream_archives(archives, options, wanted, source)
+    paths = [path for url in urls for path in _paths(url)]
+    if any(COMPRESSED.search(name_of(path)) for path in paths):
+        return _stream_compressed(paths, options, wanted, source)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
+    index, labels = _labels(index, names, options)
     ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
     everything = len(index)
     if options.where is not None:
@@ -83,25 +80,19 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         count_ignored(ignored, "keys that were not asked for", int((~is_wanted).sum()))
         index = index.take(np.flatnonzero(is_wanted))
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
-    labels = _labels(index, names, options)
-    renamed = tuple(
-        replace(label, field=names[label.field]) for label in labels if label.field in names
-    )
+    renamed = tuple(replace(label, field=names[label.field]) for label in labels)
     stratum = next((label for label in labels if label.is_class), None)
 
     def entries() -> Iterator[Sample | BadSample]:
+        codes, classes = _strata(index, stratum)
         for number, fields in _read(index):
             shard = index.shard_with(number)
             if isinstance(fields, str):
                 yield BadSample(shard.shown, 0, index.key(number), fields)
                 continue
             kept = [(names[field], data) for field, data in fields.items() if field in names]
-            kinds = []
-            if stratum is not None and stratum.field in fields:
-                data = memoryview(fields[stratum.field])
-                kinds = classes_in(data, stratum.entry, stratum.classes)
-            split = splits[shard.name]
-            yield Sample(index.key(number), kept, split, stratum=next(iter(kinds), ""))
+            split, kind = splits[shard.name], classes[codes[number]]
+            yield Sample(index.key(number), kept, split, stratum=kind)
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
@@ -119,6 +110,15 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         resplit=True,
         stratum=stratum.name if stratum else "",
     )
+
+
+def _strata(index: Index, label: ColumnInfo | None) -> tuple[Any, list[str]]:
+    """Return (place of each sample's class: int[n], the classes), from the column of a label."""
+    column = next((c for c in index.columns if label and c.place == label.place), None)
+    values = pa.nulls(len(index), pa.string()) if column is None else column.values
+    coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    classes = [*map(str, coded.dictionary.to_pylist()), ""]
+    return pc.fill_null(coded.indices, len(classes) - 1).to_numpy(), classes
 
 
 def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
@@ -205,10 +205,12 @@ def _real(folder: str) -> str:
     return folder.rstrip("/") if is_remote(folder) else os.path.realpath(folder)
 
 
-def _labels(index: Index, names: Iterable[str], options: TarsOptions) -> tuple[ColumnInfo, ...]:
-    """Return the labels whose fields are kept, and the one that the options declare.
+def _labels(
+    index: Index, names: Iterable[str], options: TarsOptions
+) -> tuple[Index, tuple[ColumnInfo, ...]]:
+    """Return the index with the label that the options declare, and the labels of kept fields.
 
-    That replaces a label of its name. Raises UsageError if the sets differ in their labels.
+    It replaces a label of its name. Raises UsageError if the sets differ in their labels.
     """
     by_shard = index.shard_labels or (index.labels,)
     kept = {tuple(label for label in labels if label.field in names) for labels in by_shard}
@@ -219,15 +221,16 @@ def _labels(index: Index, names: Iterable[str], options: TarsOptions) -> tuple[C
         )
     labels = kept.pop()
     if options.label is None:
-        return labels
-    declared = with_label(index, options.label, options.classes).labels[-1]
+        return index, labels
+    index = with_label(index, options.label, options.classes)
+    declared = index.labels[-1]
     if declared.field not in names:
         raise UsageError(
             f"label={options.label!r}: its field would be left out. Keep the field "
             f"{declared.field!r}."
         )
     others = (o for o in labels if declared.place != o.place and declared.name != o.name)
-    return (*others, declared)
+    return index, (*others, declared)
 
 
 def read_keys(path: str) -> set[str]:
@@ -243,40 +246,25 @@ def read_keys(path: str) -> set[str]:
     return keys
 
 
-# --- archives -------------------------------------------------------------------------------------
+# --- compressed tars ------------------------------------------------------------------------------
 
 
-def _archives_in(addresses: list[str]) -> list[str]:
-    """Return the paths of addresses if any is a compressed tar or a zip; else []."""
-    paths: list[str] = []
-    for address in addresses:
-        names = _names_in(address) if os.path.isdir(address) else []
-        is_archive = is_remote(address) and _ARCHIVE.search(name_of(address))
-        paths += [os.path.join(address, name) for name in names] or (
-            [address] if is_archive else expand(address)
-        )
-    if not any(_ARCHIVE.search(name_of(path)) for path in paths):
-        return []
-    if any(map(is_json, paths)):
-        raise UsageError(
-            "archives and sets with an index cannot be converted together. Convert each by itself."
-        )
-    return paths
+def _paths(address: str) -> list[str]:
+    """Return the compressed tars of a folder that has neither an index nor a tar; else its shards."""
+    if is_remote(address) and COMPRESSED.search(name_of(address)):
+        return [address]
+    if os.path.isdir(address):
+        with readable(address, "the permissions of the folder"):
+            names = sorted(os.listdir(address))
+        if not any(name == INDEX_NAME or name.endswith(".tar") for name in names):
+            return [os.path.join(address, name) for name in names if COMPRESSED.search(name)]
+    return expand(address)
 
 
-def _names_in(folder: str) -> list[str]:
-    """Return the archives of a folder that has neither an index nor a tar."""
-    with readable(folder, "the permissions of the folder"):
-        names = sorted(os.listdir(folder))
-    if any(name == INDEX_NAME or name.endswith(".tar") for name in names):
-        return []
-    return [name for name in names if _ARCHIVE.search(name)]
-
-
-def _stream_archives(
+def _stream_compressed(
     paths: list[str], options: TarsOptions, keys: set[str] | None, source: dict[str, Any]
 ) -> Source:
-    """Return the samples of archives, in their order. keys: None: all. source: the provenance.
+    """Return the samples of compressed tars, in their order. keys: None: all.
 
     where is refused: the type of a column is known after the last sample only, so a condition could
     not be evaluated in one forward pass.
@@ -291,8 +279,7 @@ def _stream_archives(
     def entries() -> Iterator[Sample | BadSample]:
         for path in paths:
             split, skipped = split_of(name_of(path)), SkippedMembers()
-            read = _zip_members if name_of(path).lower().endswith(".zip") else _tar_members
-            for sample in samples(read(path, skipped), shown(path), skipped):
+            for sample in samples(_unpacked(path, skipped), shown(path), skipped):
                 key = sample.pop("__key__")
                 if keys is not None and key not in keys:
                     count_ignored(ignored, "keys that were not asked for")
@@ -311,64 +298,20 @@ def _stream_archives(
     return Source(name, entries, tuple, source, None, file_mark(*paths), ignored, resplit=True)
 
 
-def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
-    left = _most_bytes(path)
+def _unpacked(path: str, skipped: SkippedMembers) -> Iterator[Member]:
+    """Yield the members of a tar, up to a limit for all of them together."""
+    if is_remote(path):
+        with RemoteFile(path) as file:
+            size = file.size
+    else:
+        size = os.path.getsize(path)
+    left = max(_FREE, _MOST_RATIO * size)
     with open_tar(path) as stream:
         for member in members(stream, shown(path), skipped):
             left -= member.size
             if left < 0:
-                raise _too_large(path)
-            yield member
-
-
-def _most_bytes(path: str) -> int:
-    """Return the bytes that an archive may unpack to."""
-    if not is_remote(path):
-        return max(_FREE, _MOST_RATIO * os.path.getsize(path))
-    with RemoteFile(path) as file:
-        return max(_FREE, _MOST_RATIO * file.size)
-
-
-def _too_large(path: str) -> ShardError:
-    return ShardError(
-        f"{shown(path)} unpacks to more than {_MOST_RATIO} times its size: it may be made to fill a "
-        "disk. If you trust it, unpack it and convert the result."
-    )
-
-
-def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[Member]:
-    """Yield the files of a zip with their data, the members of a key together."""
-    if is_remote(path):
-        raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-            if sum(info.file_size for info in infos) > _most_bytes(path):
-                raise _too_large(path)
-            first: dict[str, int] = {}  # place of the first member of each key
-            for info in infos:
-                info.filename = info.filename.replace("\\", "/")  # of Windows
-                first.setdefault(_key_of(info), len(first))
-            # A zip gives no offset of the data, and none is needed.
-            for info in sorted(infos, key=lambda info: first[_key_of(info)]):
-                if not _is_file(info):
-                    skipped[other_kind(b"2", info.filename)] += 1
-                    continue
-                yield Member(
-                    info.filename, info.header_offset, 0, info.file_size, archive.read(info)
+                raise ShardError(
+                    f"{shown(path)} unpacks to more than {_MOST_RATIO} times its size: it may be "
+                    "made to fill a disk. If you trust it, unpack it and convert the result."
                 )
-    except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, ValueError, OSError) as error:
-        raise ShardError(f"{shown(path)} is cut or damaged: {error}. Copy it again.") from error
-    except (RuntimeError, NotImplementedError) as error:  # a password, or a rare compression
-        raise ShardError(
-            f"{shown(path)} cannot be unpacked: {error}. Unpack it yourself."
-        ) from error
-
-
-def _is_file(info: zipfile.ZipInfo) -> bool:
-    """Whether an entry is a file, not a folder or a link, whose text is the path of its target."""
-    return not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
-
-
-def _key_of(info: zipfile.ZipInfo) -> str:
-    return (split_name(info.filename) or (info.filename,))[0]
+            yield member
