@@ -76,8 +76,6 @@ class Recipe:
         return made
 
     def _image(self, field: str, data: bytes, photo: Part | None = None) -> Part:
-        if not data:
-            raise SampleError(f"its {field} has 0 bytes")
         if format_of(data) is None:
             raise SampleError(
                 f"its {field} does not begin as an image does, but with {data[:12]!r}"
@@ -130,10 +128,6 @@ class Recipe:
             return field, data
         if frames > 1:
             raise SampleError(f"its {field} has {frames} frames, and one would be left")
-        if size[0] * size[1] > MAX_PIXELS:
-            raise SampleError(
-                f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}"
-            )
         is_jpeg = format_of(data) is JPEG
         if is_jpeg or self.quality is not None:
             return "jpg", self._jpeg(data, size if is_jpeg and upright else None)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import as_bytes, integer, option, parse_pair, parse_size
+from wdstrain.runtime.options import integer, option, parse_pair, parse_size
 from wdstrain.shards.options import CheckedOptions
 
 Path = str | os.PathLike[str]
@@ -41,18 +41,10 @@ _SAVED = (
 
 def parse_shares(text: str) -> dict[str, float]:
     """Return the share of each split of a text such as train=0.9,val=0.1."""
-    shares: dict[str, float] = {}
-    for part in text.split(","):
-        try:
-            name, share = parse_pair(part)
-            value = float(share)
-        except ValueError:
-            raise ValueError(
-                f"{part!r} is not a share of a split; write for example train=0.9,val=0.1"
-            ) from None
-        if name in shares:
-            raise ValueError(f"{name} is named twice; name each split once")
-        shares[name] = value
+    pairs = list(map(parse_pair, text.split(",")))
+    shares = {name: float(share) for name, share in pairs}
+    if len(shares) < len(pairs):
+        raise ValueError("a split is named twice; write for example train=0.9,val=0.1")
     return shares
 
 
@@ -138,10 +130,12 @@ class Options(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("max_shard_size", 1), ("memory", 16_000_000)):
-            size = _size(name, getattr(self, name))
-            object.__setattr__(self, name, size)
-            if size < least:
-                raise UsageError(f"{name}={size}: must be >= {least} bytes.")
+            value = getattr(self, name)
+            try:
+                size = parse_size(value) if isinstance(value, str) else integer(name, value, least)
+            except ValueError as error:
+                raise UsageError(f"{name}={value!r}: {error}.") from None
+            object.__setattr__(self, name, integer(name, size, least))
         if self.quality is not None and self.quality > 100:
             raise UsageError(f"quality={self.quality}: must be <= 100.")
         shares = (self.split or {"train": 1.0}).values()
@@ -169,13 +163,6 @@ class Options(CheckedOptions):
     def processes(self, size: int) -> int:
         """Return the number of worker processes for so many bytes of samples."""
         return self.num_workers or min(cores(), 1 + size // _PROCESS_BYTES)
-
-
-def _size(name: str, value: Any) -> int:
-    try:
-        return as_bytes(value) if isinstance(value, str) else integer(name, value)
-    except ValueError as error:
-        raise UsageError(f"{name}={value!r}: {error}.") from None
 
 
 def check_splits(names: Iterable[str]) -> None:
