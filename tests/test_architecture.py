@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3662,
+    "conversion": 3650,
     "training": 3655,
     "inspection": 1905,
     "loader": 1224,
@@ -55,13 +55,13 @@ BUDGETS = {
     "reader": 506,
     "cli": 690,
     "runtime": 398,
-    "tuning": 300,
+    "tuning": 244,
     "order": 400,
     "report": 326,
     "augment": 270,
     "webdataset": 333,
     "native": 56,
-    "": 284,  # modules at the top, memory.py among them
+    "": 283,  # modules at the top, memory.py among them
 }
 
 

@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from wdstrain.training.export import export
     from wdstrain.training.predict import predict
     from wdstrain.training.train import train
-    from wdstrain.tuning.bench import bench
-    from wdstrain.tuning.result import Bench
+    from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
     from wdstrain.webdataset.stream import Stream, stream
     from wdstrain.webdataset.to_example import to_example
@@ -153,8 +152,7 @@ _NAMES = {
     "training.export": "export",
     "training.predict": "predict",
     "training.train": "train",
-    "tuning.bench": "bench",
-    "tuning.result": "Bench",
+    "tuning.bench": "Bench bench",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
     "index": "shards.declare",

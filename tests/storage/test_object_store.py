@@ -167,6 +167,25 @@ def test_an_existing_set_is_refused_and_replaced_with_overwrite(
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
+def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(
+    bucket: str, photos: Path
+) -> None:
+    """Also not by a shard whose name the old set lacks: a reader of all tars would find it."""
+    wt.convert_folder(photos, f"{bucket}/p")
+    before, during = stored(f"{bucket}/p"), list[dict[str, bytes]]()
+
+    def look(step: Step) -> None:
+        if step.title == "packing":
+            during.append(stored(f"{bucket}/p"))
+        elif step.title == "uploading":
+            assert "index.json" not in stored(f"{bucket}/p") or step.done == step.total
+
+    options: dict[str, Any] = {"max_shard_samples": 10, "num_workers": 1, "progress": look}
+    wt.convert_folder(photos, f"{bucket}/p", overwrite=True, **options)
+    assert len(during) >= 6
+    assert all(now == before for now in during)
+
+
 def test_an_interrupted_upload_resumes_with_the_missing_objects(
     bucket: str, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,33 +58,24 @@ class SampleMeta(NamedTuple):
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         return self[:4]
 
-    @property
-    def names(self) -> tuple[Sequence[str], Sequence[str], bool]:
-        return self[4:]
-
     def take(self, numbers: Ints) -> SampleMeta:
         """Return the properties of some samples."""
-        rank, side, split, stratum = (values[numbers] for values in self.arrays)
-        return self._replace(rank=rank, side=side, split=split, stratum=stratum)
+        pairs = zip(self._fields, self.arrays, strict=False)
+        chosen: dict[str, Any] = {name: values[numbers] for name, values in pairs}
+        return self._replace(**chosen)
 
 
-class Hashes:
-    """Seeded 64-bit hashes of strings."""
-
-    def __init__(self, seed: int) -> None:
-        self._base = blake2b(f"pack\x1f{seed}\x1f".encode(), digest_size=8)
-
-    def of(self, text: str) -> int:
-        hashed = self._base.copy()
-        hashed.update(text.encode("utf-8", "surrogateescape"))
-        return int.from_bytes(hashed.digest(), "little")
+def text_hash(seed: int, text: str) -> int:
+    """Return a seeded 64-bit hash of a string."""
+    data = f"pack\x1f{seed}\x1f{text}".encode("utf-8", "surrogateescape")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 class MetaBuilder:
     """Collects the properties of samples that are added one after another."""
 
     def __init__(self, seed: int) -> None:
-        self._hashes = Hashes(seed)
+        self._seed = seed
         self._rank, self._groups = array("Q"), array("Q")
         self._split, self._stratum = array("i"), array("i")
         self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
@@ -92,9 +83,9 @@ class MetaBuilder:
 
     def add(self, key: str, sample: Sample) -> int:
         """Add a sample and return its rank."""
-        rank, group = self._hashes.of(key), sample.group or sample.identity
+        rank, group = text_hash(self._seed, key), sample.group or sample.identity
         self._rank.append(rank)
-        self._groups.append(rank if group in ("", key) else self._hashes.of(group))
+        self._groups.append(rank if group in ("", key) else text_hash(self._seed, group))
         self._grouped = self._grouped or bool(sample.group)
         self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
         self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))

@@ -270,7 +270,7 @@ def _save(source: Source, folder: str, done: Collected, bad: list[BadSample]) ->
     ]
     extra = {
         "identity": _identity(source),
-        "meta": meta.names,
+        "meta": meta[4:],
         "renamed": list(catalog.renamed.items()),
         "bad": bad,
         "listed": done.listed,

@@ -19,7 +19,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Catalog, Hashes, SampleMeta
+from wdstrain.conversion.catalog import Catalog, SampleMeta, text_hash
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
@@ -163,7 +163,7 @@ def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
     strata = meta.stratum[order]
     counts = np.bincount(strata, minlength=len(meta.strata))
     # A hash of the name breaks ties, so that not always the first classes get one sample more.
-    names = np.array([Hashes(options.seed).of(name) for name in meta.strata], np.uint64)
+    names = np.array([text_hash(options.seed, name) for name in meta.strata], np.uint64)
     ties = np.argsort(bits(names, "rounding"), kind="stable")
     taken = _rounded(counts, np.array(shares) / sum(shares), ties)
     split = np.zeros(len(order), np.int64)

@@ -25,7 +25,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
@@ -69,7 +69,7 @@ _READ = (INDEX_NAME, TABLE_NAME, SKIPPED_NAME, RENAMED_NAME)
 Uploaded = Callable[[int, int, int], None]  # receives objects uploaded, bytes, objects in all
 
 
-class Staging:
+class Staging(AbstractContextManager["Staging"]):
     """The staging folder of a set, locked by this process: `with Staging(out) as staging`.
 
     At the end of the block it is left for `resume`, or removed if nothing was written. out: the
@@ -108,9 +108,6 @@ class Staging:
         except BaseException:
             self.__exit__()
             raise
-
-    def __enter__(self) -> Staging:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Unlock the staging folder, and remove what holds nothing to resume."""
@@ -156,10 +153,8 @@ class Staging:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file may have been deleted after it was opened.
                 is_held = os.path.samestat(os.fstat(lock), os.stat(path))
-            except (BlockingIOError, FileNotFoundError):
-                is_held = False
-            except OSError:  # a file system without locks: who created the file holds it
-                is_held = is_new
+            except OSError as error:  # a file system without locks: who created the file holds it
+                is_held = is_new and not isinstance(error, (BlockingIOError, FileNotFoundError))
             if is_held:
                 self._lock = lock
                 return True
@@ -180,30 +175,32 @@ class Staging:
             self.is_complete = "listed" in self._former().info
         with suppress(FileNotFoundError):
             names = set(os.listdir(self.out)) - {UNFINISHED}
-        is_others = _is_foreign(read_whole(os.path.join(self.out, INDEX_NAME)) or b"{}")
-        if self._is_change and (INDEX_NAME not in names or is_others):
-            raise UsageError(
-                f"{self.shown} holds no finished set of shards with an index. Name the folder of "
-                f"one."
-            )
-        if INDEX_NAME in names and is_others:
-            raise UsageError(
-                f"{self.shown}/{INDEX_NAME} is no index of this package and would be replaced. "
-                f"Choose another folder, or move it away."
-            )
-        if is_begun and not (overwrite or resume):
-            rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
-            raise UsageError(
-                f"{self.shown} holds an unfinished conversion. Continue it with resume=True, or "
-                f"{rather}."
-            )
+        has_set = not _is_foreign(read_whole(os.path.join(self.out, INDEX_NAME)) or b"{}")
+        rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
         is_free = overwrite or is_begun or self._is_change or self.is_complete
-        if names - {SKIPPED_NAME} and not is_free:
-            raise UsageError(
-                f"{self.shown} holds {len(names)} files"
-                f"{' and no conversion' if resume else ''}. Choose an empty folder, or replace "
-                f"its shards with overwrite=True."
-            )
+        refusals = (
+            (
+                self._is_change and not has_set,
+                "holds no finished set of shards with an index. Name the folder of one.",
+            ),
+            (
+                INDEX_NAME in names and not has_set,
+                f"holds an {INDEX_NAME} that is no index of this package and would be replaced. "
+                f"Choose another folder, or move it away.",
+            ),
+            (
+                is_begun and not (overwrite or resume),
+                f"holds an unfinished conversion. Continue it with resume=True, or {rather}.",
+            ),
+            (
+                names - {SKIPPED_NAME} and not is_free,
+                f"holds {len(names)} files{' and no conversion' if resume else ''}. Choose an "
+                f"empty folder, or replace its shards with overwrite=True.",
+            ),
+        )
+        for is_refused, reason in refusals:
+            if is_refused:
+                raise UsageError(f"{self.shown} {reason}")
         return is_begun
 
     def check_names(self, splits: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
 """`wt.bench`: the rate of each stage of a loader, of the loader itself, and the bottleneck.
 
-Every rate is that of a real `wt.Loader`; only its input differs. Storage is measured with fields
-that decode nothing, decoding on a local excerpt, and the hand-off on the excerpt with fields that
-decode nothing. With `tune`, other numbers of worker processes are run too.
+Every rate is that of a real `wt.Loader`; only its input differs. Storage is measured with batches
+of bytes, decoding on a local excerpt, and the hand-off with batches of bytes of the excerpt. With
+`tune`, other numbers of worker processes are run too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, NamedTuple
 
@@ -20,30 +20,136 @@ import numpy as np
 
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.decode.decoder import Transform
-from wdstrain.decode.fields import Example, Field, read_field
+from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
-from wdstrain.decode.transforms import Draws
-from wdstrain.decode.worker_processes import check_picklable
-from wdstrain.errors import SampleError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.options import takes_rng
+from wdstrain.report.printing import aligned
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
-from wdstrain.shards.values import Array
 from wdstrain.storage.remote import is_remote
 from wdstrain.tuning.options import BenchOptions, LoaderChoices
-from wdstrain.tuning.result import Bench, Trial
 
 _EXCERPT, _EXCERPT_BYTES = 256, 64 << 20  # samples, at least; bytes, at most
 _RUNS = 4  # places of the set from which the samples of an excerpt are taken
 _LIMITS = 0.8  # of the hand-off rate: a stage that is faster is limited by the hand-off
+_BUSY = 1.25  # loader / slowest stage from which on the machine is said to have been busy
+_WORTH = 1.1  # gain from which on a setting is recommended
 
-Note = Callable[[str], object]  # called with the name of the next measurement
+
+class Trial(NamedTuple):
+    """A setting that was run.
+
+    setting: the changed option, as "name=value". rate: samples/s. baseline: samples/s of the
+    settings in use, measured just before. advice: a flag of `wdstrain train`.
+    """
+
+    setting: str
+    rate: float
+    baseline: float
+    advice: str
+
+    @property
+    def gain(self) -> float:
+        """Rate divided by the rate of the setting in use."""
+        return self.rate / max(1e-9, self.baseline)
+
+
+@dataclass(frozen=True, repr=False)
+class Bench:
+    """Rates of a loader and its stages, in samples/s.
+
+    stages: by name. "storage": reading, nothing decoded. "decode" or "transform": all decoders
+    together. "hand-off": batches from a local excerpt, nothing
+    decoded.
+    achieved: the loader with all its stages. bottleneck: name of the slowest stage.
+    first_batch: seconds until the first batch. mean_bytes: bytes per sample.
+    page_cache: share of the shards in the page cache, 0 to 1; None if unknown.
+    bad: bad samples that were replaced. trials: settings that were run, with tune=True.
+    """
+
+    samples: int
+    bytes: int
+    mean_bytes: float
+    batch_size: int
+    num_workers: int
+    decoders: int
+    cores: int
+    stages: dict[str, float]
+    bottleneck: str
+    achieved: float
+    first_batch: float
+    page_cache: float | None
+    bad: int
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The bottleneck in one sentence."""
+        limit = self.stages.get(self.bottleneck, self.achieved)
+        if self.achieved > _BUSY * limit:
+            return (
+                f"the loader gave {self.achieved:.0f} samples/s and its slowest stage alone "
+                f"{limit:.0f}: the machine was busy meanwhile. Measure again, or longer (seconds)."
+            )
+        kind = "worker process(es)" if self.num_workers else "thread(s)"
+        decoders = f"{self.decoders} {kind}"
+        cause = {
+            "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
+            "decode": f"decoding in {decoders}",
+            "transform": f"the transform in {decoders}",
+            "hand-off": "the hand-off of batches to the training loop",
+        }[self.bottleneck]
+        return f"{cause} limits loading to {self.achieved:.0f} samples/s."
+
+    @property
+    def advice(self) -> list[str]:
+        """The command with the fastest setting, if it pays."""
+        best = max(self.trials, key=lambda trial: trial.gain, default=None)
+        pays = best is not None and best.gain >= _WORTH
+        return [f"wdstrain train SHARDS --out RUN {best.advice}"] if best and pays else []
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (name, value) pairs for a table."""
+        size = f"{self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB"
+        stages = {name: f"{rate:.0f} samples/s" for name, rate in self.stages.items()}
+        cached = ""
+        if self.page_cache is not None:
+            cached = f"; {self.page_cache:.0%} of the shards in the page cache"
+        stages["storage"] += f" ({self.stages['storage'] * self.mean_bytes / 1e6:.0f} MB/s{cached})"
+        if len(stages) == 2:
+            stages["decode"] = "nothing: the batches hold bytes"
+        setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
+        rows = [
+            ("samples", f"{self.samples}, {size}"),
+            *stages.items(),
+            ("loader", f"{self.achieved:.0f} samples/s with {setting}"),
+            ("first batch", f"after {self.first_batch:.2f} s"),
+        ]
+        if self.bad:
+            rows.append(("bad samples", f"{self.bad} replaced; see wdstrain verify --decode"))
+        for trial in self.trials:
+            text = f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)"
+            rows.append(("tried", text))
+        if self.trials:
+            rows += [("use", command) for command in self.advice or ["the current settings"]]
+        return [*rows, ("verdict", self.verdict)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-able values."""
+        trials = [{**trial._asdict(), "gain": trial.gain} for trial in self.trials]
+        return {**asdict(self), "trials": trials, "advice": self.advice, "verdict": self.verdict}
+
+    def __repr__(self) -> str:
+        return aligned(self.rows())
+
+
+# --- measurements ---------------------------------------------------------------------------------
 
 
 @takes(BenchOptions)
@@ -63,24 +169,56 @@ def bench(options: BenchOptions) -> Bench:
     loader = Loader(index, fields, options.transform, **chosen)  # checks options
     chosen |= {"where": None, "max_errors": 1.0}  # the samples of the loader's index meet `where`
     whole = _Subject(loader.index, fields, options.transform, chosen, options.seconds)
+    index, decodes = whole.index, fields is not None or options.transform is not None
+    powers = {2**power for power in range(cores().bit_length()) if 2**power <= cores()}
+    counts = (
+        sorted({0, cores(), *powers} - {options.num_workers}) if options.tune and decodes else []
+    )
+    done, trials = list[str](), list[Trial]()
+
+    def note(measurement: str) -> None:
+        if options.note is not None:
+            options.note(measurement, len(done), 3 + decodes + len(counts))
+        done.append(measurement)
+
     with tempfile.TemporaryDirectory() as folder:
         part = whole.on_excerpt(max(_EXCERPT, 4 * options.batch_size), f"{folder}/part.tar")
-        counts = _counts_to_try(whole) if options.tune else []
-        most, done = 3 + whole.decodes + len(counts), list[str]()
-
-        def note(measurement: str) -> None:
-            if options.note is not None:
-                options.note(measurement, len(done), most)
-            done.append(measurement)
-
-        result = _measure(whole, part, note, cold=options.cold)
-        trials = []
+        _drop_page_cache(index, options)
+        page_cache = _share_in_page_cache(index)
+        note("storage")
+        rates = {"storage": whole.as_bytes().run().rate}
+        if decodes:
+            note("decoding")
+            rates["decode" if options.transform is None else "transform"] = part.run().rate
+        note("hand-off")
+        rates["hand-off"] = part.as_bytes().run().rate
+        _drop_page_cache(index, options)
+        note("the loader")
+        achieved = whole.run()
         for count in counts:
             note(f"num_workers={count}")
-            # The load of a machine changes from minute to minute, so both are measured together.
-            baseline, rate = whole.run().rate, whole.run(num_workers=count).rate
-            trials.append(Trial(f"num_workers={count}", rate, baseline, f"--num-workers {count}"))
-    return replace(result, trials=tuple(trials))
+            with suppress(UsageError):  # fields or functions cannot be sent to processes
+                # The load of a machine changes from minute to minute: both are measured together.
+                baseline, rate = whole.run().rate, whole.run(num_workers=count).rate
+                advice = f"--num-workers {count}"
+                trials.append(Trial(f"num_workers={count}", rate, baseline, advice))
+    slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * rates["hand-off"]}
+    return Bench(
+        samples=len(index),
+        bytes=sum(shard.bytes for shard in index.shards),
+        mean_bytes=float(index.offsets.size.sum()) / len(index),
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        decoders=int(achieved.report["decoders"]),
+        cores=cores(),
+        stages=rates,
+        bottleneck=min(slow, key=lambda name: slow[name], default="hand-off"),
+        achieved=achieved.rate,
+        first_batch=achieved.first_batch,
+        page_cache=page_cache,
+        bad=achieved.report["bad"],
+        trials=tuple(trials),
+    )
 
 
 def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | None:
@@ -98,9 +236,6 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
     if plain:
         fields = {"image": image_field(";".join(plain), size=size, augment=augment)}
     return fields | {f"label {label.name}": field_of(label) for label in index.labels}
-
-
-# --- measurements ---------------------------------------------------------------------------------
 
 
 class _Rate(NamedTuple):
@@ -121,11 +256,6 @@ class _Subject:
     options: Mapping[str, Any]
     seconds: float
 
-    @property
-    def decodes(self) -> bool:
-        """Whether samples are decoded at all. Without fields and transform they are bytes."""
-        return self.fields is not None or self.transform is not None
-
     def run(self, **changes: Any) -> _Rate:
         """Run the loader for `seconds` after its first batch. changes: other options."""
         begin = time.perf_counter()
@@ -145,18 +275,10 @@ class _Subject:
             rate = rows / (time.perf_counter() - first)
             return _Rate(rate, first - begin, loader.report())
 
-    def idle(self) -> _Subject:
-        """Return the same loader with fields or a transform that decode nothing."""
-        if self.transform is not None:
-            transform, index = self.transform, self.index
-            rng = (np.random.Generator(np.random.Philox(0)),) if takes_rng(transform) else ()
-
-            def decode(number: int, fields: Mapping[str, bytes]) -> Any:
-                return transform({"__key__": index.key(number), **fields}, *rng)
-
-            return replace(self, transform=_Idle(_first(decode, index, None)))
-        fields = {name: _idle_field(f, self.index) for name, f in (self.fields or {}).items()}
-        return replace(self, fields=fields if self.decodes else None)
+    def as_bytes(self) -> _Subject:
+        """Return the same loader with batches of bytes."""
+        options = {**self.options, "collate_fn": None}
+        return replace(self, fields=None, transform=None, options=options)
 
     def on_excerpt(self, count: int, path: str) -> _Subject:
         """Return the loader over a new tar at `path` with samples from all over the set.
@@ -176,64 +298,6 @@ class _Subject:
         own = {"cache_dir": None, "cache_limit": None, "balance": None, "rank": 0, "world_size": 1}
         batch_size = min(self.options["batch_size"], len(part))
         return replace(self, index=part, options={**self.options, **own, "batch_size": batch_size})
-
-
-def _measure(whole: _Subject, part: _Subject, note: Note, *, cold: bool) -> Bench:
-    """Return the rates of the stages and of the loader. part: the loader over an excerpt."""
-    index, idle = whole.index, part.idle()
-    if cold:
-        _drop_page_cache(index)
-    page_cache = _share_in_page_cache(index)
-    note("storage")
-    fields, transform = idle.fields, idle.transform
-    storage = replace(whole, fields=fields, transform=transform).run()
-    note("hand-off")
-    handoff = idle.run()
-    rates = {"storage": storage.rate, "hand-off": handoff.rate}
-    stage = "decode" if whole.transform is None else "transform"
-    if whole.decodes:
-        note("decoding")
-        decoding = part.run()
-        rates = {"storage": storage.rate, stage: decoding.rate, "hand-off": handoff.rate}
-    slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * handoff.rate}
-    bottleneck = min(slow, key=lambda name: slow[name]) if slow else "hand-off"
-    if cold:
-        _drop_page_cache(index)
-    note("the loader")
-    loader = whole.run()
-    return Bench(
-        samples=len(index),
-        bytes=sum(shard.bytes for shard in index.shards),
-        mean_bytes=float(index.offsets.size.sum()) / len(index),
-        batch_size=int(whole.options["batch_size"]),
-        num_workers=whole.options["num_workers"],
-        decoders=int(loader.report["decoders"]),
-        cores=cores(),
-        stages=rates,
-        bottleneck=bottleneck,
-        achieved=loader.rate,
-        first_batch=loader.first_batch,
-        page_cache=page_cache,
-        bad=loader.report["bad"],
-    )
-
-
-# --- other settings -------------------------------------------------------------------------------
-
-
-def _counts_to_try(whole: _Subject) -> list[int]:
-    """Return numbers of workers without that in use; none if fields or functions cannot be sent."""
-    functions = {"transform": whole.transform, "collate_fn": whole.options["collate_fn"]}
-    try:
-        check_picklable(whole.fields, functions, whole.options["multiprocessing_context"])
-    except UsageError:
-        return []
-    powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
-    counts = {0, cores(), *powers} - {whole.options["num_workers"]}
-    return sorted(counts) if whole.decodes else []
-
-
-# --- the page cache -------------------------------------------------------------------------------
 
 
 def _share_in_page_cache(index: Index) -> float | None:
@@ -256,53 +320,10 @@ def _share_in_page_cache(index: Index) -> float | None:
     return hits / len(rows)
 
 
-def _drop_page_cache(index: Index) -> None:
-    """Ask the system to drop local shards from the page cache, so that they are read from disk."""
-    for shard in index.shards:
+def _drop_page_cache(index: Index, options: BenchOptions) -> None:
+    """With `cold`, ask the system to drop local shards from the page cache."""
+    for shard in index.shards if options.cold else ():
         if not is_remote(shard.path):
             with open(shard.path, "rb") as file, suppress(OSError):
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-# --- inputs that decode nothing -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Idle:
-    """Field or transform that decodes nothing, and gives the same value for every sample.
-
-    Batch memory stays unchanged.
-    """
-
-    value: Any
-    names: tuple[str, ...] = ()
-    example: Example | None = None
-
-    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        return self.value
-
-    def __call__(self, sample: dict[str, Any]) -> Any:
-        return self.value
-
-
-def _idle_field(field: Field, index: Index) -> _Idle:
-    """Return an idle field with the output of `field` for a sample of a local index."""
-
-    def decode(_: int, fields: Mapping[str, bytes]) -> Any:
-        name, data = next(iter(fields.items()))
-        return read_field(field, name, memoryview(bytearray(data)), None, np.full(64, 0.5))
-
-    value = _first(decode, index, field.names) if field.example is None else None
-    return _Idle(value, tuple(field.names), field.example)
-
-
-def _first(decode: Callable[[int, Any], Any], index: Index, names: Sequence[str] | None) -> Any:
-    """Return the first output of a user's function. Raises SampleError if it fails for all."""
-    reason = ""
-    for number, fields in index.read(range(len(index)), names):
-        try:
-            return decode(number, fields)
-        except Exception as error:  # the user's code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-    raise SampleError(f"decoding failed for all of {len(index)} samples ({reason}).")

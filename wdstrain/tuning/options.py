@@ -102,7 +102,3 @@ class BenchOptions(LoaderChoices):
         from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
 
         Augment.parse(self.augment)
-        if self.cache_limit is not None and self.cache_dir is None:
-            raise UsageError(
-                f"cache_limit={self.cache_limit!r} needs cache_dir. Give cache_dir too."
-            )
