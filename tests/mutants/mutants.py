@@ -735,8 +735,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "validation-same",
-            'if checkpoint["val"] != run.val_fingerprint:',
-            'if checkpoint["val"] != checkpoint["val"]:',
+            'saved["val"] == run.val_fingerprint',
+            'saved["val"] == saved["val"]',
         ),
         (
             "finite-loss",

@@ -237,5 +237,5 @@ def test_fields_that_are_not_inputs_are_refused(
 
 def test_validation_fields_without_validation_are_refused(shards: Path, tmp_path: Path) -> None:
     fields = {"image": wt.image(size=8)}
-    with pytest.raises(wt.UsageError, match="val_fields has no effect"):
+    with pytest.raises(wt.UsageError, match="val_fields and the schedule plateau need"):
         wt.train(f"{shards}/train-*.tar", tmp_path / "run", val_fields=fields, **QUICK)

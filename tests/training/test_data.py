@@ -244,10 +244,8 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "absent", "--out", "run"], "absent: there is no such file or folder"),
         (["train", ".", "--out", "run", "--lr", "-1"], "--lr -1.0: must be a finite number"),
         (["train", ".", "--out", "run", "--fold", "9/3"], "--fold 9/3: must be K/N"),
-        (["evaluate", "absent.pt", "."], "absent.pt is no file"),
     ],
 )
 def test_usage_errors_come_before_torch_is_imported(

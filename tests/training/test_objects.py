@@ -289,7 +289,7 @@ class Misspelled(wt.Callback):
             "label_smoothing has no effect with criterion=",
         ),
         ({"metrics": [torchmetrics.MeanMetric()]}, "metrics=.*must be a dict"),
-        ({"optimizer": 3}, "optimizer= must be a name, or a function of parameter groups"),
+        ({"optimizer": 3}, "optimizer=3: must be a function of parameter groups"),
         ({"callbacks": [Misspelled()]}, "on_epoch_ended is never called. Methods of callbacks are"),
         ({"model": lambda n: torch.nn.Linear(10, n)}, "does not take a batch of uint8"),
     ],

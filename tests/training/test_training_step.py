@@ -120,7 +120,7 @@ def test_losses_that_need_the_model_are_learned_and_resumed(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"training_step": "loss"}, "must be a function"),
+        ({"training_step": "loss"}, r"must be a function \(batch, model\)"),
         ({"training_step": contrastive, "label_smoothing": 0.1}, "no effect with training_step="),
     ],
 )

@@ -9,7 +9,6 @@ from typing import Any
 from wdstrain.cli.common import Verb, add_options, given, result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, print_message, print_result
-from wdstrain.runtime.options import as_list
 from wdstrain.training.config import (
     Config,
     EvaluateOptions,
@@ -126,18 +125,14 @@ def _train(arguments: argparse.Namespace) -> int:
             )
     options, data = {**before, **named}, {**data, **more_data}
     addresses = arguments.urls or data.get("train")
-    if not addresses and arguments.resume and not is_there:
-        raise UsageError(
-            f"{arguments.out} holds no run to continue. Check the folder, or name shards to start "
-            "one."
-        )
     if not addresses:
         raise UsageError(
-            "no shards to train on. Give their address first, as --val takes each word up to the next "
-            "option, or a --config file whose table [data] has train."
+            f"no shards to train on, and {arguments.out} holds no run to continue. Give their address "
+            f"first, as --val takes each word up to the next option, or a --config file whose table "
+            f"[data] has train."
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
-    _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])
+    Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped, last_words
     from wdstrain.training.report import metric_text, metrics_text
     from wdstrain.training.train import train
@@ -183,31 +178,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_usage(
-    arguments: argparse.Namespace, options: dict[str, Any], addresses: list[str]
-) -> None:
-    """Raise UsageError for wrong usage before torch is imported, which takes seconds."""
-    from wdstrain.storage.addresses import expand
-    from wdstrain.storage.remote import is_remote
-    from wdstrain.training.run_dir import check_out
-
-    Config.of(options)
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        # other processes may see what the first one has begun to write
-        check_out(arguments.out, overwrite=arguments.overwrite, resume=arguments.resume)
-    for address in addresses:
-        if not is_remote(address):
-            expand(address)
-
-
-def _check_checkpoint(path: str) -> None:
-    """Raise UsageError for a checkpoint that does not exist, before torch is imported."""
-    if not os.path.isfile(path):
-        raise UsageError(f"{path} is no file. Name a checkpoint such as RUN/checkpoints/best.pt")
-
-
 def _evaluate(arguments: argparse.Namespace) -> int:
-    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
     from wdstrain.training.report import metrics_text
@@ -228,7 +199,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.predict import predict
 
     chosen = selected(arguments)
@@ -248,7 +218,6 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.export import export
 
     written = export(arguments.checkpoint, arguments.out, model=arguments.model)

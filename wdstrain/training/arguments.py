@@ -17,7 +17,14 @@ from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
-from wdstrain.training.config import OPTIONS, Config, EvaluateOptions, PredictOptions, is_made
+from wdstrain.training.config import (
+    OPTIONS,
+    Config,
+    EvaluateOptions,
+    PredictOptions,
+    is_file,
+    is_made,
+)
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
 from wdstrain.training.options import RunOptions
@@ -132,6 +139,11 @@ class TrainArguments(RunOptions):
             field.name: getattr(self, field.name) for field in dataclasses.fields(RunOptions)
         }
         options["classes"] = _class_names(self.classes)
+        for name in ("cache_dir", "weights"):  # absolute: a run is resumed from any folder
+            path = options[name]
+            is_path = isinstance(path, (str, os.PathLike))
+            if is_path and (name == "cache_dir" or is_file(os.fspath(path))):
+                options[name] = os.path.abspath(path)
         return Config(**options, model=_name(self.model), optimizer=_name(self.optimizer))
 
 
@@ -181,19 +193,28 @@ def given_options(arguments: PredictOptions) -> dict[str, Any]:
 
 def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None:
     """Raise UsageError for objects of the user's that are none, and for options without effect."""
-    criterion, metrics = arguments.criterion, arguments.metrics
-    own = criterion if isinstance(criterion, Mapping) else {"criterion": criterion}
-    for name, value in own.items():
+    criterion, metrics, optimizer = arguments.criterion, arguments.metrics, arguments.optimizer
+    own = criterion if isinstance(criterion, Mapping) else {task.heads[0].name: criterion}
+    labels = [head.name for head in task.heads]
+    functions = (
+        *(
+            ("criterion", f, "(outputs, target) -> loss, such as torch.nn.CrossEntropyLoss()")
+            for f in own.values()
+        ),
+        ("training_step", arguments.training_step, "(batch, model) -> loss"),
+        (
+            "optimizer",
+            None if isinstance(optimizer, str) else optimizer,
+            "of parameter groups, such as lambda groups: torch.optim.Adam(groups, lr=1e-3)",
+        ),
+    )
+    for name, value, form in functions:
         if value is not None and not callable(value):
-            raise UsageError(
-                f"criterion={value!r}: must be a function (outputs, target) -> loss, such as "
-                f"torch.nn.CrossEntropyLoss()."
-            )
-        if isinstance(criterion, Mapping) and name not in [head.name for head in task.heads]:
-            raise UsageError(
-                f"criterion names {name!r}, and the labels are "
-                f"{', '.join(head.name for head in task.heads)}."
-            )
+            raise UsageError(f"{name}={value!r}: must be a function {form}.")
+    if unknown := own.keys() - set(labels):
+        raise UsageError(
+            f"criterion names {min(unknown)!r}, and the labels are {', '.join(labels)}."
+        )
     if config.class_weights != "none" and config.balance in task.label_names:
         raise UsageError(
             f"class_weights={config.class_weights} and balance={config.balance} both correct for rare "
@@ -204,50 +225,43 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
             f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
             f'{{"kappa": torchmetrics.CohenKappa(...)}}.'
         )
-    if not isinstance(arguments.optimizer, str) and not callable(arguments.optimizer):
-        raise UsageError(
-            "optimizer= must be a name, or a function of parameter groups that returns an optimizer, "
-            "such as lambda groups: torch.optim.Adam(groups, lr=1e-3)."
-        )
-    if arguments.training_step is not None:
-        if not callable(arguments.training_step):
-            raise UsageError("training_step= must be a function (batch, model) -> loss.")
-        _refuse_options(config, ("label_smoothing", "class_weights"), "training_step")
-    if is_made(config.optimizer):
-        _refuse_options(config, ("lr", "weight_decay"), "optimizer")
-    replaces_all = criterion is not None and len(own) >= len(task.heads)
-    if replaces_all or (criterion is not None and not isinstance(criterion, Mapping)):
-        _refuse_options(config, ("label_smoothing", "class_weights"), "criterion")
+    is_only_criterion = criterion is not None and (
+        not isinstance(criterion, Mapping) or len(own) >= len(labels)
+    )
+    of_losses = ("label_smoothing", "class_weights")
+    replaced = (
+        ("training_step", arguments.training_step is not None, of_losses),
+        ("criterion", is_only_criterion, of_losses),
+        ("optimizer", is_made(config.optimizer), ("lr", "weight_decay")),
+    )
+    for owner, is_given, names in replaced:
+        for name in names:
+            if is_given and getattr(config, name) != OPTIONS[name].default:
+                raise UsageError(
+                    f"{name} has no effect with {owner}=. Give it to your {owner} instead."
+                )
     for callback in arguments.callbacks:
         check_callback(callback)
 
 
-def _refuse_options(config: Config, names: Sequence[str], owner: str) -> None:
-    """Raise UsageError for options that an object of the user's takes the place of."""
-    for name in names:
-        if getattr(config, name) != OPTIONS[name].default:
-            raise UsageError(
-                f"{name} has no effect with {owner}=. Give it to your {owner} instead."
-            )
-
-
 def check_validation(arguments: TrainArguments, config: Config) -> None:
     """Raise UsageError for arguments that need validation data. For a run that has none."""
-    if config.patience or config.schedule == "plateau" or config.monitor:
+    if (
+        config.patience
+        or config.monitor
+        or config.schedule == "plateau"
+        or arguments.val_fields is not None
+    ):
         raise UsageError(
-            "patience, monitor and the schedule plateau need validation data. Give val=."
+            "patience, monitor, val_fields and the schedule plateau need validation data. Give val=."
         )
-    if arguments.val_fields is not None:
-        raise UsageError("val_fields has no effect without validation data. Give val=.")
 
 
 def _class_names(classes: Any) -> Any:
     """Return the option `classes` as text, for a list of names or a number of classes."""
-    if isinstance(classes, int) and not isinstance(classes, bool):
-        return str(classes)
-    if not isinstance(classes, (list, tuple)):
+    if classes is None or isinstance(classes, str):
         return classes
-    names = [str(name) for name in classes]
+    names = [str(name) for name in (classes if isinstance(classes, (list, tuple)) else [classes])]
     if any("," in name for name in names):
         raise UsageError("classes: a name holds a comma. Give a file with a name on each line.")
     return ",".join(names)

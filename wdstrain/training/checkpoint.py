@@ -54,12 +54,7 @@ class Checkpoints:
                         os.unlink(os.path.join(self._folder, old))
                 return path
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            free = shutil.disk_usage(self._folder).free / 1e6
-            why = (
-                error.strerror
-                if isinstance(error, OSError)
-                else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
-            )
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise StorageError(
                 f"the checkpoint {path} cannot be written ({why}). Earlier checkpoints are intact."
             ) from error
@@ -69,16 +64,12 @@ class Checkpoints:
 
     def _name(self, path: str, other: str) -> None:
         """Give a file a second name, which replaces an earlier file of that name."""
-        temporary = self._temporary()
+        temporary = self._temporary()  # if a write fails, the next run removes it
         try:
-            try:
-                os.link(path, temporary)
-            except OSError:  # a file system without links
-                shutil.copyfile(path, temporary)
-            publish(temporary, os.path.join(self._folder, other))
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
+            os.link(path, temporary)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, temporary)
+        publish(temporary, os.path.join(self._folder, other))
 
     def _temporary(self) -> str:
         return os.path.join(self._folder, f".{uuid.uuid4().hex[:12]}.tmp")

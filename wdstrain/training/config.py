@@ -10,17 +10,15 @@ import dataclasses
 import json
 import os
 import sys
-import typing
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import help_text, option
-from wdstrain.training.options import RunOptions, parse_size
+from wdstrain.training.options import RunOptions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,7 +47,7 @@ class Config(RunOptions):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = _typed(field.name, getattr(self, field.name))
+            value = _typed(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             rule = field.metadata.get("rule")
             if rule is not None and value is not None and not rule.holds(value):
@@ -61,24 +59,36 @@ class Config(RunOptions):
 
     def _check_combinations(self) -> None:
         """Raise UsageError for options that do not go together."""
-        if self.warmup >= self.epochs:
-            raise UsageError(
-                f"warmup={self.warmup}: must be shorter than the {self.epochs} epochs."
-            )
-        if self.warmup and self.schedule == "onecycle":
-            raise UsageError(
-                "schedule=onecycle has its own warm-up. Leave warmup out, or use schedule=cosine."
-            )
-        if self.min_lr > self.lr and not is_made(self.optimizer):  # which has its own rate
-            raise UsageError(f"min_lr={self.min_lr}: must be at most lr={self.lr}.")
-        for one, other in (("clip_norm", "clip_value"), ("grad_checkpointing", "compile")):
-            if getattr(self, one) and getattr(self, other):
-                raise UsageError(f"{one} and {other}: give one of them.")
-        if self.optimizer not in _OPTIMIZERS and not is_made(self.optimizer):
-            raise UsageError(
+        is_own = is_made(self.optimizer)  # which has its own rate
+        for is_broken, rule in (
+            (
+                self.warmup >= self.epochs,
+                f"warmup={self.warmup}: must be shorter than the {self.epochs} epochs.",
+            ),
+            (
+                self.warmup and self.schedule == "onecycle",
+                "schedule=onecycle has its own warm-up. Leave warmup out, or use schedule=cosine.",
+            ),
+            (
+                self.min_lr > self.lr and not is_own,
+                f"min_lr={self.min_lr}: must be at most lr={self.lr}.",
+            ),
+            (
+                self.clip_norm and self.clip_value,
+                "clip_norm and clip_value: give one of them.",
+            ),
+            (
+                self.grad_checkpointing and self.compile,
+                "grad_checkpointing and compile: give one of them.",
+            ),
+            (
+                self.optimizer not in _OPTIMIZERS and not is_own,
                 f"optimizer={self.optimizer!r}: must be {', '.join(_OPTIMIZERS)} or "
-                f"module:function."
-            )
+                f"module:function.",
+            ),
+        ):
+            if is_broken:
+                raise UsageError(rule)
         mixes = bool(self.mixup or self.cutmix)
         for name, is_used, owner in (
             ("step_epochs", self.schedule == "step", "schedule=step"),
@@ -109,12 +119,15 @@ class Config(RunOptions):
 
     def toml(self, data: Mapping[str, Any]) -> str:
         """Return the text of a file for `read_config`. data: addresses of the shards."""
-        lines = [
-            f"{name} = {_toml(value)}" for name, value in vars(self).items() if value is not None
+        tables = [
+            "".join(
+                f"{name} = {json.dumps(value, ensure_ascii=False)}\n"  # as TOML writes values
+                for name, value in table.items()
+                if value is not None
+            )
+            for table in (vars(self), data)
         ]
-        lines += ["", "[data]"]
-        lines += [f"{name} = {_toml(value)}" for name, value in data.items() if value is not None]
-        return "\n".join(lines) + "\n"
+        return "\n[data]\n".join(tables)
 
     def differing(self, other: Config) -> list[str]:
         """Return the differences that forbid to resume a run with `other`, in words.
@@ -134,6 +147,15 @@ class Config(RunOptions):
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+# ends of names of files of weights
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
+
+
+def is_file(weights: str) -> bool:
+    """Return whether weights name a file, and not a member of an enumeration such as DEFAULT."""
+    return os.path.exists(weights) or os.sep in weights or weights.endswith(_FILE_SUFFIXES)
 
 
 def is_made(name: str) -> bool:
@@ -216,11 +238,6 @@ def _read_table(path: str) -> dict[Any, Any]:
         raise UsageError(f"{path} is no {kind[1:].upper()} table of options: {cause}.") from None
 
 
-def _toml(value: Any) -> str:
-    """Return a value as TOML writes it: as JSON does, but letters beyond 16 bits stay."""
-    return json.dumps(value, ensure_ascii=False)
-
-
 # --- names and types ------------------------------------------------------------------------------
 
 
@@ -233,52 +250,39 @@ def check_known(name: str, known: Collection[str], title: str) -> None:
     raise UsageError(f"{name!r} is none of the {title}. {hint}")
 
 
-@lru_cache(maxsize=1)
-def kinds() -> dict[str, tuple[type, bool]]:
-    """Return (type, whether it may be None) of every option."""
-    kinds_by_name = {}
-    for name, hint in typing.get_type_hints(Config).items():
-        members = typing.get_args(hint)
-        is_optional = type(None) in members
-        kind = members[0] if is_optional else hint
-        kinds_by_name[name] = (typing.get_origin(kind) or kind, is_optional)
-    return kinds_by_name
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple: "a list of numbers",
+# Types of options by the first word of their annotation, and their names in errors.
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a text"),
 }
 
 
-def _typed(name: str, value: Any) -> Any:
+def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
     """Return a value in the type of its option. Raises UsageError for another type."""
-    kind, may_be_none = kinds()[name]
-    if value is None and may_be_none:
+    name, annotation, parse = field.name, str(field.type), field.metadata["parse"]
+    if value is None and annotation.endswith("None"):
         return None
-    if name == "image_size":
+    if parse is not None:
         try:
-            return parse_size(value)
-        except ValueError as error:
-            raise UsageError(f"image_size={value!r}: {error}.") from None
+            return parse(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{name}={value!r}: {error}.") from None
+    kind, words = _KINDS[annotation.partition(" ")[0]]
     plain = value
     if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
         plain = value.item()
-    with suppress(ValueError, TypeError):
-        if kind is int and isinstance(plain, float) and plain.is_integer():
-            plain = int(plain)
-        elif kind is float and type(plain) in (int, str):  # YAML takes 1e-3 for a text
+    if kind is int and isinstance(plain, float) and plain.is_integer():
+        plain = int(plain)
+    elif kind is float and type(plain) in (int, str):  # YAML takes 1e-3 for a text
+        with suppress(ValueError):
             plain = float(plain)
-        elif kind is tuple:
-            plain = tuple(map(float, plain if isinstance(plain, (list, tuple)) else (plain,)))
-        elif kind is str and (isinstance(plain, os.PathLike) or name in ("device", "cache_limit")):
-            plain = str(plain)
+    elif kind is str and (isinstance(plain, os.PathLike) or name in ("device", "cache_limit")):
+        plain = str(plain)
     if type(plain) is not kind:
-        raise UsageError(f"{name}={value!r} is not {_WORDS[kind]}.")
-    choices = OPTIONS[name].metadata.get("choices")
+        raise UsageError(f"{name}={value!r} is not {words}.")
+    choices = field.metadata.get("choices")
     if choices and plain not in choices:
         raise UsageError(f"{name}={plain!r} is none of the choices. Use {' or '.join(choices)}.")
     return plain

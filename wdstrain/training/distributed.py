@@ -7,16 +7,17 @@ step later. The exchange runs on the CPU beside the step, and a GPU never waits 
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.runtime.launch import Launch
-from wdstrain.training import fsdp
 from wdstrain.training.config import Config
+from wdstrain.training.models import blocks_in
+
+_SMALLEST_BLOCK = 100_000  # parameters; FSDP completes smaller blocks with what is around
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 
@@ -62,18 +65,27 @@ class DistributedContext:
             self.local = self.rank % devices
         self._control: Any = None
         self._asked: tuple[Any, Tensor] | None = None
-        self._owns = False
 
     @contextmanager
     def joined(self, device: torch.device) -> Iterator[DistributedContext]:
         """Join the process group, and leave it at the end. Raises WdstrainError if a process ended."""
+        starts = self.size > 1 and not dist.is_initialized()
         try:
             with self.explained():
-                self._join(device)
+                if starts:
+                    dist.init_process_group(
+                        "nccl" if device.type == "cuda" else "gloo",
+                        init_method=self._address,
+                        rank=self.rank,
+                        world_size=self.size,
+                        timeout=timedelta(minutes=30),
+                    )
+                if self.size > 1:
+                    self._control = dist.new_group(backend="gloo")
                 yield self
         finally:
             self._asked = self._control = None
-            if self._owns and dist.is_initialized():
+            if starts and dist.is_initialized():
                 dist.destroy_process_group()
 
     @contextmanager
@@ -97,20 +109,6 @@ class DistributedContext:
                 f"Its own message stands above. Run the job again with resume=True."
             ) from error
 
-    def _join(self, device: torch.device) -> None:
-        if self.size == 1:
-            return
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                init_method=self._address,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(minutes=30),
-            )
-            self._owns = True
-        self._control = dist.new_group(backend="gloo")
-
     @property
     def leads(self) -> bool:
         """Whether this process writes and reports: rank 0."""
@@ -120,22 +118,39 @@ class DistributedContext:
         """Return the model on the device; with `shards` its parameters are split over processes."""
         if not shards or self.size == 1:
             return model.to(device)
-        fsdp.shard_model(model.cpu(), device, self._control)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for value in model.cpu().state_dict().values():  # all start from those of rank 0
+            if isinstance(value, Tensor):
+                dist.broadcast(value, 0, group=self._control)
+        mesh = init_device_mesh(device.type, (self.size,))
+        # Blocks of sequences only: they are known to be called as modules. Attention, for example,
+        # reads the weights of its layers without calling them.
+        for block in [*blocks_in(model), model]:
+            size = sum(parameter.numel() for parameter in block.parameters())
+            if block is model or size >= _SMALLEST_BLOCK:
+                fully_shard(block, mesh=mesh)
         return model
 
     def spread(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model as all processes train it together."""
-        if self.size == 1 or fsdp.is_sharded(model):
+        if self.size == 1 or is_sharded(model):
             return model
         return DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None
         )
 
-    def accumulating(self, model: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self, model: Any) -> Iterator[None]:
         """Add gradients up without an exchange in this context. model: as `spread` returned it."""
-        if self.size == 1:
-            return nullcontext()
-        return fsdp.gradients_kept(model) if fsdp.is_sharded(model) else model.no_sync()
+        if is_sharded(model):
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
+        else:
+            with nullcontext() if self.size == 1 else model.no_sync():
+                yield
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy these tensors of rank 0 to all processes."""
@@ -205,6 +220,86 @@ def last_words() -> Iterator[None]:
         _ENDS_WITH_RUN.reset(token)
 
 
+# --- FSDP2 ----------------------------------------------------------------------------------------
+# Parameters, gradients and optimizer state are split over the processes: each keeps an even part of
+# every tensor. Checkpoints hold whole tensors, so a run resumes on any number of processes, and also
+# without FSDP. All processes call these functions.
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the parameters of a model are split, also while its tensors are complete.
+
+    Names of methods tell: importing the classes of torch takes half a second.
+    """
+    return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+
+
+def local(value: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has; the tensor itself if it is not split."""
+    return cast(Tensor, cast(Any, value).to_local()) if _is_split(value) else value
+
+
+def _is_split(value: object) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict with whole tensors; those of split ones on the CPU of rank 0 only."""
+    return {name: _whole(value) for name, value in model.state_dict().items()}
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state dict with whole tensors, which each process has.
+
+    Raises RuntimeError if it is of another model.
+    """
+    own = model.state_dict()
+    model.load_state_dict(
+        {name: _split_like(value, own.get(name)) for name, value in state.items()}
+    )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict with whole tensors, as the optimizer of a whole model has it.
+
+    torch's get_optimizer_state_dict fails for groups that hold frozen parameters.
+    """
+    state = optimizer.state_dict()
+    whole = {i: {name: _whole(v) for name, v in of.items()} for i, of in state["state"].items()}
+    return {**state, "state": whole}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state dict with whole tensors, which each process has.
+
+    Raises ValueError if it is of another optimizer.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    split = {
+        i: {name: _split_like(value, parameters[i]) for name, value in of.items()}
+        for i, of in state["state"].items()
+        if i < len(parameters)
+    }
+    optimizer.load_state_dict({**state, "state": split})
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole tensor; of a split one on the CPU of rank 0, None on other ranks."""
+    if not _is_split(value):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else None
+
+
+def _split_like(value: Any, like: Any) -> Any:
+    """Return a tensor of the same shape as a split one split as that is; others as they are."""
+    if not isinstance(value, Tensor) or not _is_split(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
 # --- signals and checkpoints that are due ---------------------------------------------------------
 # Schedulers send SIGTERM or SIGUSR1. A signal is recorded, the step is finished, a checkpoint is
 # written, and the run ends with the status of the signal. A single process that waits for data ends
@@ -214,43 +309,32 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal stopped the run, and a checkpoint was written. number: of the signal."""
+    """A signal stopped the run, and a checkpoint was written. status: exit status of a command."""
 
     def __init__(self, number: int) -> None:
+        self.name, self.status = signal.Signals(number).name, 128 + number
         super().__init__(
-            f"stopped by {signal.Signals(number).name}; a checkpoint was written, resume continues from it"
+            f"stopped by {self.name}; a checkpoint was written, resume continues from it"
         )
-        self.number = number
-
-    @property
-    def status(self) -> int:
-        """Exit status of a shell command."""
-        return 128 + self.number
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
 
 
 class SignalHandler:
     """Records signals. number: of the last one, 0 if there was none."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self._may_raise = False
-        self._before: dict[int, Any] = {}
+        self.number, self._may_raise = 0, False
 
     @contextmanager
     def watched(self) -> Iterator[SignalHandler]:
         """Record signals in this context. Does nothing outside the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._record) for number in _SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._record) for number in _SIGNALS if is_main}
         try:
             yield self
         finally:
-            for number, before in self._before.items():
+            for number, handler in before.items():
                 if signal.getsignal(number) == self._record:  # other code may have replaced it
-                    signal.signal(number, before)
+                    signal.signal(number, handler)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -287,26 +371,20 @@ class CheckpointSchedule:
 
     def __init__(self, config: Config, distributed: DistributedContext) -> None:
         self._config, self._distributed = config, distributed
-        self._saved_at = time.monotonic()
-        self._is_asked = False  # by the clock; all processes write it one step later
-
-    def is_due(self, step: int, signals: SignalHandler) -> bool:
-        """Return whether to write a checkpoint. Raises Stopped after a signal. Collective."""
-        every = self._config.checkpoint_every
-        is_late = self._is_late()
-        self._is_asked = self._is_asked or is_late
-        wish = raise_stopped(signals, self._distributed, SAVE if is_late else GO_ON)
-        # A count of steps is the same on all processes and needs no exchange.
-        is_counted = bool(every) and step // every > (step - self._config.accumulate) // every
-        return is_counted or wish == SAVE
+        by_clock = config.checkpoint_minutes and distributed.leads
+        self._seconds = 60 * config.checkpoint_minutes if by_clock else math.inf
+        self.restart()
 
     def restart(self) -> None:
         """Count the time to the next checkpoint from now on."""
-        self._saved_at, self._is_asked = time.monotonic(), False
+        self._due_at = time.monotonic() + self._seconds
 
-    def _is_late(self) -> bool:
-        """Return whether the clock asks for a checkpoint, and did not do so before."""
-        minutes = self._config.checkpoint_minutes
-        if not minutes or self._is_asked or not self._distributed.leads:
-            return False
-        return time.monotonic() - self._saved_at > 60 * minutes
+    def is_due(self, step: int, signals: SignalHandler) -> bool:
+        """Return whether to write a checkpoint. Raises Stopped after a signal. Collective."""
+        every, wish = self._config.checkpoint_every, GO_ON
+        if time.monotonic() > self._due_at:  # asked once; all processes write it one step later
+            wish, self._due_at = SAVE, math.inf
+        wish = raise_stopped(signals, self._distributed, wish)
+        # A count of steps is the same on all processes and needs no exchange.
+        is_counted = bool(every) and step // every > (step - self._config.accumulate) // every
+        return is_counted or wish == SAVE

@@ -25,8 +25,7 @@ from wdstrain.shards.resolve import open_shards
 from wdstrain.training.arguments import EvaluateArguments, given_options
 from wdstrain.training.config import Config
 from wdstrain.training.data import count_pixels, run_loader, with_task_labels
-from wdstrain.training.distributed import DistributedContext, device_of
-from wdstrain.training.fsdp import is_sharded
+from wdstrain.training.distributed import DistributedContext, device_of, is_sharded
 from wdstrain.training.heads import MaskHead, NumberHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.metrics import EvalMetrics, class_shares

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
-from wdstrain.training.fsdp import local
+from wdstrain.training.distributed import local
 from wdstrain.training.models import import_function, output_layers
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

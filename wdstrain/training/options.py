@@ -36,12 +36,13 @@ def _is_jitter(values: tuple[float, ...]) -> bool:
     return len(values) in (0, 1, 3, 4) and in_range
 
 
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list with commas between them."""
+def parse_numbers(value: Any) -> tuple[float, ...]:
+    """Return numbers, or those of a text with commas between them. Raises ValueError for others."""
+    given = value.split(",") if isinstance(value, str) else value
     try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers; write for example 0.35,1") from None
+        return tuple(map(float, given if isinstance(given, (list, tuple)) else [given]))
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a list of numbers; write for example 0.35,1") from None
 
 
 def parse_size(value: Any) -> int | str:

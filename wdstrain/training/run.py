@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from wdstrain.training.distributed import (
     CheckpointSchedule,
     DistributedContext,
     device_of,
-)
-from wdstrain.training.evaluate import Setup
-from wdstrain.training.fsdp import (
     load_model_state,
     load_optimizer_state,
     local,
     model_state,
     optimizer_state,
 )
+from wdstrain.training.evaluate import Setup
 from wdstrain.training.inputs import (
     ModelInputs,
     Normalization,
@@ -68,7 +65,7 @@ class Run:
         self, arguments: TrainArguments, distributed: DistributedContext, reporter: Reporter
     ) -> None:
         """Open the data and make the model. Raises UsageError and ShardError."""
-        config, self.folder = _absolute(arguments.config()), os.fspath(arguments.out)
+        config, self.folder = arguments.config(), os.fspath(arguments.out)
         resume, self.arguments = arguments.resume, arguments
         if distributed.leads:  # other ranks may see files that it has written already
             check_out(self.folder, overwrite=arguments.overwrite, resume=resume)
@@ -379,33 +376,25 @@ def resume(run: Run) -> None:
 
 def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None:
     """Raise UsageError if the checkpoint is of other options, labels, images or data."""
+    setup, saved = run.setup, checkpoint
+    learned, inputs = Task.from_state(saved["task"]), ModelInputs.from_state(saved["inputs"])
+    callbacks = ", ".join(name for name, _ in saved.get("callbacks", ()))
+    given = ", ".join(type(callback).__name__ for callback in _stateful(run)) if callbacks else ""
+    losses = {name: run.arguments.own_losses.get(name) for name in ("criterion", "training_step")}
+    parts = [  # whether it is the same, before, now
+        ("the task was {}, is {}", saved["task"] == run.task.state(), learned, run.task),
+        ("the input was {}, is {}", saved["inputs"] == setup.inputs.state(), inputs, setup.inputs),
+        *(
+            (f"{name} was {{}}, is {{}}", saved.get(name) == own, saved.get(name), own)
+            for name, own in losses.items()
+        ),
+        ("callbacks with a state were {}, are {}", callbacks == given, callbacks, given),
+        ("the validation data differ", saved["val"] == run.val_fingerprint, "", ""),
+    ]
     differences = former.differing(run.config)
-    if checkpoint["task"] != run.task.state():
-        learned = Task.from_state(checkpoint["task"])
-        differences.append(f"the task was {learned}, is {run.task}")
-    if checkpoint["inputs"] != run.setup.inputs.state():
-        inputs = ModelInputs.from_state(checkpoint["inputs"])
-        differences.append(f"the input was {inputs}, is {run.setup.inputs}")
-    for name in ("criterion", "training_step"):
-        own = checkpoint.get(name), run.arguments.own_losses.get(name)
-        if own[0] != own[1]:
-            differences.append(f"{name} was {own[0]}, is {own[1]}")
-    saved = [name for name, _ in checkpoint.get("callbacks", ())]
-    if saved and saved != [type(callback).__name__ for callback in _stateful(run)]:
-        differences.append(f"callbacks with a state were {', '.join(saved)}, in this order")
-    if checkpoint["val"] != run.val_fingerprint:
-        differences.append("the validation data differ")
+    differences += [text.format(was, now) for text, is_same, was, now in parts if not is_same]
     if differences:
         raise UsageError(
             f"the checkpoint is of another run: {'; '.join(differences)}. "
             f"Use the same values, or another folder."
         )
-
-
-def _absolute(config: Config) -> Config:
-    """Return options with absolute paths, so that a run is resumed from any folder."""
-    paths: dict[str, str | None] = {"cache_dir": config.cache_dir}
-    if config.weights is not None and model_weights.is_file(config.weights):
-        paths["weights"] = config.weights
-    absolute: dict[str, Any] = {n: os.path.abspath(p) for n, p in paths.items() if p is not None}
-    return replace(config, **absolute)

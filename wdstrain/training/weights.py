@@ -20,7 +20,7 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
-from wdstrain.training.config import Config, is_made
+from wdstrain.training.config import Config, is_file, is_made
 from wdstrain.training.inputs import ModelInputs, Normalization
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
 from wdstrain.training.sources import Fields, check_same_inputs, input_fields
@@ -35,7 +35,6 @@ _NESTED = (
 )  # keys of checkpoints under which a state dict lies
 # Heads of torchvision's Inception and segmentation models for a second loss.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.", "aux_classifier.")
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,6 @@ class LoadedWeights:
 
     fresh: tuple[str, ...]
     normalization: Normalization | None
-
-
-def is_file(weights: str) -> bool:
-    """Return whether weights name a file, and not a member of an enumeration such as DEFAULT."""
-    return os.path.exists(weights) or os.sep in weights or weights.endswith(_FILE_SUFFIXES)
 
 
 def uses_timm_weights(model_name: str, weights: str | None) -> bool:
@@ -118,16 +112,13 @@ def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
 
 
 def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> LoadedWeights:
-    if path.endswith(".safetensors"):
-        value: Any = _load_safetensors(path)
-    else:
-        # timm and torchvision's references save their arguments beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            value = load_file(
-                path,
-                "cannot be loaded by torch.load with weights_only=True. Save a state dict: "
-                "torch.save(model.state_dict(), FILE).",
-            )
+    # timm and torchvision's references save their arguments beside the weights
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        value: Any = load_file(
+            path,
+            "cannot be loaded by torch.load with weights_only=True. Save a state dict: "
+            "torch.save(model.state_dict(), FILE).",
+        )
     normalization, is_other = None, False
     if isinstance(value, Mapping) and value.get("format") == FORMAT:  # a checkpoint of a run
         normalization = ModelInputs.from_state(value["inputs"]).normalization
@@ -140,19 +131,6 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
     if not is_state:
         raise UsageError(f"weights={path} holds no state dict of names and tensors.")
     return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
-
-
-def _load_safetensors(path: str) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file as load_safetensors
-
-        return cast("dict[str, Tensor]", load_safetensors(path))
-    except ImportError:
-        raise UsageError(
-            f"weights={path} needs safetensors. Install it: pip install safetensors"
-        ) from None
-    except Exception as error:  # also an error type of its own
-        raise UsageError(f"weights={path} is no safetensors file: {error}.") from error
 
 
 def _copy_weights(
@@ -252,8 +230,6 @@ def set_trainable(model: nn.Module, names: Iterable[str], trainable: bool) -> No
 def train_mode(model: nn.Module) -> None:
     """Set the training mode. Frozen modules keep the means and variances of their batch norms."""
     model.train()
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        return
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
