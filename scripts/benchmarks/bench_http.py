@@ -119,8 +119,8 @@ import wdstrain as wt
 from wdstrain.reader.fetch import ReadOptions
 from wdstrain.reader.run import Reader
 from wdstrain.serve import Server
-from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import scan
 
 PIECE = 4 << 20  # bytes of one read of our reader
 RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections

@@ -17,9 +17,8 @@ from PIL import Image
 import wdstrain as wt
 from tests.fault_injection.process_faults import WrongOutcome, inside, typed
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.resolve import open_index, scan
 from wdstrain.training.checkpoint import (
     BEST,
     FORMAT,

@@ -45,9 +45,9 @@ import wdstrain as wt
 from tests.fuzz.tar_mutations import BLOCK, KINDS
 from tests.support.indexes import with_checksums
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import save_index
+from wdstrain.shards.resolve import scan
 from wdstrain.shards.tar import is_not_sample, split_name
 from wdstrain.shards.tar_headers import END, header, padding
 

@@ -52,11 +52,10 @@ from wdstrain.inspection.repair import recover
 from wdstrain.inspection.scan import ShardReader, members_of, scan_shard
 from wdstrain.order.rng import uniform
 from wdstrain.shards import declare
-from wdstrain.shards.header_scans import place_of, recall, scan
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.resolve import open_index, place_of, recall, scan
 from wdstrain.shards.tar import (
     NO_KEY,
     NOT_A_SAMPLE,
@@ -887,9 +886,9 @@ TARGETS = {
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.offsets:read_arrow_file", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.remote"), _HTTP_WORDS, None, 4096),
-        Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds:Classes", "wdstrain.shards.kinds:number_of", "wdstrain.shards.values:scalar"), (b'{"n": ',), None, 512),
+        Target("label", run_label, _label_seeds, ("wdstrain.decode.labels:LabelField", "wdstrain.shards.kinds:Classes", "wdstrain.shards.kinds:number_of", "wdstrain.shards.kinds:scalar"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.labels:LabelField")),
-        Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
+        Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.kinds:npy_array", "wdstrain.shards.kinds:npy_head"), _ARRAY_WORDS, None, 2048),
         Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs",), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip

@@ -312,19 +312,17 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "min(status.st_mtime_ns, status.st_ctime_ns)",
         ),
         ("several-splits", "len(first) > 1:", "len(first) > 2:"),
-    ],
-    "shards/selection.py": [
-        ("sample-seed", '"sample", seed), kind', '"sample"), kind'),
-        ("share-left", "share / left", "share * left"),
-        ("largest-lack", "lacking.index(max(lacking))", "lacking.index(min(lacking))"),
-    ],
-    "shards/header_scans.py": [
         (
             "state-of-shard",
             "status.st_size == shard.bytes and is_state",
             "status.st_size == shard.bytes or is_state",
         ),
         ("only-new-shards", "if path not in known]", "if path in known]"),
+    ],
+    "shards/selection.py": [
+        ("sample-seed", '"sample", seed), kind', '"sample"), kind'),
+        ("share-left", "share / left", "share * left"),
+        ("largest-lack", "lacking.index(max(lacking))", "lacking.index(min(lacking))"),
     ],
     "shards/declare.py": [
         ("newer-shard-is-read", "if not is_newer(new", "if is_newer(new"),

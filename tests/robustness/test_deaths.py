@@ -28,9 +28,8 @@ from wdstrain.conversion.staging import Staging
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.shards.header_scans import scan
 from wdstrain.shards.index_io import load, save_index
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint

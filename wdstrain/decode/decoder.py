@@ -26,8 +26,8 @@ from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
+from wdstrain.shards.kinds import Array
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.values import Array
 
 Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
 Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch

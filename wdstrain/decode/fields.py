@@ -32,7 +32,7 @@ from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
-from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json
+from wdstrain.shards.kinds import Array, npy_array, npy_head, parsed_json
 
 _LONGEST_HEAD = 1024  # bytes of a .npy file before its numbers; longer heads are read one by one
 

@@ -25,6 +25,7 @@ from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import (
     KINDS,
+    Array,
     Classes,
     ColumnInfo,
     Place,
@@ -32,10 +33,10 @@ from wdstrain.shards.kinds import (
     json_place,
     names_of,
     number_of,
+    scalar,
     text_of,
 )
 from wdstrain.shards.offsets import Ints, as_numpy
-from wdstrain.shards.values import Array, scalar
 from wdstrain.shards.where import column_named
 
 _LARGEST = float(np.finfo(np.float32).max)

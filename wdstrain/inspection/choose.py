@@ -23,12 +23,11 @@ from wdstrain.inspection.labels import choices, known_labels, listed
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.order.rng import bits
 from wdstrain.shards.columns import typed
-from wdstrain.shards.header_scans import scan_shard
+from wdstrain.shards.declare import even_part, read_columns
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.label_values import even_part, read_columns
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import groups_of, open_index
+from wdstrain.shards.resolve import groups_of, open_index, scan_shard
 from wdstrain.storage.addresses import Urls, expand, folder_of
 from wdstrain.storage.remote import shown_path
 

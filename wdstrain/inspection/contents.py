@@ -18,7 +18,7 @@ from PIL import Image
 from wdstrain.decode.codecs import open_picture
 from wdstrain.decode.formats import format_of, is_image
 from wdstrain.report.printing import printable
-from wdstrain.shards.values import npy_array, parsed_json
+from wdstrain.shards.kinds import npy_array, parsed_json
 
 _BINARY = "binary data of unknown type"
 _PICKLE = "pickle (never loaded)"

@@ -24,12 +24,11 @@ from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import PLAIN_FIELDS, Column, ColumnBuilder, is_json, typed
-from wdstrain.shards.header_scans import Note, recall_or_scan
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_size
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import groups_of, join_once, open_index
+from wdstrain.shards.resolve import Note, groups_of, join_once, open_index, recall_or_scan
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import is_remote
 

@@ -23,11 +23,10 @@ from isal.isal_zlib import crc32
 from wdstrain.decode.formats import EXTENSIONS, is_image
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.header_scans import picked
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
 from wdstrain.shards.offsets import Offsets, OffsetsBuilder
-from wdstrain.shards.resolve import tars_of
+from wdstrain.shards.resolve import picked, tars_of
 from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in

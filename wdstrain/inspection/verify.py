@@ -46,11 +46,10 @@ from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.values import npy_array, parsed_json, scalar
 from wdstrain.storage.remote import shown_path
 
 _POLL = 0.1  # seconds between reports of progress

@@ -19,9 +19,8 @@ from wdstrain.decode.codecs import decode_image, decode_mask
 from wdstrain.decode.formats import is_image
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import format_size
-from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.label_values import classes_in
-from wdstrain.shards.values import npy_array, parsed_json, scalar
+from wdstrain.shards.declare import classes_in
+from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
 
 Pixels = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]

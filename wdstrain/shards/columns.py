@@ -33,8 +33,10 @@ from wdstrain.shards.kinds import (
     ColumnInfo,
     Place,
     kind_of_value,
+    npy_array,
+    parsed_json,
+    scalar,
 )
-from wdstrain.shards.values import npy_array, parsed_json, scalar
 
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
 PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name

@@ -20,10 +20,16 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
 from wdstrain.shards.columns import Column, as_label
-from wdstrain.shards.declare import with_label, with_mask
+from wdstrain.shards.declare import (
+    complete_column,
+    even_part,
+    label_bytes,
+    read_columns,
+    with_label,
+    with_mask,
+)
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.label_values import complete_column, even_part, label_bytes, read_columns
 from wdstrain.shards.options import read_classes
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls

@@ -15,8 +15,8 @@ from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.report.printing import printable
+from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
-from wdstrain.shards.label_values import recorded_counts
 from wdstrain.storage.files import write_whole
 from wdstrain.training.evaluate import PreviewSample, color_of
 from wdstrain.training.heads import Head, MaskHead, NumberHead

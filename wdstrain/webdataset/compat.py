@@ -26,9 +26,8 @@ from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
-from wdstrain.shards.header_scans import index_of, recall, remember
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import groups_of, open_shards
+from wdstrain.shards.resolve import groups_of, index_of, open_shards, recall, remember
 from wdstrain.shards.tar import (
     CompressedError,
     Member,
