@@ -72,14 +72,7 @@ def table_words(tmp_path: Path, paths: list[str], form: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "flat",
-        "flat with masks",
-        "flat below classes",
-        "classes",
-        "classes with masks",
-    ],
+    "mode", ["flat", "flat with masks", "flat below classes", "classes", "classes with masks"]
 )
 def test_folders_named_after_splits_become_splits_or_the_user_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
@@ -94,8 +87,7 @@ def test_folders_named_after_splits_become_splits_or_the_user_is_told(
 
 
 @pytest.mark.parametrize(
-    ("form", "folders"),
-    [(form, folders) for form in FORMS for folders in (False, True)],
+    ("form", "folders"), [(form, folders) for form in FORMS for folders in (False, True)]
 )
 def test_tables_named_after_splits_become_splits_or_the_user_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, folders: bool
@@ -116,8 +108,7 @@ def is_told(status: int, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("form", "by"),
-    [(form, by) for form in FORMS for by in ("file names", "a column")],
+    ("form", "by"), [(form, by) for form in FORMS for by in ("file names", "a column")]
 )
 def test_splits_of_tables_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, by: str

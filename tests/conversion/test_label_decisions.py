@@ -65,15 +65,7 @@ def convert_source(tmp_path: Path, images: Path, source: str, cells: list[Any]) 
 # --- kinds ---
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        *FORMS,
-        "arrays",
-        "hdf5",
-        "index",
-    ],
-)
+@pytest.mark.parametrize("source", [*FORMS, "arrays", "hdf5", "index"])
 def test_few_whole_numbers_stored_as_floats_are_classes_or_a_question(
     tmp_path: Path, images: Path, source: str
 ) -> None:

@@ -83,13 +83,7 @@ def _hdf5(tmp_path: Path, names: list[str], out: Path) -> wt.Index:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "__background__/1",
-        "_background_/1",
-        "__background/1",
-        "background__/1",
-    ],
+    "name", ["__background__/1", "_background_/1", "__background/1", "background__/1"]
 )
 @pytest.mark.parametrize(
     "source", [_pack, _folder, _class_folders, _splits_of_class_folders, _table, _hdf5]
@@ -153,10 +147,7 @@ def test_no_field_gets_a_name_that_readers_take_for_a_note(
 
 
 @pytest.mark.parametrize("source", [_pack_field, *FIELD_SOURCES])
-@pytest.mark.parametrize(
-    "name",
-    ["a/b", "a\\b"],
-)
+@pytest.mark.parametrize("name", ["a/b", "a\\b"])
 def test_no_field_has_a_slash_or_a_backslash_in_its_name(
     tmp_path: Path, source: Callable[..., wt.Index], name: str
 ) -> None:

@@ -19,7 +19,6 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import picture
-from tests.support.known_faults import known_fault
 from tests.support.tables import attempt, read_json, read_members
 
 
@@ -205,15 +204,7 @@ def _rows_of_one_shard(tmp_path: Path) -> None:
     wt.pack(({"json": row} for row in ROWS), tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        _packed_rows,
-        _merged_sets,
-        pytest.param(_grown_set, marks=known_fault("conversion/json_of_many_entries")),
-        _rows_of_one_shard,
-    ],
-)
+@pytest.mark.parametrize("source", [_packed_rows, _merged_sets, _grown_set, _rows_of_one_shard])
 def test_a_column_holds_all_values_of_its_entry(
     tmp_path: Path, source: Callable[[Path], None]
 ) -> None:

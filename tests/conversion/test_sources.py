@@ -617,9 +617,7 @@ def test_repeated_keys_are_renamed_and_recorded(tmp_path: Path) -> None:
     }
 
 
-def test_a_key_repeated_five_thousand_times_is_numbered_in_linear_time(
-    tmp_path: Path,
-) -> None:
+def test_a_key_repeated_five_thousand_times_is_numbered_in_linear_time(tmp_path: Path) -> None:
     index = wt.pack(
         ({"__key__": "a", "txt": "x"} for _ in range(5000)), str(tmp_path / "out"), shuffle=False
     )
@@ -675,9 +673,7 @@ def test_ids_and_times_are_not_class_numbers(tmp_path: Path, kind: str, numbers:
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_declared_class_numbers_are_accepted(
-    tmp_path: Path,
-) -> None:
+def test_declared_class_numbers_are_accepted(tmp_path: Path) -> None:
     some = [{"txt": "a", "cls": 97 * number} for number in range(300)]
     assert len(wt.pack(some, str(tmp_path / "a")).labels[0].classes) == 97 * 299 + 1
     arrays = {"x": np.zeros(3), "cls": np.array([1, 2, 99_999])}
@@ -1130,12 +1126,7 @@ def test_semicolons_and_lists_beside_single_values_are_supported(pictures: Path)
     )
     batch = next(
         iter(
-            wt.Loader(
-                index,
-                {"t": wt.label("json.tags", multi=True)},
-                batch_size=2,
-                shuffle=False,
-            )
+            wt.Loader(index, {"t": wt.label("json.tags", multi=True)}, batch_size=2, shuffle=False)
         )
     )
     assert batch["t"].tolist() == [[1, 1], [1, 0]]
@@ -1279,9 +1270,7 @@ def test_conditions_are_checked_before_reading_and_rejected_samples_counted(
     )
 
 
-def test_files_beside_split_folders_are_counted_and_split_synonyms_refused(
-    tmp_path: Path,
-) -> None:
+def test_files_beside_split_folders_are_counted_and_split_synonyms_refused(tmp_path: Path) -> None:
     for split in ("train", "dev"):
         write_class_folder(tmp_path / "in" / split, {"a": 2})
     (tmp_path / "in" / "stray.png").write_bytes(picture(1))

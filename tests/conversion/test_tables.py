@@ -361,10 +361,7 @@ def test_the_kind_of_a_label_follows_nearly_all_cells(
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        (
-            [str(n) for n in range(1001)],
-            "1001 different numbers from 0 to 1000.*y:class.*y:number",
-        ),
+        ([str(n) for n in range(1001)], "1001 different numbers from 0 to 1000.*y:class.*y:number"),
         (["1", "2", "99999"], "3 different numbers from 1 to 99999.*y:class.*y:number"),
         (["1", "-1", "1"], "2 different numbers from -1 to 1.*y:class.*y:number"),
         (["1", "2", "a", "b"], "2 numbers and 2 texts, such as 'a'.*y:class.*y:number"),
@@ -582,10 +579,7 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (
-            "file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"),
-            "is not UTF-8: see line 2",
-        ),
+        ("file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"), "is not UTF-8: see line 2"),
         (
             "file,y\rIMG/0.png,a\rIMG/1.png,caf\u00e9\r".encode("latin-1"),
             "is not UTF-8: see line 3",
@@ -622,8 +616,7 @@ def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "message"),
-    [("latin-1", "see line 2"), ("utf-16", "see line 1")],
+    ("encoding", "message"), [("latin-1", "see line 2"), ("utf-16", "see line 1")]
 )
 def test_json_lines_that_are_not_utf_8_are_refused_with_their_line(
     folder: Path, encoding: str, message: str
@@ -681,9 +674,7 @@ def test_similar_split_names_are_printed_and_not_merged(
     assert set(wt.info(str(folder / "out")).splits) == {"train", "val", "Val"}
 
 
-def test_non_finite_numbers_outside_labels_are_counted_and_printed(
-    folder: Path,
-) -> None:
+def test_non_finite_numbers_outside_labels_are_counted_and_printed(folder: Path) -> None:
     nan, inf = float("nan"), float("inf")
     cells: dict[str, list[Any]] = {
         "file": [f"IMG/{n}.png" for n in range(6)],

@@ -354,7 +354,8 @@ class _Run:
         renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
         divided = divided_images([*indexes, *filter(None, [former])])
         info = self._info(counted(meta, places, self.labels), len(renamed), divided)
-        index = replace(with_labels(join(indexes), self.labels), info=info)
+        joined = join(indexes)
+        index = replace(with_labels(joined, self.labels), info=info)
         result = ConversionResult(index, info, bad, self.kept)
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
@@ -362,6 +363,9 @@ class _Run:
         lists = self._write_lists(staging.folder(), renamed, staging.out if former else None)
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
+            # A column would lack the values of the new samples that no column can hold.
+            lost = {c.place for c in joined.columns} - {c.place for c in index.columns}
+            former = former.with_columns([c for c in former.columns if c.place not in lost])
             index = appended(former, index, entry, staging.shown)
         staging.commit(index, lists)
         return replace(result, index=index)

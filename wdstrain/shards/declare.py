@@ -293,7 +293,7 @@ def _kind(column: Column, classes: Sequence[str] | None) -> str:
     if column.kind in ("number", "text") and classes is None:
         counts = pc.value_counts(column.values.drop_null()).to_pylist()
         values = ([row[name] for row in counts] for name in ("values", "counts"))
-        is_number = rule_of("these shards", column_name(column.place), *values) == "quantity"
+        is_number = rule_of("these shards", column.stored_as, *values) == "quantity"
         return "number" if is_number else "class"
     is_named = column.kind == "flag" and classes is not None
     return "class" if column.kind not in _LABELS or is_named else column.kind
