@@ -24,7 +24,6 @@ from wdstrain.conversion.options import Check, Options
 from wdstrain.decode.codecs import check_scans, decode_image, open_picture
 from wdstrain.decode.formats import JPEG, MAX_PIXELS, format_of, is_image
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.runtime.cached import cached_property
 
 _QUALITY = 90
 
@@ -47,20 +46,18 @@ class Recipe:
     def changes(self) -> bool:
         return self.resize is not None or self.quality is not None
 
-    @cached_property
-    def only_looks(self) -> bool:
-        return not self.changes and self.check != "decode"
-
     def looked_at(self) -> Recipe:
         """Return the recipe for images that were re-encoded by this one."""
         return Recipe(None, None, "magic")
 
     def apply(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
-        if self.only_looks:
-            for field, data in parts:
-                if is_image(field) and format_of(data) is None:
-                    self._image(field, data)  # raises
+        for field, data in parts:
+            if is_image(field) and format_of(data) is None:
+                raise SampleError(
+                    f"its {field} does not begin as an image does, but with {data[:12]!r}"
+                )
+        if not self.changes and self.check != "decode":
             return list(parts)
         names = {field for field, _ in parts}
         photo = _photo(parts) if self.changes else None
@@ -75,13 +72,7 @@ class Recipe:
             made.append((field, data))
         return made
 
-    def _image(self, field: str, data: bytes, photo: Part | None = None) -> Part:
-        if format_of(data) is None:
-            raise SampleError(
-                f"its {field} does not begin as an image does, but with {data[:12]!r}"
-            )
-        if self.only_looks:
-            return field, data
+    def _image(self, field: str, data: bytes, photo: Part | None) -> Part:
         with warnings.catch_warnings():  # Pillow warns of odd metadata, and raises for damage
             warnings.simplefilter("ignore")
             if photo is not None and "." not in field and not _is_map(field, data, photo):
