@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1224,
     "shards": 2276,
     "decode": 1360,
-    "storage": 1107,
+    "storage": 1097,
     "reader": 506,
     "cli": 671,
     "runtime": 398,

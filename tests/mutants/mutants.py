@@ -128,6 +128,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
     "storage/files.py": ("tests/storage/test_replaced_shards.py",),
     "storage/http.py": (
+        "tests/storage/test_odd_servers.py::test_addresses_that_expired_are_renewed_once_for_all_files",
+        "tests/storage/test_odd_servers.py::test_each_signed_address_is_renewed_by_itself",
         "tests/storage/test_http.py::test_redirects_do_not_pass_secrets_to_other_hosts",
         "tests/storage/test_odd_servers.py",
         "tests/storage/test_http.py",

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urljoin, urlsplit
 
 from braceexpand import braceexpand
@@ -280,9 +280,8 @@ def list_hub_files(address: str) -> tuple[str, list[str]]:
 
 def _matches(path: str, pattern: str) -> bool:
     """Return whether a path is the pattern, below it, or matches it; * does not match a slash."""
-    is_below = not pattern or f"{path}/".startswith(f"{pattern}/")
-    parts, patterns = path.split("/"), pattern.split("/")
-    return is_below or (len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns)))
+    place, wanted = PurePosixPath("/", path), PurePosixPath("/", pattern)
+    return place.is_relative_to(wanted) or place.match(str(wanted))
 
 
 def _listed(tree: str, address: str) -> list[str]:

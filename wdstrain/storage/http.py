@@ -39,9 +39,9 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.retries import (
     REFUSAL_PATIENCE,
-    Retries,
     TemporaryError,
     note_limit,
+    retry,
     seconds_to_wait,
     server_of,
     silence_limit,
@@ -205,7 +205,7 @@ def read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str
     missing: status codes of an object that does not exist. The next one is that of the header
     `Link: <...>; rel="next"`.
     """
-    return Retries(address).run(partial(_read_page, address, missing), "byte 0")
+    return retry(address, partial(_read_page, address, missing), "byte 0")
 
 
 def get(

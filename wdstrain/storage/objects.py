@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.storage.retries import Retries, TemporaryError, network_timeout
+from wdstrain.storage.retries import TemporaryError, network_timeout, retry
 
 PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
@@ -86,7 +86,7 @@ def list_folder_of(path: str) -> list[str]:
         return [entry["path"] for entry in _obstore().list(store, folder or None).collect()]
 
     request = partial(_ask, path, "its folder was not listed", read)
-    names = [name[len(folder) :].lstrip("/") for name in Retries(path).run(request, "a list")]
+    names = [name[len(folder) :].lstrip("/") for name in retry(path, request, "a list")]
     return sorted(name for name in names if name and "/" not in name)
 
 

@@ -29,12 +29,7 @@ from wdstrain.storage.http import (
     renew_addresses,
 )
 from wdstrain.storage.objects import PREFIXES, MissingError, ObjectResponse
-from wdstrain.storage.retries import (
-    MOST_RANGE,
-    Retries,
-    TemporaryError,
-    request_bytes,
-)
+from wdstrain.storage.retries import MOST_RANGE, RETRIED, TemporaryError, request_bytes, retry
 from wdstrain.storage.secrets import redacted
 
 __all__ = [
@@ -109,7 +104,7 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
 
     size: bytes of the object. tag: the version that all responses must have. version: that of the
     first response, None if the server gives none. ranged: False if the server answers a range
-    request with the whole object. fetched: bytes that were read. cached: 0. cached_path: where the
+    request with the whole object. fetched: bytes that were read. retries: failed attempts. cached: 0. cached_path: where the
     whole file is kept in the cache; "" if it is not.
     """
 
@@ -131,21 +126,14 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         """
         self.path, self.size, self.tag = path, -1 if size is None else size, tag
         self.version: str | None = None
-        self.ranged, self.fetched = True, 0
+        self.ranged, self.fetched, self.retries = True, 0, 0
         self._shown, self._stopping = redacted(path), stopping or threading.Event()
-        self._retries = Retries(path, self._stopping)
         self._response: Any = None
         if size is None:
-            self._retries.run(
-                partial(self._read_some, memoryview(bytearray()), 0, first_bytes), "byte 0"
-            )
+            attempt = partial(self._read_some, memoryview(bytearray()), 0, first_bytes)
+            retry(path, attempt, "byte 0", self._stopping)
             if first_bytes == 1 and self.ranged:
                 self._end_response()
-
-    @property
-    def retries(self) -> int:
-        """Number of failed attempts."""
-        return self._retries.failed
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end of the object."""
@@ -167,7 +155,7 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
             )
         while offset < stop:
             attempt = partial(self._read_some, target, offset, max(stop, last or 0))
-            count = self._retries.run(attempt, f"byte {offset}")
+            count = retry(self.path, attempt, f"byte {offset}", self._stopping)
             target, offset = target[count:], offset + count
 
     def stop(self) -> None:
@@ -192,16 +180,17 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
     def _read_some(self, view: memoryview, offset: int, stop: int) -> int:
         """Fill the beginning of a view. Returns the number of bytes. stop: end of a new request."""
         try:
-            self._check_stopping()
             response = self._response_at(offset, stop)
-            self._check_stopping()  # the memory of the view may be gone
+            if self._stopping.is_set():  # the memory of the view may be gone
+                raise StorageError(f"{self._shown}: reading was stopped.")
             count: int = response.readinto(view[:_CHUNK])
             if view and not count:
                 raise TemporaryError(
                     f"the response ended at byte {response.position} instead of {response.stop}"
                 )
-        except BaseException:
+        except BaseException as error:
             self._end_response()
+            self.retries += isinstance(error, RETRIED) and not getattr(error, "wait", 0.0)
             raise
         self.fetched += count
         return count
@@ -252,10 +241,6 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         self.version = self.version or response.version
         self.tag = self.version if self.tag is None else self.tag
         return response
-
-    def _check_stopping(self) -> None:
-        if self._stopping.is_set():
-            raise StorageError(f"{self._shown}: reading was stopped.")
 
 
 class RemoteStream(io.RawIOBase):

@@ -98,64 +98,57 @@ def server_of(address: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
-class Retries:
-    """Repeats failed requests for one address. failed: number of failed attempts."""
+def retry(
+    address: str,
+    attempt: Callable[[], Result],
+    missing: str,
+    stopping: threading.Event | None = None,
+) -> Result:
+    """Return the result of an attempt, repeated while its error is one of `RETRIED`.
 
-    def __init__(self, address: str, stopping: threading.Event | None = None) -> None:
-        """stopping: set to end the waiting."""
-        self.failed = 0
-        self._server, self._shown = server_of(address), redacted(address)
-        self._stopping = stopping or threading.Event()
-
-    def run(self, attempt: Callable[[], Result], missing: str) -> Result:
-        """Return the result of an attempt, repeated while its error is one of `RETRIED`.
-
-        missing: what the server should send, as "byte 0". Raises StorageError if no byte arrives
-        within the time limit, or if reading is to stop.
-        """
-        begun, attempts = time.monotonic(), 0
-        while True:
-            try:
-                return attempt()
-            except RETRIED as error:
-                problem, asked = describe_error(error), getattr(error, "wait", 0.0)
-                limit = network_timeout() * getattr(error, "patience", 1.0)
-            silent = time.monotonic() - begun
-            self.failed += not asked
-            attempts += not asked
-            if "CERTIFICATE_VERIFY_FAILED" in problem:
-                raise StorageError(
-                    f"{self._shown}: {problem}. Check the address; SSL_CERT_FILE names certificates "
-                    f"to trust."
-                )
-            if silent >= limit and not asked:
-                raise StorageError(
-                    f"{self._shown}: {missing} did not arrive in {attempts} attempts over "
-                    f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
-                    f"credentials; {TIMEOUT} sets after how many seconds without a byte reading "
-                    f"fails."
-                )
-            pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(
-                _GROWTH, 2.0 ** min(attempts - 1, 20)
+    missing: what the server should send, as "byte 0". stopping: set to end the waiting. Raises
+    StorageError if no byte arrives within the time limit, or if reading is to stop.
+    """
+    stopping = stopping or threading.Event()
+    begun, attempts, pause = time.monotonic(), 0, 0.0
+    while True:
+        if stopping.wait(pause):
+            raise StorageError(f"{redacted(address)}: reading was stopped.")
+        try:
+            return attempt()
+        except RETRIED as error:
+            problem, asked = describe_error(error), getattr(error, "wait", 0.0)
+            limit = network_timeout() * getattr(error, "patience", 1.0)
+        silent = time.monotonic() - begun
+        attempts += not asked
+        if "CERTIFICATE_VERIFY_FAILED" in problem:
+            raise StorageError(
+                f"{redacted(address)}: {problem}. Check the address; SSL_CERT_FILE names certificates "
+                f"to trust."
             )
-            pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
-            if silent + pause >= _UNLOGGED:
-                state = f"asks to wait {asked:g} s ({problem})"
-                if not asked:
-                    state = (
-                        f"does not answer ({problem}); retrying for up to {limit:g} s ({TIMEOUT})"
-                    )
-                self._log(state)
-            if self._stopping.wait(pause):
-                raise StorageError(f"{self._shown}: reading was stopped.")
-            begun = time.monotonic() if asked else begun
+        if silent >= limit and not asked:
+            raise StorageError(
+                f"{redacted(address)}: {missing} did not arrive in {attempts} attempts over "
+                f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
+                f"credentials; {TIMEOUT} sets after how many seconds without a byte reading "
+                f"fails."
+            )
+        pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(_GROWTH, 2.0 ** min(attempts - 1, 20))
+        pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))
+        if silent + pause >= _UNLOGGED:
+            state = f"asks to wait {asked:g} s ({problem})"
+            if not asked:
+                state = f"does not answer ({problem}); retrying for up to {limit:g} s ({TIMEOUT})"
+            _log_state(server_of(address), state)
+        begun = time.monotonic() + asked if asked else begun
 
-    def _log(self, state: str) -> None:
-        """Log the state of the server, not more often than each half minute in all threads."""
-        now = time.monotonic()
-        if now > _next_line.get(self._server, 0.0):
-            _next_line[self._server] = now + _BETWEEN_LINES
-            _log.warning("%s %s", self._server, state)
+
+def _log_state(server: str, state: str) -> None:
+    """Log the state of a server, not more often than each half minute in all threads."""
+    now = time.monotonic()
+    if now > _next_line.get(server, 0.0):
+        _next_line[server] = now + _BETWEEN_LINES
+        _log.warning("%s %s", server, state)
 
 
 def seconds_to_wait(client: str) -> float:
