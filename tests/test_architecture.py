@@ -55,7 +55,7 @@ BUDGETS = {
     "reader": 506,
     "cli": 671,
     "runtime": 398,
-    "tuning": 244,
+    "tuning": 240,
     "order": 400,
     "report": 326,
     "augment": 270,

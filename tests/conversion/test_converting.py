@@ -106,6 +106,26 @@ def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
         assert (tmp_path / "stream" / shard.name).read_bytes() == Path(shard.path).read_bytes()
 
 
+def test_a_stream_in_its_own_order_is_written_once_into_the_shards_of_its_plan(
+    tmp_path: Path,
+) -> None:
+    """A split needs a plan, also one of a single part."""
+    samples = [{"__key__": f"k{n}", "bin": bytes([n]) * (n % 7 * 3000)} for n in range(60)]
+    options: dict[str, Any] = {"shuffle": False, "max_shard_size": 50_000, "max_shard_samples": 9}
+    sizes = list[int]()
+
+    def look(step: Step) -> None:
+        paths = (tmp_path / "direct" / ".unfinished").rglob("*")
+        sizes.append(sum(path.stat().st_size for path in paths if path.is_file()))
+
+    direct = wt.pack(iter(samples), tmp_path / "direct", progress=look, **options)
+    planned = wt.pack(samples, tmp_path / "planned", split={"train": 1.0}, **options)
+    assert len(direct.shards) == len(planned.shards) > 8
+    for shard in direct.shards:
+        assert Path(shard.path).read_bytes() == (tmp_path / "planned" / shard.name).read_bytes()
+    assert max(sizes) < sum(shard.bytes for shard in direct.shards) + 10_000
+
+
 def test_the_shuffle_depends_only_on_the_seed_and_mixes(photos: Path, tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((0, 0, 1)):

@@ -55,15 +55,6 @@ def test_shards_of_class_folders_contain_the_same_bytes(photos: Path, tmp_path: 
     assert wt.verify(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize("jobs", [2, 4])
-def test_any_number_of_workers_gives_the_same_bytes(
-    photos: Path, tmp_path: Path, jobs: int
-) -> None:
-    pack(photos, tmp_path / "one", max_shard_samples=4, num_workers=1)
-    pack(photos, tmp_path / "many", max_shard_samples=4, num_workers=jobs)
-    assert digest(tmp_path / "one") == digest(tmp_path / "many")
-
-
 def test_samples_are_shuffled_by_default_and_in_source_order_with_no_shuffle(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -76,12 +67,6 @@ def test_samples_are_shuffled_by_default_and_in_source_order_with_no_shuffle(
     assert keys() == keys() != listed
     assert keys(seed=1) != keys()
     assert sorted(keys()) == listed
-
-
-def test_shards_are_divided_by_size_and_within_it(photos: Path, tmp_path: Path) -> None:
-    index = pack(photos, tmp_path / "out", max_shard_size=10_240 - 1024)
-    assert len(index.shards) > 3
-    assert all(shard.bytes <= 10_240 for shard in index.shards)
 
 
 def test_overhead_per_image_and_label_is_at_most_2500_bytes(photos: Path, tmp_path: Path) -> None:

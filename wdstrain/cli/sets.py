@@ -297,7 +297,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         ("shards", f"{would}{shards}" if would else shards),
         ("set", done.folder),
     ]
-    result(arguments, done.report(), rows)
+    result(arguments, vars(done), rows)
     return 0
 
 

@@ -46,7 +46,13 @@ from wdstrain.conversion.shard_plan import (
     plan_shards,
     room,
 )
-from wdstrain.conversion.shard_writer import Packed, ShardFile, summing, write_shards
+from wdstrain.conversion.shard_writer import (
+    Packed,
+    ShardFile,
+    clear_temporary,
+    summing,
+    write_shards,
+)
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
@@ -202,7 +208,7 @@ class _Run:
         and the sizes are those before images are re-encoded. The index has no fields and columns.
         """
         catalog = self._collected(None, out)
-        plan, rows, shards = self._plan(catalog, self.options), OffsetsBuilder(), list[Shard]()
+        plan, rows, shards = self._plan(catalog), OffsetsBuilder(), list[Shard]()
         for shard in plan:
             stops = np.cumsum(catalog.sizes[shard.numbers]).tolist()
             for key, start, stop in zip(
@@ -235,6 +241,7 @@ class _Run:
         """Write the samples of a stream as they come; one shard of each split is open at a time."""
         options, folder, renamed = self.options, staging.folder(), Renamed()
         recipe, builder, most = Recipe.of(options), MetaBuilder(options.seed), room(options)
+        clear_temporary(folder)  # of a run that was killed
         tick = summing(partial(self.report, "packing", total=self.source.total))
         shards, done = dict[str, ShardFile](), dict[str, list[Index]]()
         with ExitStack() as stack:
@@ -279,14 +286,13 @@ class _Run:
         """Write the shards of a plan of all samples."""
         spool = None if self.source.has_files else staging.folder("spill")
         source = self._collected(spool, staging.shown)
-        catalog, recipe, options = source, Recipe.of(self.options), self.options
+        catalog, recipe = source, Recipe.of(self.options)
         at = np.arange(len(source.sizes))  # number in the source of each sample of the catalog
         if recipe.changes:
             catalog, at = self._encoded(source, recipe, staging.folder("encoded"))
             recipe = recipe.looked_at()
-            options = replace(options, limit=None)  # applied when the images were chosen
             self._check_any(len(at))
-        plan, parts = self._plan(catalog, options), list[Packed]()
+        plan, parts = self._plan(catalog), list[Packed]()
         staging.check_names({shard.split for shard in plan})
         with closing(self._shards(catalog, recipe, staging.folder(), plan, "packing")) as shards:
             for part in shards:
@@ -311,9 +317,9 @@ class _Run:
                 check_keys(self.former, catalog.keys(numbers), out)
         return catalog
 
-    def _plan(self, catalog: Catalog, options: Options) -> list[PlannedShard]:
+    def _plan(self, catalog: Catalog) -> list[PlannedShard]:
         known = self.former.splits if self.former is not None else ()
-        return plan_shards(catalog, options, resplit=self.source.resplit, known=known)
+        return plan_shards(catalog, self.options, resplit=self.source.resplit, known=known)
 
     def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[IndexCatalog, Ints]:
         """Return the samples with re-encoded images, in the order they will be packed.

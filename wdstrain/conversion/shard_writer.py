@@ -188,9 +188,14 @@ def write_shards(
                 bad.bad += packed.bad
                 yield packed
     finally:
-        for name in os.listdir(folder):
-            if name.endswith(_TEMPORARY):  # of a worker that was killed
-                os.unlink(os.path.join(folder, name))
+        clear_temporary(folder)  # of a worker that was killed
+
+
+def clear_temporary(folder: str) -> None:
+    """Remove the files of shards that were not finished."""
+    for name in os.listdir(folder):
+        if name.endswith(_TEMPORARY):
+            os.unlink(os.path.join(folder, name))
 
 
 def _write_shard(

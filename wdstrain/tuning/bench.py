@@ -186,12 +186,12 @@ def bench(options: BenchOptions) -> Bench:
         _drop_page_cache(index, options)
         page_cache = _share_in_page_cache(index)
         note("storage")
-        rates = {"storage": whole.as_bytes().run().rate}
+        rates = {"storage": whole.as_bytes().run()["rate"]}
         if decodes:
             note("decoding")
-            rates["decode" if options.transform is None else "transform"] = part.run().rate
+            rates["decode" if options.transform is None else "transform"] = part.run()["rate"]
         note("hand-off")
-        rates["hand-off"] = part.as_bytes().run().rate
+        rates["hand-off"] = part.as_bytes().run()["rate"]
         _drop_page_cache(index, options)
         note("the loader")
         achieved = whole.run()
@@ -199,7 +199,7 @@ def bench(options: BenchOptions) -> Bench:
             note(f"num_workers={count}")
             with suppress(UsageError):  # fields or functions cannot be sent to processes
                 # The load of a machine changes from minute to minute: both are measured together.
-                baseline, rate = whole.run().rate, whole.run(num_workers=count).rate
+                baseline, rate = whole.run()["rate"], whole.run(num_workers=count)["rate"]
                 advice = f"--num-workers {count}"
                 trials.append(Trial(f"num_workers={count}", rate, baseline, advice))
     slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * rates["hand-off"]}
@@ -209,14 +209,14 @@ def bench(options: BenchOptions) -> Bench:
         mean_bytes=float(index.offsets.size.sum()) / len(index),
         batch_size=options.batch_size,
         num_workers=options.num_workers,
-        decoders=int(achieved.report["decoders"]),
+        decoders=int(achieved["decoders"]),
         cores=cores(),
         stages=rates,
         bottleneck=min(slow, key=lambda name: slow[name], default="hand-off"),
-        achieved=achieved.rate,
-        first_batch=achieved.first_batch,
+        achieved=achieved["rate"],
+        first_batch=achieved["first_batch"],
         page_cache=page_cache,
-        bad=achieved.report["bad"],
+        bad=achieved["bad"],
         trials=tuple(trials),
     )
 
@@ -238,14 +238,6 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
     return fields | {f"label {label.name}": field_of(label) for label in index.labels}
 
 
-class _Rate(NamedTuple):
-    """Result of a run: samples/s, seconds until the first batch, report of the last epoch."""
-
-    rate: float
-    first_batch: float
-    report: Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class _Subject:
     """A loader that is measured. options: other arguments of it. seconds: of a measurement."""
@@ -256,8 +248,11 @@ class _Subject:
     options: Mapping[str, Any]
     seconds: float
 
-    def run(self, **changes: Any) -> _Rate:
-        """Run the loader for `seconds` after its first batch. changes: other options."""
+    def run(self, **changes: Any) -> dict[str, Any]:
+        """Return the report of the loader, its rate in samples/s and the seconds to its first batch.
+
+        It runs for `seconds` after that. changes: other options.
+        """
         begin = time.perf_counter()
         first, rows, batches = begin, 0, 0
         with Loader(
@@ -273,7 +268,7 @@ class _Subject:
                     if now - first >= self.seconds and batches > 1:
                         break
             rate = rows / (time.perf_counter() - first)
-            return _Rate(rate, first - begin, loader.report())
+            return {**loader.report(), "rate": rate, "first_batch": first - begin}
 
     def as_bytes(self) -> _Subject:
         """Return the same loader with batches of bytes."""
