@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from wdstrain.training.train import train
     from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
-    from wdstrain.webdataset.stream import Stream, stream
-    from wdstrain.webdataset.to_example import to_example
+    from wdstrain.webdataset.stream import Stream, stream, to_example
 
 __version__ = "0.1.0"
 
@@ -140,8 +139,7 @@ _NAMES = {
     "augment.gpu": "Augmentation",
     "loader.loader": "Loader",
     "loader.mixture": "mix",
-    "webdataset.stream": "Stream stream",
-    "webdataset.to_example": "to_example",
+    "webdataset.stream": "Stream stream to_example",
     "webdataset.compat": "WebDataset",
     "order.plan": "Plan",
     "shards.index": "Index Shard",

@@ -261,10 +261,9 @@ def image(
     """
     shape = sides(size)
     parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
-    if shape is None and parsed.rrc:
-        raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
-    if shape is None and parsed.crop_pct != 1:
-        raise UsageError(f"crop_pct={crop_pct} needs a size. Give for example size=224.")
+    if shape is None and (parsed.rrc or parsed.crop_pct != 1):
+        option = f"augment={augment!r}" if parsed.rrc else f"crop_pct={crop_pct}"
+        raise UsageError(f"{option} needs a size. Give for example size=224.")
     return Image(field_names(names), shape, parsed)
 
 

@@ -77,25 +77,26 @@ class Column(ColumnInfo):
 class ColumnBuilder:
     """Columns of the samples that are added, in order."""
 
-    def __init__(self, places: Iterable[Place] | None = None, *, own_names: bool = False) -> None:
+    def __init__(self, places: Collection[Place] | None = None, *, own_names: bool = False) -> None:
         """places: the columns to make. None: of every field and entry that holds one value.
 
         own_names: fields with names such as `price` count too, if all their values are short texts.
         Only for samples that are all added; an excerpt cannot tell.
         """
-        self._own_names = own_names
-        self._wanted = None if places is None else dict.fromkeys(places)
-        self._fields = None if self._wanted is None else {field for field, _ in self._wanted}
-        self._values: dict[Place, list[Any]] = {place: [] for place in self._wanted or ()}
+        self._own_names, self._count = own_names, 0
+        self._fields = None if places is None else {field for field, _ in places}
+        self._values: dict[Place, list[Any]] = {place: [] for place in places or ()}
         self._left_out = dict[Place, None]()  # entries beyond MOST_COLUMNS
-        self._count = 0
 
     def add(self, parts: Iterable[tuple[str, bytes | memoryview]]) -> None:
-        """Add a sample. parts: (field, bytes) of its members."""
-        self.add_values(pair for field, data in parts for pair in self.read(field, data))
-
-    def add_values(self, values: Iterable[tuple[Place, Any]]) -> None:
-        """Add a sample. values: as `read` returned them for its members."""
+        """Add a sample. parts: (field, bytes) of its members. Values that cannot be read are left out."""
+        values = (
+            pair
+            for field, data in parts
+            if self.reads(field)
+            for pair in self._values_in(field, data)
+            if self._fields is None or pair[0] in self._values
+        )
         for place, value in values:
             if place not in self._values and len(self._values) >= MOST_COLUMNS:
                 self._left_out[place] = None
@@ -120,14 +121,8 @@ class ColumnBuilder:
         """Return whether a field may hold values of the columns."""
         return self._fields is None or field in self._fields
 
-    def read(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
-        """Return (place, value) of the columns that a field holds; nothing if it cannot be read."""
-        if not self.reads(field):
-            return []
-        wanted, values = self._wanted, self._values_in(field, data)
-        return values if wanted is None else [pair for pair in values if pair[0] in wanted]
-
     def _values_in(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
+        """Return (place, value) of what a field holds; nothing if it cannot be read."""
         try:
             if is_json(field):
                 document = parsed_json(bytes(data))

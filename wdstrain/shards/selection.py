@@ -52,20 +52,13 @@ def sample_ids(count: int, amount: float, seed: int) -> Ints:
     amount: a share (float in (0, 1]) or a number of samples (int >= 1).
     """
     seed = integer("seed", seed)
-    if not isinstance(amount, (int, np.integer)):
-        if not is_number(amount) or not 0 < amount <= 1:
-            raise UsageError(
-                f"sample({amount!r}): must be a share above 0 and at most 1, or a number of samples."
-            )
-        wanted = round(float(amount) * count)
-        if not wanted:
-            raise UsageError(
-                f"sample({amount}): this share of {count} samples rounds to 0. Give a larger share."
-            )
-    else:
-        wanted = integer("sample", amount, 1)
-        if wanted > count:
-            raise UsageError(f"sample({wanted}): there are {count} samples only. Take fewer.")
+    is_share = not isinstance(amount, (int, np.integer)) and is_number(amount) and 0 < amount <= 1
+    wanted = round(float(amount) * count) if is_share else integer("sample", amount, 1)
+    if not 1 <= wanted <= count:
+        raise UsageError(
+            f"sample({amount!r}) of {count} samples: must be a share above 0 and at most 1, in which "
+            f"there is a sample, or a number of samples from 1 to {count}."
+        )
     chosen = np.argsort(bits(np.arange(count), "sample", seed), kind="stable")[:wanted]
     return np.sort(chosen)
 
@@ -102,15 +95,11 @@ def fold_ids(
 
 
 def _checked(shares: Mapping[str, float]) -> dict[str, float]:
-    if not isinstance(shares, Mapping) or not len(shares):
+    values = list(shares.values()) if isinstance(shares, Mapping) else []
+    if not all(is_number(v) and 0 < v <= 1 for v in values) or abs(sum(values) - 1) > 1e-6:
         raise UsageError(
-            f"split({shares!r}): must be shares by name, such as {{'train': 0.9, 'val': 0.1}}."
-        )
-    if not all(is_number(share) and 0 < share <= 1 for share in shares.values()):
-        raise UsageError(f"split({dict(shares)}): each share must be above 0 and at most 1.")
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        raise UsageError(
-            f"split({dict(shares)}): the shares must add up to 1, not {sum(shares.values()):g}."
+            f"split({shares!r}): must be shares by name, each above 0, that must add up to 1, such as "
+            f"{{'train': 0.9, 'val': 0.1}}."
         )
     return {str(name): float(share) for name, share in shares.items()}
 

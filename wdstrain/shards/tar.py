@@ -132,11 +132,6 @@ NO_KEY, NOT_A_SAMPLE = "no key in the name", "not a sample"  # reasons to skip a
 _DIRECTORY = "a directory"
 
 
-def other_kind(kind: bytes, name: str) -> str:
-    """Return the reason to skip a member that is not a regular file."""
-    return _DIRECTORY if kind == b"5" or name.endswith("/") else "a link or device"
-
-
 def skipped_text(skipped: Mapping[str, int]) -> str:
     """Return how many members were skipped for which reason, without directories; "" if none."""
     counts = skipped.items()
@@ -287,7 +282,8 @@ def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
             if kind in b"0\x007" and not member.name.endswith("/"):
                 yield member
             else:
-                skipped[other_kind(kind, member.name)] += 1
+                is_directory = kind == b"5" or member.name.endswith("/")
+                skipped[_DIRECTORY if is_directory else "a link or device"] += 1
                 length = 0 if kind in b"123456" else length
             start = offset = data + length + padding(length)
             extra = Extra()
