@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3646,
-    "training": 3563,
+    "training": 3566,
     "inspection": 1900,
     "loader": 1224,
     "shards": 2259,

@@ -64,12 +64,16 @@ class Checkpoints:
 
     def _name(self, path: str, other: str) -> None:
         """Give a file a second name, which replaces an earlier file of that name."""
-        temporary = self._temporary()  # if a write fails, the next run removes it
+        temporary = self._temporary()
         try:
-            os.link(path, temporary)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, temporary)
-        publish(temporary, os.path.join(self._folder, other))
+            try:
+                os.link(path, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, temporary)
+            publish(temporary, os.path.join(self._folder, other))
+        finally:  # a link that stays would keep the bytes of a checkpoint on a full disk
+            with suppress(OSError):
+                os.unlink(temporary)
 
     def _temporary(self) -> str:
         return os.path.join(self._folder, f".{uuid.uuid4().hex[:12]}.tmp")
