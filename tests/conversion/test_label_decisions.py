@@ -233,6 +233,29 @@ def test_a_separator_between_parts_that_never_come_again_gets_no_note(
     assert len(index.labels[0].classes) == 3
 
 
+@pytest.mark.parametrize("source", ["arrays", "hdf5", "frame", "parquet"])
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([True, False, True], "flag"),
+        ([0, 5, 2], "class"),
+        ([-3, 2, 5], "number"),
+        ([0.5, 1.0, 2.0], "number"),
+        ([0, 5, 2000], ""),
+        ([0.0, 1.0, 0.0], ""),
+    ],
+)
+def test_one_rule_decides_the_kind_in_arrays_and_tables(
+    tmp_path: Path, images: Path, source: str, values: list[Any], kind: str
+) -> None:
+    result = attempt(lambda: convert_source(tmp_path, images, source, values * 4))
+    if kind:
+        assert not isinstance(result, str)
+        assert result.labels[0].kind == kind
+    else:
+        assert 'label="y:class" or label="y:number"' in str(result)
+
+
 # --- class numbers ---
 
 
