@@ -250,7 +250,7 @@ def get(
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
     # One request learns the target for all threads.
-    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 64]:
+    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 1024]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -413,7 +413,7 @@ def _new_pool_manager(
 @lru_cache(maxsize=1)
 def _locks(process: int) -> list[threading.Lock]:
     """Return locks of this process; a forked child must not wait for its parent's threads."""
-    return [threading.Lock() for _ in range(64)]
+    return [threading.Lock() for _ in range(1024)]
 
 
 # --- addresses that expire -------------------------------------------------------------------------
