@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 3646,
     "training": 3566,
     "inspection": 1900,
-    "loader": 1224,
+    "loader": 1226,
     "shards": 2259,
     "decode": 1359,
     "storage": 1097,

@@ -23,6 +23,7 @@ from wdstrain.training.tasks import Task
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 FIELDS = {"image": wt.image(size=(48, 40)), "label": wt.label()}

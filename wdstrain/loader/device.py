@@ -74,7 +74,9 @@ class _Copier:
                 lambda tensor: tensor.to(self._device, non_blocking=self.stream is not None), batch
             )
             if self.stream is not None:
-                self.stream.synchronize()
+                copied = torch.cuda.Event()
+                copied.record(self.stream)
+                copied.synchronize()
             if self._augmentation is not None:
                 moved = self._augmentation(moved)
             return moved, self.stream.record_event() if self.stream is not None else None
