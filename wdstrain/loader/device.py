@@ -74,7 +74,7 @@ class _Copier:
                 lambda tensor: tensor.to(self._device, non_blocking=self.stream is not None), batch
             )
             if self.stream is not None:
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record(self.stream)
                 copied.synchronize()
             if self._augmentation is not None:
