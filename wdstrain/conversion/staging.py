@@ -298,8 +298,10 @@ class Staging(AbstractContextManager["Staging"]):
         again = " with resume=True" if is_resumable else ""
         with disk_errors(self.out, f"Free some space, then run this again{again}."):
             if replaces and is_whole:
-                # The old index goes first, so no old shard is ever read under the new index.
+                # The old index goes first, so no old shard is ever read under the new index. Then
+                # go the shards that the new one does not list: none lies beside it at any moment.
                 _unlink(self.out, [INDEX_NAME])
+                _unlink(self.out, gone)
             for final, name in files.items():
                 with suppress(FileNotFoundError):  # moved already
                     os.replace(os.path.join(source, name), os.path.join(self.out, final))
