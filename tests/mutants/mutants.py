@@ -702,7 +702,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "below = without.cumsum(1) - without",
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
-        ("variance-of-labels", "square - mean_offset**2)", "square - mean_offset)"),
+        ("variance-of-labels", "variance = square - offset**2", "variance = square - offset"),
     ],
     "training/state.py": [
         (

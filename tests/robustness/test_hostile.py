@@ -422,11 +422,11 @@ def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (":", "must be module:function"),
-        (".mine:net", "must be module:function"),
-        ("mine:", "must be module:function"),
-        ("broken_syntax:net", "importing broken_syntax failed .SyntaxError"),
-        ("broken_import:net", "importing broken_import failed .ValueError: boom"),
+        (":", "Use module:function"),
+        (".mine:net", "Use module:function"),
+        ("mine:", "Use module:function"),
+        ("broken_syntax:net", "broken_syntax:net: SyntaxError"),
+        ("broken_import:net", "broken_import:net: ValueError: boom"),
         ("not_there:net", "No module named 'not_there'"),
     ],
 )

@@ -234,7 +234,7 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
     accuracy = f"{done.val['accuracy']:.2%}"
     assert lines_.lines[-2:] == [
         "training ended: the 1 epoch is done",
-        f"best.pt is of epoch 1, the only epoch: accuracy {accuracy}",
+        f"best.pt is of epoch 1: accuracy {accuracy}, the highest of all epochs",
     ]
 
 

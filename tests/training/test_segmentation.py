@@ -78,6 +78,8 @@ def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path
     task, metrics = wt.evaluate(best(run), f"{shards}/val-*.tar")
     assert metrics["mIoU"] == pytest.approx(max(scores), abs=1e-9)
     assert set(lines[-1]["classes"]["mask"]) == {"background", "red", "blue"}
+    rows = metrics["classes"]["mask"].values()
+    assert np.mean([row["IoU"] for row in rows]) == pytest.approx(metrics["mIoU"])
     assert "3 classes per pixel" in str(task)
     report = (run / "report.html").read_text()
     for text in ("image, prediction, true mask", "IoU", "Confusion matrix", "Pixels are counted"):

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,6 @@ from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.inputs import InputSpec
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.weights import LoadedCheckpoint
-
-Write = Callable[[LoadedCheckpoint, tuple[Tensor, ...], str], None]
 
 
 class Normalizing(nn.Module):
@@ -38,19 +37,17 @@ class Normalizing(nn.Module):
         shape = (-1, 1, 1) if loaded.task.is_dense else (-1,)
         self.is_scaled = any(head.kind == "number" for head in columns)
         # float32 is too coarse for times and coordinates
-        shift = torch.tensor([head.mean for head in columns], dtype=torch.float64)
-        scale = torch.tensor([head.deviation for head in columns], dtype=torch.float64)
-        self.shift, self.scale = nn.Buffer(shift.view(shape)), nn.Buffer(scale.view(shape))
+        scales = torch.tensor([(h.mean, h.deviation) for h in columns], dtype=torch.float64)
+        self.shift, self.scale = (nn.Buffer(s.clone().view(shape)) for s in scales.T)
         self.inputs = loaded.inputs
-        values = (loaded.inputs.normalization.mean, loaded.inputs.normalization.std)
-        mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in values)
-        self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)
+        normalization = loaded.inputs.normalization
+        values = torch.tensor([normalization.mean, normalization.std]).view(2, 1, 3, 1, 1) * 255
+        self.mean, self.std = (nn.Buffer(value.clone()) for value in values)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        parts = zip(self.inputs.specs.items(), inputs, strict=True)
-        values = {name: self._normalized(spec, value) for (name, spec), value in parts}
-        single = len(values) == 1
-        outputs: Tensor = self.model(*values.values()) if single else self.model(**values)
+        specs = zip(self.inputs.specs.items(), inputs, strict=True)
+        values = {name: self._normalized(spec, value) for (name, spec), value in specs}
+        outputs: Tensor = self.model(**values) if len(values) > 1 else self.model(*values.values())
         return outputs.double() * self.scale + self.shift if self.is_scaled else outputs
 
     def _normalized(self, spec: InputSpec, value: Tensor) -> Tensor:
@@ -83,99 +80,92 @@ def export(
         raise UsageError(f"out={path}: must end in {', '.join(_KINDS)}.")
     check_file_output(path)
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
-    examples = tuple(_example(spec) for spec in loaded.inputs.specs.values())
     try:
-        _KINDS[kind](loaded, examples, path)
+        with put_whole(path) as file:
+            _KINDS[kind](loaded, file)
     except (OSError, UsageError, StorageError):
         raise
     except Exception as error:  # exporters raise errors of many types
-        lines = (line for line in str(error).splitlines() if line.strip())
-        cause = next(lines, type(error).__name__).strip()
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"the model {loaded.config.model} cannot be exported as {kind}: {cause}"
         ) from error
     about = f"{path}.json"
-    write_whole(about, json_bytes(_description(loaded, kind), indent=1))
+    write_whole(about, json_bytes(_description(loaded, kind == ".pt"), indent=1))
     return [path, about]
 
 
-def _example(spec: InputSpec) -> Tensor:
-    """Return a batch of two values of an input, as an exported program takes them."""
-    if spec.keeps_type:
-        return torch.zeros(2, *spec.shape, dtype=torch.int64)
-    return torch.rand(2, *spec.shape) * 255
-
-
-def _description(loaded: LoadedCheckpoint, kind: str) -> dict[str, object]:
-    """Return what the JSON file beside an exported model says."""
-    outputs = []
+def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
+    """Return what the JSON file beside an exported model says. is_bare: it has no `Normalizing`."""
+    inputs, outputs = [], []
+    for name, spec in loaded.inputs.specs.items():
+        normalized = "by the model: give 0 to 255"
+        if spec.dtype != "uint8":
+            normalized = "not normalized, as in training"
+        elif is_bare and spec.is_rgb:
+            normalization = loaded.inputs.normalization
+            normalized = f"by the caller: mean {normalization.mean}, std {normalization.std}"
+        elif is_bare:
+            normalized = "by the caller: divided by 255"
+        inputs.append({"name": name, "shape": [None, *spec.shape], "normalized": normalized})
     for head in loaded.task.heads:
-        output = {
-            "label": head.name,
-            "kind": head.kind,
-            "columns": head.outputs,
-            "classes": list(head.classes),
-        }
-        if kind == ".pt" and head.kind == "number":
-            output |= {"mean": head.mean, "deviation": head.deviation}
-        outputs.append(output)
+        scale = {"mean": head.mean, "deviation": head.deviation}
+        outputs.append(
+            {
+                "label": head.name,
+                "kind": head.kind,
+                "columns": head.outputs,
+                "classes": list(head.classes),
+                **(scale if is_bare and head.kind == "number" else {}),
+            }
+        )
+    return {"model": loaded.config.model, "inputs": inputs, "outputs": outputs}
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _exported(loaded: LoadedCheckpoint) -> dict[str, Any]:
+    """Return the arguments of exporters: a program for batches of any size."""
+    specs = loaded.inputs.specs.values()
+    examples = tuple(
+        torch.zeros(2, *spec.shape, dtype=torch.int64 if spec.keeps_type else torch.float32)
+        for spec in specs
+    )
+    batch = torch.export.Dim("batch", min=1)
     return {
-        "model": loaded.config.model,
-        "inputs": [
-            {"name": n, "shape": [None, *s.shape], "normalized": _normalized(loaded, s, kind)}
-            for n, s in loaded.inputs.specs.items()
-        ],
-        "outputs": outputs,
+        "mod": Normalizing(loaded).eval(),
+        "args": examples,
+        "dynamic_shapes": (({0: batch},) * len(examples),),
     }
 
 
-def _state(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
-    with put_whole(path) as file:
-        torch.save(loaded.model.state_dict(), file)
+def _state(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
+    torch.save(loaded.model.state_dict(), file)
 
 
-def _program(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(
-        Normalizing(loaded).eval(), examples, dynamic_shapes=(({0: batch},) * len(examples),)
-    )
-    with put_whole(path) as file:
-        torch.export.save(program, file)
+def _program(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
+    torch.export.save(torch.export.export(**_exported(loaded)), file)
 
 
-def _onnx(loaded: LoadedCheckpoint, examples: tuple[Tensor, ...], path: str) -> None:
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}"
-        )
-    batch = torch.export.Dim("batch", min=1)
+def _onnx(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
+    for name in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"ONNX needs {name}. Run: pip install onnx onnxscript")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            Normalizing(loaded).eval(),
-            examples,
+        program: Any = torch.onnx.export(
+            torch.export.export(**_exported(loaded)),
             input_names=list(loaded.inputs.specs),
             output_names=["outputs"],
-            dynamic_shapes=(({0: batch},) * len(examples),),
             dynamo=True,
             verbose=False,
         )
-    assert program is not None
-    with put_whole(path) as file:
-        file.write(program.model_proto.SerializeToString())
+    file.write(program.model_proto.SerializeToString())
 
 
-def _normalized(loaded: LoadedCheckpoint, spec: InputSpec, kind: str) -> str:
-    """Return who normalizes an input, and how."""
-    normalization = loaded.inputs.normalization
-    if spec.dtype != "uint8":
-        return "not normalized, as in training"
-    if kind != ".pt":
-        return "by the model: give 0 to 255"
-    if spec.is_rgb:
-        return f"by the caller: mean {normalization.mean}, std {normalization.std}"
-    return "by the caller: divided by 255"
-
-
-_KINDS: dict[str, Write] = {".pt": _state, ".pt2": _program, ".onnx": _onnx}
+_KINDS: dict[str, Callable[[LoadedCheckpoint, IO[bytes]], None]] = {
+    ".pt": _state,
+    ".pt2": _program,
+    ".onnx": _onnx,
+}

@@ -37,10 +37,8 @@ class Head(ABC):
     deviation: float = 1.0
 
     kind: ClassVar[str]
-    about: ClassVar[str]  # with the number of classes for {}
-    main_metric: ClassVar[str]  # chooses the best checkpoint
-    shown_metrics: ClassVar[tuple[str, ...]]  # in a sentence on a pass
-    train_metric: ClassVar[str | None] = None  # of the training epoch, if there is one
+    shown_metrics: ClassVar[tuple[str, ...]]  # in a sentence; the first chooses the best checkpoint
+    has_accuracy: ClassVar[bool] = False  # whether an epoch of training has one
 
     @property
     def name(self) -> str:
@@ -61,10 +59,6 @@ class Head(ABC):
     def outputs(self) -> int:
         """Number of columns in the model's output."""
         return len(self.classes)
-
-    def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the model's output for an image of this shape, without the batch."""
-        return (self.outputs,)
 
     def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target. image: field of the images, which masks follow."""
@@ -103,9 +97,9 @@ class Head(ABC):
         balanced = counted.sum() / (present.sum() * counted.clamp(min=1))
         return torch.where(present, balanced, torch.ones_like(counted))
 
-    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return values [b] whose mean over an epoch of training is `train_metric`."""
-        return target
+    def right(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return whether each prediction is right, bool[b]. For heads that have an accuracy."""
+        raise NotImplementedError
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return the probability of each class, [b, classes]."""
@@ -123,10 +117,6 @@ class Head(ABC):
         """Return a prediction or a target in words."""
         return str(value)
 
-    def describe(self) -> str:
-        """Return the kind of the label in words, such as "one of 10 classes"."""
-        return self.about.format(len(self.classes))
-
 
 @dataclass(frozen=True)
 class ClassHead(Head):
@@ -136,10 +126,8 @@ class ClassHead(Head):
     """
 
     kind: ClassVar[str] = "class"
-    about: ClassVar[str] = "one of {} classes"
     shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "top5", "balanced_accuracy")
-    main_metric: ClassVar[str] = "accuracy"
-    train_metric: ClassVar[str | None] = "accuracy"
+    has_accuracy: ClassVar[bool] = True
     ignored: ClassVar[int] = -1
 
     def losses(
@@ -163,7 +151,8 @@ class ClassHead(Head):
         """Return the number of the most likely class of each row."""
         return outputs.argmax(1)
 
-    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def right(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return whether each prediction is right, bool[b]. target: also shares of classes."""
         return self.numbers(outputs) == (target.argmax(1) if target.ndim == 2 else target)
 
     def predicted(self, outputs: Tensor) -> list[Any]:
@@ -178,7 +167,6 @@ class BinaryHead(ClassHead):
     """One of two classes: one logit, for the second class."""
 
     kind: ClassVar[str] = "binary"
-    about: ClassVar[str] = "one of two classes"
     shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "auroc", "f1", "balanced_accuracy")
 
     @property
@@ -216,9 +204,7 @@ class MultiLabelHead(Head):
     """Any number of classes at once: one logit per class. Targets are float32[b, classes], 0 or 1."""
 
     kind: ClassVar[str] = "multi"
-    about: ClassVar[str] = "any of {} classes"
     shown_metrics: ClassVar[tuple[str, ...]] = ("mAP", "f1", "auroc", "accuracy")
-    main_metric: ClassVar[str] = "mAP"
 
     def losses(
         self,
@@ -256,10 +242,7 @@ class NumberHead(Head):
     """A number: squared error of the standardized number."""
 
     kind: ClassVar[str] = "number"
-    about: ClassVar[str] = "a number"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mse", "mae", "r2")
-    main_metric: ClassVar[str] = "mse"
-    train_metric: ClassVar[str | None] = "target_mean"
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mse", "mse_of_mean", "mae", "r2")
 
     @property
     def label(self) -> ColumnInfo:
@@ -321,14 +304,9 @@ class MaskHead(ClassHead):
     """
 
     kind: ClassVar[str] = "mask"
-    about: ClassVar[str] = "one of {} classes per pixel"
     shown_metrics: ClassVar[tuple[str, ...]] = ("mIoU", "pixel_accuracy")
-    main_metric: ClassVar[str] = "mIoU"
-    train_metric: ClassVar[str | None] = None
+    has_accuracy: ClassVar[bool] = False
     ignored: ClassVar[int] = IGNORED
-
-    def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
-        return (self.outputs, *image[1:])
 
     def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target, as large as the images."""

@@ -17,22 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wdstrain.training.heads import (
-    BinaryHead,
-    ClassHead,
-    Head,
-    MaskHead,
-    MultiLabelHead,
-    NumberHead,
-)
+from wdstrain.training.heads import Head
 from wdstrain.training.tasks import Task
 
 Reduce = Callable[[Tensor], Tensor]  # a tensor -> its sum over all processes
-Metrics = dict[str, float]
-ByClass = dict[str, dict[str, float | None]]  # figures of each class; None: undefined
+Metrics = dict[str, Any]
+Classes = dict[str, dict[str, float | None]]  # numbers of each class; None: undefined
 
 _MOST_CURVES = 100  # classes with AUROC and average precision of each
-_MOST_SHARES = 100  # classes whose recalls are in the line of an epoch
 _MOST_MATRIX = 2000  # classes with a confusion matrix
 _MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21  # per class; of all classes
 _FARTHEST = 1e4  # log-odds: samples of a model that is far too certain are ranked too
@@ -45,24 +37,23 @@ class HeadMetrics(ABC):
 
     def __init__(self, head: Any, device: torch.device) -> None:
         self.head = head
-        self.sums = {
-            name: torch.zeros(shape, dtype=torch.float64, device=device)
-            for name, shape in self.shapes(len(head.classes)).items()
-        }
+        shapes = self.shapes(len(head.classes)).items()
+        self.sums = {n: torch.zeros(s, dtype=torch.float64, device=device) for n, s in shapes}
 
     @abstractmethod
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the sums by name."""
+        """Return the shapes of the sums by name; without elements for sums that are not kept."""
 
     @abstractmethod
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Add a batch. outputs: [b, columns of the head]."""
+        """Add a batch. outputs: [b, columns of the head], float64."""
 
     @abstractmethod
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> tuple[Metrics, dict[str, Any]]:
         """Return (metrics by name, details for the report). sums: of all processes.
 
-        Undefined metrics are left out. details: "by_class", and where there is one "confusion".
+        Undefined metrics are NaN. details: "classes" with a row for each class, "confusion",
+        "calibration".
         """
 
 
@@ -70,44 +61,40 @@ class _Classes(HeadMetrics):
     """Metrics of one class per sample, of two classes or more."""
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {
-            "right": (1,),
+        return {
             "top5": (1,),
-            "calibration": (3, _CALIBRATION_BINS),
+            "calibration": (3, _CALIBRATION_BINS),  # samples, confidences, right answers
+            "confusion": (classes * (classes <= _MOST_MATRIX), classes),
+            "ranks": _shape_of_ranks(self.head.outputs * (classes <= _MOST_CURVES)),
         }
-        if classes <= _MOST_MATRIX:
-            shapes["confusion"] = (classes * classes,)
-        if classes <= _MOST_CURVES:
-            shapes["ranks"] = _shape_of_ranks(self.head.outputs)
-        return shapes
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        head, sums, outputs = self.head, self.sums, outputs.double()
-        predicted = head.numbers(outputs)
-        shares = head.probabilities(outputs)
-        sums["right"] += (predicted == target).sum()
-        _add_calibration(sums["calibration"], shares.amax(1), predicted == target)
-        if len(head.classes) > 5:
+        head, sums, count = self.head, self.sums, len(self.head.classes)
+        predicted, shares = head.numbers(outputs), head.probabilities(outputs)
+        confidence, right = shares.amax(1), (predicted == target).double()
+        bins = (confidence.nan_to_num() * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
+        picked = torch.nn.functional.one_hot(bins, _CALIBRATION_BINS).double()
+        sums["calibration"] += torch.stack([picked.sum(0), confidence @ picked, right @ picked])
+        if count > 5:
             sums["top5"] += (shares.topk(5).indices == target[:, None]).sum()
-        if "confusion" in sums:
-            _add_counts(sums["confusion"], target * len(head.classes) + predicted)
-        if "ranks" in sums:
+        if len(sums["confusion"]):
+            _add_counts(sums["confusion"], target * count + predicted)
+        if len(sums["ranks"]):
             odds = outputs if head.outputs == 1 else _log_odds(outputs)
-            numbers = torch.arange(len(head.classes), device=target.device)[-head.outputs :]
+            numbers = torch.arange(count, device=target.device)[-head.outputs :]
             _add_ranks(sums["ranks"], odds, (target[:, None] == numbers).long())
 
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> tuple[Metrics, dict[str, Any]]:
-        metrics: Metrics = {"accuracy": float(sums["right"]) / max(1, samples)}
-        details: dict[str, Any] = {}
+        _, confidence, hits = sums["calibration"]
+        metrics = {"accuracy": hits.sum() / samples}
+        metrics["ece"] = (confidence - hits).abs().sum() / samples
+        metrics["auroc"] = _auroc(sums["ranks"]).nanmean()
+        details: dict[str, Any] = {"calibration": sums["calibration"].tolist()}
         if len(self.head.classes) > 5:
-            metrics["top5"] = float(sums["top5"]) / max(1, samples)
-        if "confusion" in sums:
-            more, details = _matrix_metrics(self.head, sums["confusion"], "samples")
-            metrics |= more
-        if "ranks" in sums:
-            metrics |= _mean("auroc", _auroc(sums["ranks"]))
-        count, confidence, right = sums["calibration"]
-        metrics["ece"] = float((confidence - right).abs().sum() / count.sum().clamp(min=1))
+            metrics["top5"] = sums["top5"].sum() / samples
+        if len(matrix := sums["confusion"]):
+            more, table = _matrix_metrics(self.head, "samples", matrix)
+            metrics, details = metrics | more, details | table
         return metrics, details
 
 
@@ -125,15 +112,12 @@ class _Masks(HeadMetrics):
         _add_counts(self.sums["pixels"], cells.flatten())
 
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> tuple[Metrics, dict[str, Any]]:
-        more, details = _matrix_metrics(self.head, sums["pixels"][:-1], "pixels")
-        shares = [row["IoU"] for row in details["by_class"].values() if row["IoU"] is not None]
-        if not shares:
-            return {}, details
-        right = sum(row[i] for i, row in enumerate(details["confusion"]))
-        metrics = {"mIoU": sum(shares) / len(shares)}
-        metrics["pixel_accuracy"] = right / max(1.0, float(sums["pixels"][:-1].sum()))
-        metrics["classes_without_pixels"] = len(self.head.classes) - len(shares)
-        return metrics | more, details
+        matrix = sums["pixels"][:-1].view(len(self.head.classes), -1)
+        right = matrix.diagonal()
+        shares = right / (matrix.sum(0) + matrix.sum(1) - right)
+        metrics = {"mIoU": shares.nanmean(), "pixel_accuracy": right.sum() / matrix.sum()}
+        more, details = _matrix_metrics(self.head, "pixels", matrix, IoU=shares)
+        return metrics | more | {"classes_without_pixels": shares.isnan().sum()}, details
 
 
 class _MultiLabel(HeadMetrics):
@@ -144,7 +128,6 @@ class _MultiLabel(HeadMetrics):
         return {"exact": (1,), "counts": (3, classes), "ranks": _shape_of_ranks(classes)}
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        outputs = outputs.double()
         predicted, true = self.head.probabilities(outputs) > 0.5, target > 0
         self.sums["exact"] += (predicted == true).all(1).sum()
         self.sums["counts"] += torch.stack([predicted & true, predicted, true]).sum(1)
@@ -152,17 +135,14 @@ class _MultiLabel(HeadMetrics):
 
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> tuple[Metrics, dict[str, Any]]:
         hits, predicted, true = sums["counts"]
-        decisions = max(1, samples * len(hits))
-        wrong = float((predicted + true - 2 * hits).sum())
-        metrics: Metrics = {"accuracy": (decisions - wrong) / decisions}
-        metrics["exact"] = float(sums["exact"]) / max(1, samples)
-        if (true > 0).any():
-            metrics["f1"] = float((2 * hits / (predicted + true))[true > 0].mean())
         precision = _average_precision(sums["ranks"])
-        metrics |= _mean("auroc", _auroc(sums["ranks"])) | _mean("mAP", precision)
-        metrics["classes_without_positives"] = int((true == 0).sum())
+        metrics = {"mAP": precision.nanmean(), "auroc": _auroc(sums["ranks"]).nanmean()}
+        metrics["accuracy"] = 1 - (predicted + true - 2 * hits).sum() / (samples * len(hits))
+        metrics["exact"] = sums["exact"].sum() / samples
+        metrics["f1"] = (2 * hits / (predicted + true))[true > 0].mean()
+        metrics["classes_without_positives"] = (true == 0).sum()
         more = {"average precision": precision}
-        return metrics, {"by_class": _by_class(self.head, "positives", hits, predicted, true, more)}
+        return metrics, {"classes": _rows(self.head, "positives", hits, predicted, true, **more)}
 
 
 class _Number(HeadMetrics):
@@ -178,20 +158,20 @@ class _Number(HeadMetrics):
         self.sums["totals"] += torch.stack([error**2, error.abs(), offset, offset**2]).sum(1)
 
     def compute(self, sums: Mapping[str, Tensor], samples: int) -> tuple[Metrics, dict[str, Any]]:
-        mse, mae, mean_offset, square = (sums["totals"] / max(1, samples)).tolist()
-        metrics = {"mse": mse, "mae": mae, "mean": self.head.mean + mean_offset}
-        metrics["variance"] = max(0.0, square - mean_offset**2)
-        if metrics["variance"] > 0 and samples > 1:
-            metrics["r2"] = 1 - mse / metrics["variance"]
+        mse, mae, offset, square = sums["totals"] / samples
+        metrics = {"mse": mse, "mae": mae, "mse_of_mean": square}  # of the mean in training
+        variance = square - offset**2
+        if variance > 0 and samples > 1:
+            metrics["r2"] = 1 - mse / variance
         return metrics, {}
 
 
-METRICS_OF_HEAD: dict[type[Head], type[HeadMetrics]] = {
-    ClassHead: _Classes,
-    BinaryHead: _Classes,
-    MultiLabelHead: _MultiLabel,
-    NumberHead: _Number,
-    MaskHead: _Masks,
+METRICS_OF_KIND: dict[str, type[HeadMetrics]] = {
+    "class": _Classes,
+    "binary": _Classes,
+    "multi": _MultiLabel,
+    "number": _Number,
+    "mask": _Masks,
 }
 
 
@@ -208,7 +188,7 @@ def _add_counts(counts: Tensor, positions: Tensor) -> None:
 
 def _shape_of_ranks(classes: int) -> tuple[int, int, int]:
     """Return the shape of counts by bins of log-odds: [classes, without and with it, bins]."""
-    return classes, 2, min(_MOST_BINS, max(_FEWEST_BINS, _BINS_OF_ALL // classes))
+    return classes, 2, min(_MOST_BINS, max(_FEWEST_BINS, _BINS_OF_ALL // max(1, classes)))
 
 
 def _add_ranks(ranks: Tensor, odds: Tensor, present: Tensor) -> None:
@@ -247,74 +227,39 @@ def _average_precision(ranks: Tensor) -> Tensor:
     return (having * precision).sum(1) / having.sum(1)
 
 
-def _mean(name: str, values: Tensor) -> Metrics:
-    """Return the mean over the classes for which a metric is defined; nothing if none is."""
-    mean = float(values.nanmean())
-    return {} if math.isnan(mean) else {name: mean}
-
-
-def _add_calibration(sums: Tensor, confidence: Tensor, right: Tensor) -> None:
-    """Add a batch to [samples, confidences, right answers] by bin of the confidence."""
-    bins = (confidence.nan_to_num() * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
-    picked = torch.nn.functional.one_hot(bins, _CALIBRATION_BINS).double()
-    sums += torch.stack([picked.sum(0), confidence @ picked, right.double() @ picked])
-
-
-def _matrix_metrics(head: Head, counts: Tensor, counted: str) -> tuple[Metrics, dict[str, Any]]:
-    """Return (means over the classes that some sample has, details) of a confusion matrix.
-
-    counts: flat. counted: what it counts, "samples" or "pixels".
-    """
-    matrix = counts.view(len(head.classes), -1)
+def _matrix_metrics(
+    head: Head, counted: str, matrix: Tensor, **more: Tensor
+) -> tuple[Metrics, dict[str, Any]]:
+    """Return (means over the classes that some sample has, details) of a confusion matrix."""
     right, predicted, true = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
-    more = {"IoU": right / (predicted + true - right)} if counted == "pixels" else {}
-    by_class = _by_class(head, counted, right, predicted, true, more)
-    details = {"confusion": matrix.tolist(), "by_class": by_class}
-    present = true > 0
-    if not present.any():
-        return {}, details
-    recall, f1 = right / true.clamp(min=1), 2 * right / (predicted + true).clamp(min=1)
-    metrics: Metrics = {"balanced_accuracy": float(recall[present].mean())}
-    if not present.all():
-        metrics["classes_without_samples"] = int((~present).sum())
-    if counted == "samples" and len(head.classes) == 2:
-        metrics["precision"] = float(right[1] / predicted[1].clamp(min=1))
-        metrics |= {"recall": float(recall[1]), "f1": float(f1[1])}
-    else:
-        metrics["f1"] = float(f1[present].mean())
-    return metrics, details
+    f1 = 2 * right / (predicted + true).clamp(min=1)
+    metrics = {"balanced_accuracy": (right / true).nanmean(), "f1": f1[true > 0].mean()}
+    metrics[f"classes_without_{counted}"] = (true == 0).sum()
+    if len(matrix) == 2 and counted == "samples":
+        metrics["precision"] = right[1] / predicted[1].clamp(min=1)
+        metrics |= {"recall": right[1] / true[1].clamp(min=1), "f1": f1[1]}
+    rows = _rows(head, counted, right, predicted, true, **more)
+    return metrics, {"confusion": matrix.tolist(), "classes": rows}
 
 
-def _by_class(
-    head: Head,
-    counted: str,
-    right: Tensor,
-    predicted: Tensor,
-    true: Tensor,
-    more: Mapping[str, Tensor],
-) -> ByClass:
-    """Return count, precision and recall of each class. counted: name of the count."""
+def _rows(
+    head: Head, counted: str, right: Tensor, predicted: Tensor, true: Tensor, **more: Tensor
+) -> Classes:
+    """Return count, precision, recall and more of each class. counted: name of the count."""
     columns = {"precision": right / predicted, "recall": right / true, **more}
-    shares = [[None if x != x else x for x in column.tolist()] for column in columns.values()]
-    rows = zip(true.long().tolist(), *shares, strict=True)
+    shares = torch.stack(list(columns.values()), 1).tolist()
     return {
-        name: dict(zip((counted, *columns), row, strict=True))
-        for name, row in zip(head.classes, rows, strict=True)
+        name: {counted: int(count)}
+        | {n: None if math.isnan(x) else x for n, x in zip(columns, row, strict=True)}
+        for name, count, row in zip(head.classes, true.tolist(), shares, strict=True)
     }
 
 
-def class_shares(details: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the recall of each class, of masks the IoU, by head; not of more than 100 classes.
-
-    details: of heads, as `EvalMetrics.compute` returns them.
-    """
-    shares = {}
-    for name, of_head in details.items():
-        rows = {n: row.get("IoU", row["recall"]) for n, row in of_head.get("by_class", {}).items()}
-        defined = {n: share for n, share in rows.items() if share is not None}
-        if 0 < len(defined) <= _MOST_SHARES:
-            shares[name] = defined
-    return shares
+def classes_of(details: Mapping[str, Any], most: float = math.inf) -> dict[str, Any]:
+    """Return "classes": rows of classes by head. most: classes of a head; of more, none."""
+    parts = ((name, own.get("classes", {})) for name, own in details["heads"].items())
+    classes = {name: rows for name, rows in parts if 0 < len(rows) <= most}
+    return {"classes": classes} if classes else {}
 
 
 # --- a pass ---------------------------------------------------------------------------------------
@@ -331,7 +276,7 @@ class EvalMetrics:
         self, task: Task, device: torch.device, user_metrics: Mapping[str, Any] | None = None
     ) -> None:
         self._task = task
-        self._parts = [METRICS_OF_HEAD[type(head)](head, device) for head in task.heads]
+        self._parts = [METRICS_OF_KIND[head.kind](head, device) for head in task.heads]
         self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, samples
         self._user = {name: metric.to(device) for name, metric in (user_metrics or {}).items()}
         for metric in self._user.values():
@@ -342,24 +287,26 @@ class EvalMetrics:
         """Add a batch. losses: [b]."""
         if not len(outputs):
             return
-        self._loss[0] += losses.double().sum()
-        self._loss[1] += len(losses)
-        pairs = zip(self._task.split(outputs), targets, strict=True)
-        batches = dict(zip(self._task.heads, pairs, strict=True))
-        for part in self._parts:
-            part.update(*batches[part.head])
+        self._loss += torch.stack([losses.double().sum(), torch.ones_like(losses).sum()])
+        columns = self._task.split(outputs)
+        for part, own, target in zip(self._parts, columns, targets, strict=True):
+            part.update(own.double(), target)
         for name, metric in self._user.items():
-            head = self._task.head_of(name)
-            metric.update(*head.for_metric(*batches[head]))
+            number = self._task.heads.index(self._task.head_of(name))
+            head = self._task.heads[number]
+            metric.update(*head.for_metric(columns[number], targets[number]))
 
     def compute(self, reduce: Reduce) -> tuple[Metrics, dict[str, Any]]:
-        """Return (metrics, details of each head) of all processes."""
+        """Return (metrics, details of each head) of all processes. Undefined metrics are left out."""
         loss, samples = reduce(self._loss).tolist()
         metrics: Metrics = {"samples": int(samples), "loss": loss / max(1.0, samples)}
         details: dict[str, Any] = {}
         for part in self._parts:
             sums = {name: reduce(value) for name, value in part.sums.items()}
-            values, details[part.head.name] = part.compute(sums, int(samples))
-            metrics |= {self._task.metric_name(part.head, n): v for n, v in values.items()}
-        metrics |= {name: float(metric.compute()) for name, metric in self._user.items()}
-        return metrics, details
+            values, details[part.head.name] = part.compute(sums, max(1, int(samples)))
+            for name, value in values.items():
+                if not (part.head.classes and value.isnan()):
+                    metrics[self._task.metric_name(part.head, name)] = value.item()
+        return metrics | {
+            name: float(metric.compute()) for name, metric in self._user.items()
+        }, details

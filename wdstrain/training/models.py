@@ -6,11 +6,11 @@ parameters, for images of 8 to 96 pixels and for training within minutes on a CP
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
@@ -98,28 +98,25 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
     try:
         import timm
     except ImportError as error:
-        cause = "" if error.name == "timm" else f" ({error})"
         raise UsageError(
-            f"model={TIMM}{name} needs timm{cause}. Install it: pip install 'wdstrain[timm]'"
+            f"model={TIMM}{name} needs timm ({error}). Install it: pip install 'wdstrain[timm]'"
         ) from None
     plain = name.partition(".")[0]
     if not timm.is_model(plain):
         near = get_close_matches(plain, timm.list_models(), 6, 0.4)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(f"model={TIMM}{name}: timm has no such model.{hint}")
+        raise UsageError(
+            f"model={TIMM}{name}: timm has no such model. Similar are: {', '.join(near) or 'none'}."
+        )
     options = {"pretrained": pretrained, "num_classes": outputs}
     try:
-        try:
-            model = timm.create_model(name, img_size=image_size, **options)
-        except TypeError:  # models that take images of any size have no such option
-            model = timm.create_model(name, **options)
+        with suppress(TypeError):  # of models that take images of any size
+            return cast(nn.Module, timm.create_model(name, img_size=image_size, **options))
+        return cast(nn.Module, timm.create_model(name, **options))
     except Exception as error:  # timm and its hub client raise errors of many types
-        cause = " ".join(str(error).split())[:300] or type(error).__name__
         raise UsageError(
-            f"model={TIMM}{name} cannot be created: {cause}. Try another image_size, or without a "
-            f"network weights=FILE."
+            f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}. Try "
+            f"another image_size, or without a network weights=FILE."
         ) from error
-    return cast(nn.Module, model)
 
 
 def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:
@@ -151,34 +148,27 @@ def check_shapes(
     try:
         with torch.no_grad():
             blank = inputs.blank(2, torch.device("cpu"))
-            found = inputs.call(model.eval(), blank, channels_last=False)
-            shape = tuple(found.shape)
+            shape = tuple(inputs.call(model.eval(), blank, channels_last=False).shape)
     except Exception as error:  # a model may raise anything for images that are too small
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        kinds = ", ".join(spec.kind for spec in inputs.specs.values())
-        what = f"a batch of {kinds}, or returns no tensor"
+        what = f"a batch of {inputs.specs[next(iter(inputs.specs))].kind}, or returns no tensor"
         if len(inputs.specs) > 1:
             what = f"the keyword arguments {', '.join(inputs.specs)}"
         raise UsageError(
-            f"the model {name} does not take {what} ({cause}). Use images of another size, such as "
-            f"image_size=224, or a model for these inputs."
+            f"the model {name} does not take {what} ({' '.join(str(error).split())[:300]}). "
+            f"Use images of another size, such as image_size=224, or a model for these inputs."
         ) from error
     if shape != (2, *outputs):
-        kind = "classification" if len(outputs) == 1 else "segmentation"
         raise UsageError(
             f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}. "
-            f"Use a {kind} model that takes the number of outputs."
+            f"Use a model for this kind of label that takes the number of outputs."
         )
     return model.train(was_training)
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
     """Return (name, module) of the last linear or convolution layer."""
-    layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv2d))
-    ]
+    kinds = nn.Linear, nn.Conv2d
+    layers = [(name, own) for name, own in model.named_modules() if isinstance(own, kinds)]
     if not layers:
         raise UsageError("the model has neither a linear layer nor a convolution: no last layer.")
     return layers[-1]
@@ -196,26 +186,19 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
 
 def import_function(name: str) -> Callable[..., Any]:
     """Return the function that module:function names."""
-    module, _, function = name.partition(":")
-    if not function or not all(part.isidentifier() for part in module.split(".")):
-        raise UsageError(f"{name}: must be module:function, for example models:make_net.")
     here = os.getcwd()
     if here not in sys.path:
         # as `python -m` does, and for good: a model may import its neighbors when it runs
         sys.path.insert(0, here)
     try:
-        value = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise UsageError(
-            f"{name}: {error}. The module is searched in {here} and on Python's path."
-        ) from error
+        value = pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's
-        cause = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"{name}: importing {module} failed ({cause}). Run: python -c 'import {module}'"
+            f"{name}: {type(error).__name__}: {error}. Use module:function, for example "
+            f"models:make_net, in {here} or on Python's path."
         ) from error
     if not callable(value):
-        raise UsageError(f"{name}: the module {module} has no function {function!r}.")
+        raise UsageError(f"{name}: must be a function, not {type(value).__name__}.")
     return cast(Callable[..., Any], value)
 
 
@@ -300,13 +283,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost members of sequences and module lists that consist of several layers."""
-    is_container = type(module) in _CONTAINERS
     for child in module.children():
         layers = list(child.children())
-        is_nested = any(True for layer in layers for _ in layer.children())
-        is_list = type(child) in _CONTAINERS
-        is_callable = type(child) is not nn.ModuleList and not (is_list and is_nested)
-        if is_container and layers and is_callable:
+        is_list = type(child) is nn.ModuleList
+        is_nested = type(child) is nn.Sequential and any(list(layer.children()) for layer in layers)
+        if type(module) in _CONTAINERS and layers and not is_list and not is_nested:
             yield child
         else:
             yield from blocks_in(child)
@@ -319,17 +300,16 @@ def checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
     Copies of a model, such as its moving average, must not be made in the context: their blocks
     would run those of the original.
     """
-    before = [
-        {"forward": vars(block)["forward"]} if "forward" in vars(block) else {} for block in blocks
-    ]
+    own = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         block.forward = partial(_run, block, block.forward)
     try:
         yield
     finally:
-        for block, attributes in zip(blocks, before, strict=True):
+        for block, forward in zip(blocks, own, strict=True):
             del block.forward
-            vars(block).update(attributes)
+            if forward is not None:
+                block.forward = forward
 
 
 def _run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice, repeat
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -44,11 +45,11 @@ from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.arguments import PredictArguments, given_options
 from wdstrain.training.data import label_column, whole_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
-from wdstrain.training.evaluate import Pixels, Setup, mask_png
-from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.heads import ClassHead, Head, NumberHead
 from wdstrain.training.inputs import ModelInputs
 from wdstrain.training.models import last_layer
 from wdstrain.training.sources import Fields, read_file
+from wdstrain.training.validation import Pixels, Setup, mask_png
 from wdstrain.training.weights import LoadedCheckpoint
 
 _TABLES = (".csv", ".parquet")
@@ -93,12 +94,12 @@ def predict(arguments: PredictArguments) -> PredictResult:
         images = _image_paths(arguments.urls, reporter)
         index = None if images else open_shards(arguments.urls)
         fields = loaded.fields(arguments.fields, index)
+        true: dict[str, pa.Array] = {}
         if index is None:
-            true: dict[str, pa.Array] = {}
-            batches = _batches_of_images(images, fields, loaded, reporter)
+            batches = _batches_of_images(images, fields, loaded)
         else:
             true = _true_columns(index, loaded, reporter)
-            batches = _batches_of_shards(index, fields, loaded, device, reporter)
+            batches = _batches_of_shards(index, fields, loaded, device)
         setup = Setup(
             task=loaded.task,
             config=loaded.config,
@@ -109,7 +110,8 @@ def predict(arguments: PredictArguments) -> PredictResult:
         )
         table = _Table(setup, loaded.model.to(device), arguments, true)
         with closing(batches), torch.inference_mode():
-            return table.write(path, batches)
+            _write(path, table.schema(), table.rows(batches, len(images or index or ())))
+    return PredictResult(table.count, table.bad)
 
 
 def _true_columns(
@@ -143,7 +145,10 @@ Batches = Generator[tuple[dict[str, Tensor], list[_Sample]], None, None]
 
 
 class _Table:
-    """The columns of a table of predictions, of one batch after the other. true: targets by label."""
+    """Rows of a table of predictions, of one batch after the other. true: targets by label.
+
+    count, bad: rows so far, and those with an error.
+    """
 
     def __init__(
         self,
@@ -156,6 +161,7 @@ class _Table:
         self._probabilities, self._embeds = arguments.probabilities, arguments.embeddings
         path = os.fspath(arguments.out)
         self._masks = _MaskFolder(setup.inputs, path) if setup.task.is_dense else None
+        self.count = self.bad = 0
         self._embedding = torch.zeros(0, 0)
         if self._embeds:
             last_layer(model)[1].register_forward_pre_hook(self._keep_input)
@@ -163,70 +169,55 @@ class _Table:
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def write(self, path: str, batches: Batches) -> PredictResult:
-        """Write all rows. The file appears when it is complete."""
-        types = ((name, kind) for name, kind, _ in self._columns({}, [], 0))
-        schema, counts = pa.schema(_plain_names(types)), [0, 0]
-        rows = self._rows(batches, counts)
-        with put_whole(path) as file:
-            if path.lower().endswith(".csv"):
-                text = io.TextIOWrapper(
-                    file, "utf-8", errors="surrogateescape", newline="", write_through=True
-                )
-                writer = csv.writer(text, lineterminator="\n")
-                writer.writerow(schema.names)
-                writer.writerows(map(_csv_cell, row) for row in rows)
-                text.detach()
-            else:
-                with pq.ParquetWriter(file, schema) as parquet:
-                    while group := list(islice(rows, _GROUP_ROWS)):
-                        cells = (
-                            list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)
-                        )
-                        parquet.write_table(pa.table(list(cells), schema))
-        return PredictResult(*counts)
+    def schema(self) -> pa.Schema:
+        """Return names that SQL and data frames take without quotes, each once, and types."""
+        plain: dict[str, pa.DataType] = {}
+        for column, kind, _ in self._columns({}, []):
+            name = re.sub(r"^(?=\d)|\W", "_", column)
+            while name in plain:
+                name += "_"
+            plain[name] = kind
+        return pa.schema(plain)
 
-    def _rows(self, batches: Batches, counts: list[int]) -> Iterator[tuple[Any, ...]]:
-        """Yield the cells of each row. counts: rows so far, and those with an error."""
+    def rows(self, batches: Batches, count: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the cells of each row. count: samples."""
         for inputs, samples in batches:
-            columns = [cells for *_, cells in self._columns(inputs, samples, counts[0])]
+            columns = [cells for *_, cells in self._columns(inputs, samples)]
             yield from zip(*columns, strict=True)
-            counts[0] += len(samples)
-            counts[1] += sum(error is not None for error in columns[-1])
+            self.count += len(samples)
+            self.bad += sum(error is not None for error in columns[-1])
+            self._setup.reporter.step("predicting", self.count, count, unit="samples")
 
     def _columns(
-        self, inputs: Mapping[str, Tensor], samples: Sequence[_Sample], first: int
+        self, inputs: Mapping[str, Tensor], samples: Sequence[_Sample]
     ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
-        """Yield (name, type, cells) of each column for some samples. first: number of the first."""
+        """Yield (name, type, cells) of each column for some samples."""
         task = self._setup.task
-        errors = [sample.error for sample in samples]
-        readable = [row for row, error in enumerate(errors) if not error]
+        errors = np.array([sample.error for sample in samples], object)
+        readable = np.flatnonzero(errors == "")
         outputs = torch.zeros(0, *task.output_shape((0, 1, 1)))
-        if readable:
+        if len(readable):
             on_device = {name: x.to(self._setup.device) for name, x in inputs.items()}
             outputs = self._setup.call(self._model, on_device).float().cpu()
         is_finite = outputs.flatten(1).isfinite().all(1)
-        for row, is_sound in zip(readable, is_finite.tolist(), strict=True):
-            errors[row] = "" if is_sound else "the output of the model is not finite"
-        rows = [row for row, error in enumerate(errors) if not error]
+        errors[readable[~is_finite.numpy()]] = "the output of the model is not finite"
+        rows = np.flatnonzero(errors == "").tolist()
 
         def placed(values: Iterable[Any]) -> list[Any]:
-            cells: list[Any] = [None] * len(samples)
-            for row, value in zip(rows, values, strict=True):
-                cells[row] = value
-            return cells
+            by_row = dict(zip(rows, values, strict=True))
+            return [by_row.get(row) for row in range(len(samples))]
 
         yield "key", pa.string(), [sample.key for sample in samples]
         for head, own in zip(task.heads, task.split(outputs[is_finite]), strict=True):
             for name, kind, values in self._predictions(head, own, [samples[row] for row in rows]):
                 yield name, kind, placed(values)
             if head.name in self._true:
-                true = self._true[head.name].slice(first, len(samples)).to_pylist()
+                true = self._true[head.name].slice(self.count, len(samples)).to_pylist()
                 is_number = isinstance(head, NumberHead)
                 texts = [x if is_number or x is None else head.text(x) for x in true]
                 yield f"{head.name}_true", pa.float64() if is_number else pa.string(), texts
         if self._embeds:
-            embedding = self._embedding[is_finite].tolist() if readable else []
+            embedding = self._embedding[is_finite].tolist() if rows else []
             yield "embedding", pa.list_(pa.float32()), placed(embedding)
         yield "error", pa.string(), [error or None for error in errors]
 
@@ -243,27 +234,34 @@ class _Table:
             return
         yield head.name, pa.string(), map(head.text, values)
         shares = head.probabilities(outputs.double())
-        if head.kind in ("class", "binary"):
-            yield f"{head.name}_probability", pa.float64(), map(_short, shares.amax(1).tolist())
-        if self._probabilities:
-            for name, column in zip(head.classes, shares.T, strict=True):
-                yield f"{head.name}_{name}", pa.float64(), map(_short, column.tolist())
+        if isinstance(head, ClassHead):
+            yield f"{head.name}_probability", pa.float64(), _short(shares.amax(1))
+        for name, column in zip(head.classes, shares.T, strict=True):
+            if self._probabilities:
+                yield f"{head.name}_{name}", pa.float64(), _short(column)
 
 
-def _short(share: float) -> float:
-    """Return a share with nine digits."""
-    return float(f"{share:.9g}")
+def _short(shares: Tensor) -> list[float]:
+    """Return shares with nine digits."""
+    return [float(f"{share:.9g}") for share in shares.tolist()]
 
 
-def _plain_names(columns: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return columns under names that SQL and data frames take without quotes, each once."""
-    plain: dict[str, Any] = {}
-    for name, kind in columns:
-        name = re.sub(r"^(?=\d)|\W", "_", name)
-        while name in plain:
-            name += "_"
-        plain[name] = kind
-    return list(plain.items())
+def _write(path: str, schema: pa.Schema, rows: Iterator[tuple[Any, ...]]) -> None:
+    """Write a table. The file appears when it is complete."""
+    with put_whole(path) as file:
+        if path.lower().endswith(".csv"):
+            text = io.TextIOWrapper(
+                file, "utf-8", errors="surrogateescape", newline="", write_through=True
+            )
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(schema.names)
+            writer.writerows(map(_csv_cell, row) for row in rows)
+            text.detach()
+            return
+        with pq.ParquetWriter(file, schema) as parquet:
+            while group := list(islice(rows, _GROUP_ROWS)):
+                cells = [list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)]
+                parquet.write_table(pa.table(cells, schema))
 
 
 def _csv_cell(cell: Any) -> str:
@@ -284,10 +282,9 @@ class _MaskFolder:
     """Folder of predicted masks, named by the keys of their pictures."""
 
     def __init__(self, inputs: ModelInputs, path: str) -> None:
-        self._folder, self._names = os.path.splitext(path)[0], set[str]()
-        self._seen = inputs.image
-        if os.path.isfile(self._folder) or (
-            os.path.isdir(self._folder) and os.listdir(self._folder)
+        self._folder, self._names, self._image = os.path.splitext(path)[0], set[str](), inputs.image
+        if os.path.exists(self._folder) and (
+            os.path.isfile(self._folder) or os.listdir(self._folder)
         ):
             raise UsageError(
                 f"{self._folder} has files already, and predicted masks would be written there. "
@@ -296,27 +293,25 @@ class _MaskFolder:
         os.makedirs(self._folder, exist_ok=True)
 
     def write(self, mask: Tensor, sample: _Sample) -> str:
-        """Write a mask, uint8[h, w]. Returns its path from the folder of the table."""
+        """Write a mask, uint8[h, w], in the size of the picture, of which the model saw the center.
+
+        Returns its path from the folder of the table.
+        """
+        numbers: Pixels = mask.numpy()
+        if sample.size is not None and self._image is not None:
+            aspect = numbers.shape[1] / numbers.shape[0]
+            top, left, h, w = center_crop(*sample.size, aspect, self._image.augment["crop_pct"])
+            seen = PillowImage.fromarray(numbers).resize((w, h), PillowImage.Resampling.NEAREST)
+            numbers = np.full(sample.size, IGNORED, np.uint8)
+            numbers[top : top + h, left : left + w] = np.asarray(seen)
         stem, ending = os.path.splitext(sample.key)
         stem = stem if ending[1:].lower() in EXTENSIONS else sample.key
         name = re.sub(r"[^\w. -]", "_", stem.lstrip("."))[:60] or "_"
         while name.lower() in self._names:
             name += f"-{len(self._names)}"
         self._names.add(name.lower())
-        png = mask_png(self._of_picture(mask.numpy(), sample.size))
-        write_whole(os.path.join(self._folder, f"{name}.png"), png)
+        write_whole(os.path.join(self._folder, f"{name}.png"), mask_png(numbers))
         return f"{os.path.basename(self._folder)}/{name}.png"
-
-    def _of_picture(self, numbers: Pixels, size: tuple[int, int] | None) -> Pixels:
-        """Return a mask in the size of the picture, of which the model saw the center."""
-        if size is None or self._seen is None:
-            return numbers
-        aspect = numbers.shape[1] / numbers.shape[0]
-        top, left, h, w = center_crop(*size, aspect, self._seen.augment["crop_pct"])
-        whole = np.full(size, IGNORED, np.uint8)
-        seen = PillowImage.fromarray(numbers).resize((w, h), PillowImage.Resampling.NEAREST)
-        whole[top : top + h, left : left + w] = np.asarray(seen)
-        return whole
 
 
 @dataclass(frozen=True)
@@ -341,56 +336,44 @@ def _size_of(picture: bytes) -> tuple[int, int]:
 
 
 def _batches_of_shards(
-    index: Index,
-    fields: Fields,
-    loaded: LoadedCheckpoint,
-    device: torch.device,
-    reporter: Reporter,
+    index: Index, fields: Fields, loaded: LoadedCheckpoint, device: torch.device
 ) -> Batches:
-    config, image = loaded.config, loaded.inputs.image
-    sized = loaded.task.is_dense and image is not None
-    more = {_SIZE: _PictureSize(image.names)} if sized and image else {}
-    loader = whole_loader(
-        index, {**fields, **more}, config, config.batch_size, config.num_workers, "mark"
-    )
-    number = 0
+    config, image = loaded.config, loaded.inputs.image if loaded.task.is_dense else None
+    more = {} if image is None else {_SIZE: _PictureSize(image.names)}
+    workers = config.num_workers
+    loader = whole_loader(index, {**fields, **more}, config, config.batch_size, workers, "mark")
+    keys = map(index.key, count())
     with closing(loader):
         batches = loader.epoch(0, until=1)
-        for step, batch in enumerate(to_device(batches, device)):
-            samples, bad = [], iter(batches.bad)
-            sizes = batch[_SIZE].tolist() if _SIZE in batch else None
-            for row, is_own in enumerate(batches.own.tolist()):
-                error = "" if is_own else next(bad).reason
-                size = None if sizes is None else tuple(sizes[row])
-                samples.append(_Sample(index.key(number), error, size))
-                number += 1
+        for batch in to_device(batches, device):
+            bad, size = iter(batches.bad), len(batches.own)
+            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None, size)
+            samples = [
+                _Sample(next(keys), "" if is_own else next(bad).reason, shape)
+                for is_own, shape in zip(batches.own.tolist(), sizes, strict=True)
+            ]
             rows = torch.tensor([not sample.error for sample in samples], device=device)
             yield {name: batch[name][rows] for name in loaded.inputs.specs}, samples
-            reporter.step("predicting", step + 1, len(loader))
 
 
 def _batches_of_images(
-    images: Sequence[tuple[str, str]],
-    fields: Fields,
-    loaded: LoadedCheckpoint,
-    reporter: Reporter,
+    images: Sequence[tuple[str, str]], fields: Fields, loaded: LoadedCheckpoint
 ) -> Batches:
     """Yield image files, a batch at a time. images: (key, path)."""
-    size, names = loaded.config.batch_size, loaded.inputs.specs
+    names = loaded.inputs.specs
     if len(names) > 1:
         raise UsageError(
             f"image files give one input, and the model has {len(names)}: {', '.join(names)}. "
             f"Convert the files to shards."
         )
-    sized = loaded.task.is_dense
+    sized = loaded.task.is_dense and loaded.inputs.image is not None
+    read = partial(_read_image, fields=fields, sized=sized)
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
-        for first in range(0, len(images), size):
-            read = partial(_read_image, fields=fields, sized=sized)
-            results = list(pool.map(read, images[first : first + size]))
+        for first in range(0, len(images), loaded.config.batch_size):
+            results = list(pool.map(read, images[first : first + loaded.config.batch_size]))
             good = [inputs for inputs, _ in results if inputs]
             batch = {name: torch.stack([inputs[name] for inputs in good]) for name in names if good}
             yield batch, [sample for _, sample in results]
-            reporter.step("predicting", first // size + 1, -(-len(images) // size))
 
 
 def _read_image(
@@ -401,8 +384,7 @@ def _read_image(
     try:
         if not os.path.isfile(path):  # opening a pipe would block
             raise OSError("it is not a regular file")
-        with open(path, "rb") as file:
-            data = file.read()
+        data = Path(path).read_bytes()
         inputs = read_file(fields, os.path.splitext(path)[1][1:].lower(), data)
         return inputs, _Sample(key, size=_size_of(data) if sized else None)
     except Exception as error:  # decoders raise errors of many types
@@ -429,6 +411,5 @@ def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]
             f"files passed over: {sum(listing.ignored.values())} ({kinds}). "
             f"Images end in {', '.join(EXTENSIONS)}."
         )
-    samples = [entry for entry in listing.samples() if isinstance(entry, Sample)]
-    paths = sorted(str(sample.parts[0][1]) for sample in samples)
-    return [(os.path.relpath(image, path), image) for image in paths]
+    samples = (entry for entry in listing.samples() if isinstance(entry, Sample))
+    return [(os.path.relpath(p, path), p) for p in sorted(str(s.parts[0][1]) for s in samples)]

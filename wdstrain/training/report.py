@@ -1,6 +1,6 @@
-"""report.html: curves, mistakes, predictions, time and data of a run, in one file.
+"""report.html of a run or of an evaluation, and the same in words for terminal and log.
 
-It is rewritten after every epoch, and loads nothing from elsewhere.
+The page is one file and loads nothing from elsewhere. A run rewrites it after every epoch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from wdstrain.report.printing import printable
 from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
 from wdstrain.storage.files import write_whole
-from wdstrain.training.evaluate import PreviewSample, color_of
 from wdstrain.training.heads import Head, MaskHead, NumberHead
-from wdstrain.training.metrics import ByClass, class_shares
+from wdstrain.training.metrics import Classes, classes_of
 from wdstrain.training.run import Run
 from wdstrain.training.state import STAGES, Monitor
 from wdstrain.training.tasks import Task
+from wdstrain.training.validation import Preview, color_of
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
 _CLASSES = 200  # rows of a table of classes
+_LOGGED = 100  # classes whose numbers are in the line of an epoch
 _PAIRS = 20  # mistaken pairs of classes in a list
+_NAMED = 8  # classes in a sentence
 _STAGE_NAMES = {
     "data": "waiting for data",
     "copy": "copy to the device",
@@ -36,45 +38,26 @@ _STAGE_NAMES = {
     "optimizer": "optimizer",
     "other": "other",
 }
+# Shorter epochs are dominated by their start: threads begin, the first batches are read.
+_FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
+_TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2", "ece": "calibration error"}
+_TITLES |= {"mse_of_mean": "mse of predicting the mean"}
+_SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
 
 History = Sequence[Mapping[str, Any]]
+# (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
+Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
 
 
 def write_report(
     path: str, run: Run, best: str, steps: History, details: Mapping[str, Any]
 ) -> None:
-    """Write the page.
+    """Write the page of a run.
 
     best: sentence on the best epoch. steps: lines of steps.jsonl. details: of the last validation.
     """
-    title = os.path.basename(os.path.dirname(os.path.abspath(path)))
     task, history = run.task, run.state.history
-    options = {name: value for name, value in vars(run.config).items() if value not in (None, "")}
-    sections = [
-        _header(title, run, best),
-        _cards(_curves(task, run.monitor.name, history, steps)),
-    ]
-    if details:
-        heads = details["heads"]
-        sections.append(
-            _cards(card for head in task.heads for card in _head_cards(head, heads[head.name]))
-        )
-        sections.append(_gallery("Worst predictions", details["worst"], task))
-    sets = {"train": run.train_set, "val": run.val_set}
-    sections.append(
-        _cards(_data_card(n, index, task) for n, index in sets.items() if index is not None)
-    )
-    sections.append(_cards([_card("Options", pages.table(options))]))
-    page = pages.page(f"{title} - wdstrain", "".join(sections))
-    write_whole(path, page.encode("utf-8", "replace"))
-
-
-# --- header and curves ----------------------------------------------------------------------------
-
-
-def _header(title: str, run: Run, best: str) -> str:
-    task, history = run.task, run.state.history
-    last = history[-1]
+    last, title = history[-1], os.path.basename(os.path.dirname(os.path.abspath(path)))
     seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
     facts = {
         "epochs": f"{len(history)} of {run.config.epochs}",
@@ -83,145 +66,50 @@ def _header(title: str, run: Run, best: str) -> str:
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
     }
-    cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
-    metrics = pages.table(head_texts(task, last["val"])) if "val" in last else ""
-    verdict = last["verdict"][:1].upper() + last["verdict"][1:]
-    return (
-        f"<h1>{escape(title)}</h1>"
-        f"<p class=soft>model {escape(run.config.model)}, task {escape(str(task))}</p>"
-        f'<div class="facts">{cells}</div>{metrics}'
-        f"<p>These figures are of the last epoch. {escape(best)}.</p><p>{escape(verdict)}.</p>"
-    )
-
-
-def _curves(task: Task, monitor: str, history: History, steps: History) -> list[str]:
-    """Return the cards of curves over the epochs."""
-    longest = max((line["step"] for line in steps), default=1)
-    at = [line["epoch"] + line["step"] / longest for line in steps]
-    epochs = [line["epoch"] + 1.0 for line in history]
-
-    def over_steps(name: str) -> Line:
-        return Line("training", at, [line[name] for line in steps])
-
-    loss = [over_steps("loss"), *_val_lines(history, epochs, "loss")]
-    cards = [_card("Loss", charts.lines(loss, across="epoch", log=True))]
-    names = {task.metric_name(head, head.main_metric): head for head in task.heads}
-    if monitor != "loss":
-        names.setdefault(monitor, task.heads[0])
-    for name, head in names.items():
-        lines = _val_lines(history, epochs, name)
-        if name in history[-1]:
-            lines.insert(0, Line("training", epochs, [line[name] for line in history], dots=True))
-        is_share = not isinstance(head, NumberHead)
-        if not is_share:
-            mean = _val_lines(history, epochs, name.replace("mse", "mse_of_mean"))
-            lines += [line._replace(name="predicting the mean", dots=False) for line in mean[:1]]
-        if lines:
-            cards.append(_card(name, charts.lines(lines, across="epoch", share=is_share)))
-    spent = {_STAGE_NAMES[s]: [line[f"{s}_seconds"] for line in steps] for s in STAGES}
-    cards.append(_card("Training time by stage", charts.shares(at, spent, across="epoch")))
-    for title, name in (("Samples per second", "samples_per_second"), ("Learning rate", "lr")):
-        cards.append(_card(title, charts.lines([over_steps(name)], across="epoch")))
-    return cards
-
-
-def _val_lines(history: History, epochs: list[float], name: str) -> list[Line]:
-    """Return the curves of a metric of validation: with averaged weights, and without."""
-    lines = []
-    for key, title in (("val", "validation"), ("val_raw", "validation without averaging")):
-        values = [line.get(key, {}).get(name, float("nan")) for line in history]
-        if any(value == value for value in values):
-            lines.append(Line(title, epochs, values, dots=True))
-    return lines
-
-
-# --- predictions ----------------------------------------------------------------------------------
-
-
-def _head_cards(head: Head, details: Mapping[str, Any]) -> list[str]:
-    """Return the cards of one head's mistakes on the validation data."""
-    cards = []
-    if "points" in details:
-        shown = charts.scatter(details["points"], across="true value", up="prediction")
-        cards.append(_card(f"{head.name}: Prediction by true value", shown))
-    if "confusion" in details:
-        cards.append(_confusion_card(head, details["confusion"]))
-    if "by_class" in details:
-        cards.append(_card(f"{head.name}: classes", _class_table(details["by_class"])))
-    return cards
-
-
-def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
-    """Return the confusion matrix; of many classes the pairs that are mistaken most often."""
-    if len(head.classes) <= _MATRIX_CLASSES:
-        unit = " Pixels are counted." if isinstance(head, MaskHead) else ""
-        legend = f"<p class=soft>Rows are true classes, columns are predictions.{unit}</p>"
-        return _card(f"{head.name}: Confusion matrix", legend + pages.matrix(head.classes, counts))
-    pairs = [
-        (value, i, j)
-        for i, row in enumerate(counts)
-        for j, value in enumerate(row)
-        if i != j and value
+    about = f"model {run.config.model}, task {task}"
+    texts = [
+        f"These figures are of the last epoch. {best}.",
+        f"{last['verdict'][:1].upper()}{last['verdict'][1:]}.",
     ]
-    table = {
-        f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
-        for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
-    }
-    return _card(f"{head.name}: most frequent mistakes", pages.table(table))
+    sets = {"train": run.train_set, "val": run.val_set}
+    options = {name: value for name, value in vars(run.config).items() if value not in (None, "")}
+    sections = [
+        _header(title, about, facts, task, last.get("val", {}), texts),
+        _cards(_curves(task, run.monitor.name, history, steps)),
+        *(_results(task, details) if details else ()),
+        _cards(_data(name, index, task) for name, index in sets.items() if index),
+        _cards([_card("Options", pages.table(options))]),
+    ]
+    _write(path, title, sections)
 
 
-def _class_table(by_class: ByClass) -> str:
-    """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
-    names = list(next(iter(by_class.values())))
-    rows = []
-    for name, row in sorted(by_class.items(), key=lambda item: -(item[1][names[0]] or 0)):
-        count, *shares = row.values()
-        rows.append([name, f"{count:.0f}", *("-" if x is None else f"{x:.3f}" for x in shares)])
-    share = float(rows[0][1]) / max(1, sum(row[names[0]] or 0 for row in by_class.values()))
-    baseline = f"Predicting always {rows[0][0]!r} would be right for {share:.2%} of {names[0]}."
-    return f"<p>{escape(baseline)}</p>{pages.grid(('class', *names), rows[:_CLASSES])}"
+def write_evaluation(
+    path: str, title: str, task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any]
+) -> None:
+    """Write the page of an evaluation. title: of the checkpoint."""
+    facts = {name: f"{metrics[name]}" for name in ("samples", "bad")}
+    header = _header(title, f"task {task}", facts, task, metrics, [])
+    _write(path, title, [header, *_results(task, details)])
 
 
-def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
-    figures = []
-    for sample in samples:
-        image = pages.picture(sample.pixels) if sample.pixels is not None else ""
-        lines = []
-        for name, (prediction, target, is_wrong) in sample.said.items():
-            prefix = f"{name}: " if task.has_several else ""
-            differs = is_wrong or target not in (prediction, prediction.rpartition(" ")[0])
-            style = "wrong" if is_wrong else "soft"
-            true = f" <span class={style}>({escape(target or 'none')})</span>" if differs else ""
-            lines.append(f"{escape(prefix + (prediction or 'none'))}{true}")
-        caption = f'{"<br>".join(lines)}<div class="key">{escape(sample.key)}</div>'
-        figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
-    head, style = task.heads[0], "shown"
-    legend = '<p class="soft">prediction (true label if different)</p>'
-    if isinstance(head, MaskHead):
-        style = "shown wide"
-        colors = enumerate(head.classes[:_BARS])
-        names = pages.legend({name: color_of(number) for number, name in colors})
-        legend = f'<p class="soft">image, prediction, true mask</p>{names}'
-    return _card(title, f'{legend}<div class="{style}">{"".join(figures)}</div>')
+def _write(path: str, title: str, sections: Iterable[str]) -> None:
+    page = pages.page(f"{title} - wdstrain", "".join(sections))
+    write_whole(path, page.encode("utf-8", "replace"))
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-
-def _data_card(name: str, index: Index, task: Task) -> str:
-    rows = {
-        "samples": len(index),
-        "shards": len(index.shards),
-        "MB": f"{sum(shard.bytes for shard in index.shards) / 1e6:.1f}",
-        "fields": ", ".join(index.fields),
-    }
-    body = pages.table(rows)
-    for head in task.heads:
-        counts = recorded_counts(index, head.target)
-        if counts:
-            some = sorted(counts.items(), key=lambda item: -item[1])[:_BARS]
-            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(dict(some))
-    return _card(f"Data: {name}", body)
+def _header(
+    title: str,
+    about: str,
+    facts: Mapping[str, str],
+    task: Task,
+    metrics: Mapping[str, Any],
+    texts: Sequence[str],
+) -> str:
+    cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
+    table = pages.table(head_texts(task, metrics)) if metrics else ""
+    words = "".join(f"<p>{escape(text)}</p>" for text in texts)
+    head = f"<h1>{escape(title)}</h1><p class=soft>{escape(about)}</p>"
+    return f'{head}<div class="facts">{cells}</div>{table}{words}'
 
 
 def _cards(cards: Iterable[str]) -> str:
@@ -232,16 +120,135 @@ def _card(title: str, body: str) -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
 
 
+# --- curves and data ------------------------------------------------------------------------------
+
+
+def _curves(task: Task, monitor: str, history: History, steps: History) -> Iterator[str]:
+    """Yield the cards of curves over the epochs: what is learned, the loss, time."""
+    longest = max((line["step"] for line in steps), default=1)
+    at = [line["epoch"] + line["step"] / longest for line in steps]
+    names = {task.metric_name(head, head.shown_metrics[0]): head for head in task.heads}
+    for name in dict.fromkeys([*names, monitor]):
+        is_share = name != "loss" and not isinstance(names.get(name, task.heads[0]), NumberHead)
+        lines = _epoch_lines(history, name)
+        mean = _epoch_lines(history, f"{name}_of_mean")[:1]
+        lines += [line._replace(name="predicting the mean", dots=False) for line in mean]
+        if lines and name != "loss":
+            yield _card(name, charts.lines(lines, across="epoch", share=is_share))
+    loss = [Line("training", at, [line["loss"] for line in steps])]
+    loss += [line for line in _epoch_lines(history, "loss") if line.name != "training"]
+    yield _card("Loss", charts.lines(loss, across="epoch", log=True))
+    for title, name in (("Learning rate", "lr"), ("Samples per second", "samples_per_second")):
+        line = Line("training", at, [line[name] for line in steps])
+        yield _card(title, charts.lines([line], across="epoch"))
+    spent = {_STAGE_NAMES[s]: [line[f"{s}_seconds"] for line in steps] for s in STAGES}
+    yield _card("Training time by stage", charts.shares(at, spent, across="epoch"))
+
+
+def _epoch_lines(history: History, name: str) -> list[Line]:
+    """Return the curves of a metric: of training, and of validation with averaging and without."""
+    lines = []
+    epochs, nan = [line["epoch"] + 1.0 for line in history], float("nan")
+    parts = {
+        "training": history,
+        "validation": [line.get("val", {}) for line in history],
+        "validation without averaging": [line.get("val_raw", {}) for line in history],
+    }
+    for title, figures in parts.items():
+        values = [line.get(name, nan) for line in figures]
+        if any(value == value for value in values):
+            lines.append(Line(title, epochs, values, dots=True))
+    return lines
+
+
+def _data(name: str, index: Index, task: Task) -> str:
+    megabytes = sum(shard.bytes for shard in index.shards) / 1e6
+    rows = {"samples": len(index), "shards": len(index.shards), "MB": f"{megabytes:.1f}"}
+    body = pages.table(rows | {"fields": ", ".join(index.fields)})
+    for head in task.heads:
+        if counts := recorded_counts(index, head.target):
+            some = sorted(counts.items(), key=lambda item: -item[1])[:_BARS]
+            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(dict(some))
+    return _card(f"Data: {name}", body)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _results(task: Task, details: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the mistakes of each head, and the worst samples. details: of a pass."""
+    cards = []
+    for head in task.heads:
+        own = details["heads"][head.name]
+        if "points" in own:
+            shown = charts.scatter(own["points"], across="true value", up="prediction")
+            cards.append(_card(f"{head.name}: Prediction by true value", shown))
+        if "confusion" in own:
+            cards.append(_confusion(head, own["confusion"]))
+        if "classes" in own:
+            cards.append(_card(f"{head.name}: classes", _class_table(own["classes"])))
+    yield _cards(cards)
+    yield _gallery(details["worst"], task)
+
+
+def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> str:
+    """Return the confusion matrix; of many classes the pairs that are mistaken most often."""
+    names = head.classes
+    if len(names) <= _MATRIX_CLASSES:
+        unit = " Pixels are counted." if isinstance(head, MaskHead) else ""
+        legend = f"<p class=soft>Rows are true classes, columns are predictions.{unit}</p>"
+        return _card(f"{head.name}: Confusion matrix", legend + pages.matrix(names, counts))
+    cells = ((value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row))
+    pairs = sorted(((v, i, j) for v, i, j in cells if i != j and v), reverse=True)[:_PAIRS]
+    rows = [(names[i], names[j], f"{v:g} of {sum(counts[i]):g}") for v, i, j in pairs]
+    table = pages.grid(("class", "predicted as", "samples"), rows)
+    return _card(f"{head.name}: most frequent mistakes", table)
+
+
+def _class_table(classes: Classes) -> str:
+    """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
+    counted, *names = next(iter(classes.values()))
+    order = sorted(classes, key=lambda name: -(classes[name][counted] or 0))
+    rows = [
+        [name, classes[name][counted], *map(_share_text, map(classes[name].get, names))]
+        for name in order
+    ]
+    share = (classes[order[0]][counted] or 0) / max(
+        1, sum(row[counted] or 0 for row in classes.values())
+    )
+    baseline = f"Predicting always {order[0]!r} would be right for {share:.2%} of {counted}."
+    table = pages.grid(("class", counted, *names), rows[:_CLASSES])
+    return f"<p>{escape(baseline)}</p>{table}"
+
+
+def _share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3f}"
+
+
+def _gallery(samples: Sequence[Preview], task: Task) -> str:
+    figures = []
+    for sample in samples:
+        image = pages.picture(sample.pixels) if sample.pixels is not None else ""
+        caption = ""
+        for name, (prediction, target, is_wrong) in sample.said.items():
+            prefix = f"{name}: " if task.has_several else ""
+            caption += f"{escape(prefix + (prediction or 'none'))}"
+            if is_wrong or target not in (prediction, prediction.rpartition(" ")[0]):
+                style = "wrong" if is_wrong else "soft"
+                caption += f" <span class={style}>({escape(target or 'none')})</span>"
+            caption += "<br>"
+        key = f'<div class="key">{escape(sample.key)}</div>'
+        figures.append(f"<figure>{image}<figcaption>{caption}{key}</figcaption></figure>")
+    head, style, names = task.heads[0], "shown", ""
+    words = "prediction (true label if different)"
+    if isinstance(head, MaskHead):
+        style, words = "shown wide", "image, prediction, true mask"
+        names = pages.legend({n: color_of(i) for i, n in enumerate(head.classes[:_BARS])})
+    body = f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
+    return _card("Worst predictions", body)
+
+
 # --- an epoch in figures and in words -------------------------------------------------------------
-
-# Shorter epochs are dominated by their start: threads begin, the first batches are read.
-_FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
-_NAMED = 8  # classes in a sentence
-_TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2"}
-_SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
-
-# (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
-Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
 
 
 def mean_loss(sums: Mapping[str, float]) -> float:
@@ -259,7 +266,7 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
 
     Seconds and verdict are those of the first process.
     """
-    state, task, sums = run.state, run.task, run.sums.read(run.setup.distributed)
+    state, sums = run.state, run.sums.read(run.setup.distributed)
     samples, seconds = sums["samples"], sum(state.seconds.values())
     metrics: dict[str, Any] = {
         "epoch": state.epoch,
@@ -274,36 +281,25 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
         "lr": run.lr,
         "verdict": state.verdict,
     }
-    for head in task.heads:
-        if f"head {head.name}" in sums and head.train_metric is not None:
-            value = sums[f"head {head.name}"] / max(1.0, samples)
-            metrics[task.metric_name(head, head.train_metric)] = value
+    for head in run.task.heads:
+        if f"head {head.name}" in sums:
+            share = sums[f"head {head.name}"] / max(1.0, samples)
+            metrics[run.task.metric_name(head, "accuracy")] = share
     if run.scaler.is_enabled():
         metrics["skipped_steps"] = int(sums["skipped"])
     metrics |= {name: dict(values) for name, (values, _) in passes.items()}
-    for head in task.heads if passes else ():
-        if isinstance(head, NumberHead):  # the squared error of predicting the mean of training
-            names = ("mean", "variance", "mse_of_mean", "target_mean")
-            mean, variance, error, target = (task.metric_name(head, name) for name in names)
-            val = metrics["val"]
-            if target in metrics:
-                val[error] = val[variance] + (val[mean] - metrics[target]) ** 2
-    if passes and (classes := class_shares(passes["val"][1]["heads"])):
-        metrics["classes"] = classes
-    return metrics
+    return metrics | (classes_of(passes["val"][1], _LOGGED) if passes else {})
 
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """Return loss, accuracy and stall of the epoch so far."""
-    shown = [head for head in task.heads if f"head {head.name}" in sums]
-    heads = [head for head in shown if head.train_metric == "accuracy"]
-    accuracy = ""
-    if len(heads) == 1:
-        accuracy = f", acc {sums[f'head {heads[0].name}'] / max(1.0, sums['samples']):.1%}"
-    return f"loss {mean_loss(sums):.3f}{accuracy}, stall {stall_share(seconds):.0%}"
+    heads = [head.name for head in task.heads if f"head {head.name}" in sums]
+    shares = [f"acc {sums[f'head {name}'] / max(1.0, sums['samples']):.1%}" for name in heads[:1]]
+    parts = [f"loss {mean_loss(sums):.3f}", *shares, f"stall {stall_share(seconds):.0%}"]
+    return ", ".join(parts)
 
 
-def epoch_lines(title: str, history: Sequence[Mapping[str, Any]], monitor: str) -> Iterator[str]:
+def epoch_lines(title: str, history: History, monitor: str) -> Iterator[str]:
     """Yield the lines on the last epoch: its figures, and a verdict that differs from the last."""
     metrics = history[-1]
     val = metrics.get("val", {})
@@ -316,9 +312,7 @@ def epoch_lines(title: str, history: Sequence[Mapping[str, Any]], monitor: str) 
         yield textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  ")
 
 
-def best_sentence(
-    history: Sequence[Mapping[str, Any]], best: Mapping[str, float] | None, monitor: Monitor
-) -> str:
+def best_sentence(history: History, best: Mapping[str, float] | None, monitor: Monitor) -> str:
     """Return the epoch of best.pt and how it was chosen."""
     same = (i for i, line in enumerate(history, 1) if best and line.get("val") == best)
     title = f"best.pt is of epoch {next(same, len(history))}"
@@ -327,34 +321,26 @@ def best_sentence(
     if monitor.name not in best:
         return f"{title}: {monitor.name} was undefined"
     rank = "highest" if monitor.maximizes else "lowest"
-    value = metric_text(monitor.name, best[monitor.name])
-    if len(history) == 1:
-        return f"{title}, the only epoch: {value}"
-    return f"{title}: {value}, the {rank} of {len(history)} epochs"
+    return f"{title}: {metric_text(monitor.name, best[monitor.name])}, the {rank} of all epochs"
 
 
 def samples_sentence(index: Index, task: Task) -> str:
     """Return the number of samples, and of those of each class where the index says it."""
-    text = f"{len(index)} samples"
+    parts = [f"{len(index)} samples"]
     for head in task.heads:
-        counts = recorded_counts(index, head.target) if head.classes else {}
-        if counts:
-            some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
-            rest = len(counts) - len(some)
-            named = ", ".join(f"{printable(name)} {count}" for name, count in some)
-            more = f", and {rest} classes more" if rest else ""
-            text += f"; {printable(head.name)}: {named}{more}"
-    return text
+        if head.classes and (counts := recorded_counts(index, head.target)):
+            parts.append(f"{printable(head.name)}: {counts_text(counts)}")
+    return "; ".join(parts)
 
 
-def pixels_sentence(counts: Mapping[str, int]) -> str:
-    """Return the shares of the most frequent classes of masks, and the classes without pixels."""
-    whole = max(1, sum(counts.values()))
-    some = sorted(counts.items(), key=lambda item: -item[1])[:_NAMED]
-    shares = ", ".join(f"{printable(name)} {n / whole:.1%}" for name, n in some if n)
-    missing = ", ".join([printable(name) for name, n in counts.items() if not n][:_NAMED])
-    text = f"pixels: {shares or 'none has a class'}"
-    return f"{text}. No pixel was found of: {missing}" if missing else text
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return the counts of the most frequent classes, and the classes without any."""
+    order = sorted(counts, key=lambda name: -counts[name])
+    some = [f"{printable(name)} {counts[name]}" for name in order[:_NAMED] if counts[name]]
+    if len(order) > _NAMED:
+        some.append(f"and {len(order) - _NAMED} classes more")
+    missing = [printable(name) for name in order if not counts[name]][:_NAMED]
+    return ", ".join(some) + (f"; none of: {', '.join(missing)}" if missing else "")
 
 
 def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:
@@ -393,20 +379,14 @@ def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
         prefix = task.metric_name(head, "")
         own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
         parts = [metric_text(name, own[name]) for name in head.shown_metrics if name in own]
-        if "mse_of_mean" in own:
-            parts[0] += f" (predicting the mean gives {figure(own['mse_of_mean'])})"
-        for name, count in own.items():
-            if name.startswith("classes_without_") and count:
-                lacking = name.removeprefix("classes_without_")
-                plural = "class" if count == 1 else "classes"
-                parts.append(f"{count:.0f} {plural} without {lacking} left out of means")
-        texts[head.name] = ", ".join(parts) or "no pixel has a class"
-    if not task.has_several and not isinstance(task.heads[0], NumberHead):
-        texts[task.heads[0].name] += f", loss {figure(metrics['loss'])}"
+        lacking = (n for n, value in own.items() if n.startswith("classes_without_") and value)
+        parts += [f"{own[n]} {n.replace('_', ' ')} left out of means" for n in lacking]
+        texts[head.name] = ", ".join(parts)
     return texts
 
 
 def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
     """Return the metrics of a pass in a few words."""
     texts = head_texts(task, metrics).items()
-    return ", ".join(f"{name}: {text}" if task.has_several else text for name, text in texts)
+    parts = [f"{name}: {text}" if task.has_several else text for name, text in texts]
+    return ", ".join([*parts, f"loss {figure(metrics['loss'])}"])

@@ -33,7 +33,6 @@ from wdstrain.training.distributed import (
     model_state,
     optimizer_state,
 )
-from wdstrain.training.evaluate import Setup
 from wdstrain.training.inputs import (
     ModelInputs,
     Normalization,
@@ -45,6 +44,7 @@ from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_fields, specs_of, with_targets
 from wdstrain.training.state import EpochSums, Monitor, TrainerState
 from wdstrain.training.tasks import Task
+from wdstrain.training.validation import Setup
 
 
 class Diverged(WdstrainError):

@@ -16,7 +16,7 @@ from wdstrain.errors import StorageError
 from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
-from wdstrain.training.report import mean_loss, pixels_sentence, progress_text, write_report
+from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
 from wdstrain.training.run import Diverged, Run
 from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
 from wdstrain.training.state import STAGES
@@ -32,7 +32,7 @@ def open_log(run: Run, stack: ExitStack) -> RunLog:
     if isinstance(head, MaskHead):
         is_strict = run.config.on_error == "raise"
         counts = count_pixels(run.train_set, head, is_strict=is_strict)
-        run.setup.reporter.line(pixels_sentence(counts))
+        run.setup.reporter.line(f"pixels: {counts_text(counts)}")
         if run.val_set is not None and is_strict:
             count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None

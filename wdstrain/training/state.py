@@ -58,7 +58,7 @@ class EpochSums:
     def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
         """has_outputs: `add` gets outputs, so there are sums of heads."""
         self._task = task
-        self._heads = [head.train_metric is not None and has_outputs for head in task.heads]
+        self._heads = [head.has_accuracy and has_outputs for head in task.heads]
         heads = [f"head {head.name}" for head in compress(task.heads, self._heads)]
         self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
@@ -75,7 +75,7 @@ class EpochSums:
         if outputs is not None:
             parts = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
             for head, own, target in compress(parts, self._heads):
-                sums.append(head.train_values(own, target).double().sum())
+                sums.append(head.right(own, target).double().sum())
         self.values += torch.stack(sums)
 
     def count(self, name: str, number: int | Tensor) -> None:
@@ -100,7 +100,9 @@ class Monitor:
     def __init__(self, config: Config, task: Task, metrics: Mapping[str, Any]) -> None:
         """metrics: of the user's. Raises UsageError for one without a direction."""
         self._config = config
-        self.name = config.monitor or ("loss" if task.has_several else task.heads[0].main_metric)
+        self.name = config.monitor or (
+            "loss" if task.has_several else task.heads[0].shown_metrics[0]
+        )
         name, _, direction = self.name.rpartition(":")
         maximizes: bool | None = self.name.rpartition("/")[2] not in _MINIMIZED
         if direction in ("min", "max"):

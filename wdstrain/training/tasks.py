@@ -1,8 +1,9 @@
 """The task: which labels of an index are learned, with one head for each.
 
 The model returns one row of outputs per image, and each head has its columns of it, so any model
-with a number of outputs fits. For masks it returns a row of outputs per pixel. Losses are per sample. The loss of a batch is their mean, so
-processes that share a batch get the same gradient as one process that has it whole.
+with a number of outputs fits. For masks it returns a row of outputs per pixel. Losses are per
+sample. The loss of a batch is their mean, so processes that share a batch get the same gradient as
+one process that has it whole.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Task:
                 f"the index has several labels: {', '.join(known)}. "
                 f"Name those to learn, such as label={','.join(known)}."
             )
-        heads = tuple(_parse_head(known, word) for word in (labels or next(iter(known))).split(","))
+        heads = tuple(
+            _parse_head(known, w.strip()) for w in (labels or next(iter(known))).split(",")
+        )
         if len({head.name for head in heads}) < len(heads):
             raise UsageError(f"label={labels!r} names a label twice.")
         if len(heads) > 1 and any(isinstance(head, MaskHead) for head in heads):
@@ -75,7 +78,7 @@ class Task:
 
     def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the model's output for an image of this shape, without the batch."""
-        return (self.outputs, *self.heads[0].output_shape(image)[1:])
+        return (self.outputs, *image[1:]) if self.is_dense else (self.outputs,)
 
     @property
     def is_dense(self) -> bool:
@@ -173,27 +176,35 @@ class Task:
 
     def state(self) -> list[dict[str, Any]]:
         """Return plain values, for a checkpoint."""
-        return [head_state(head) for head in self.heads]
+        return [
+            {
+                "target": {**head.target.row, "classes": list(head.classes)},
+                "kind": head.kind,
+                "mean": head.mean,
+                "deviation": head.deviation,
+            }
+            for head in self.heads
+        ]
 
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Task:
         """Return the task that `state` describes."""
-        return cls(tuple(map(head_from_state, state)))
+        heads = (
+            HEADS[row["kind"]](ColumnInfo.of_row(row["target"]), row["mean"], row["deviation"])
+            for row in state
+        )
+        return cls(tuple(heads))
 
     def __str__(self) -> str:
-        return ", ".join(f"{head.name} ({head.describe()})" for head in self.heads)
+        texts = ((head.name, _ABOUT[head.kind].format(len(head.classes))) for head in self.heads)
+        return ", ".join(f"{name} ({about})" for name, about in texts)
 
 
 def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str | None) -> None:
     """Raise UsageError for a label whose classes differ between the shards of the index."""
-    differing = {
-        label.name: label
-        for shard in index.shard_labels
-        for label in shard
-        if label.name not in known
-    }
-    for name, label in differing.items():
-        if name == (labels or "").strip() or (not known and labels is None):
+    for label in (label for shard in index.shard_labels for label in shard):
+        is_asked = label.name == (labels or "").strip() or (not known and labels is None)
+        if label.name not in known and is_asked:
             raise UsageError(
                 f"{index.disagreement(*label.place)}. Pack them together, or leave some out."
             )
@@ -201,18 +212,24 @@ def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str 
 
 def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     """Return the head that NAME or NAME:KIND describes."""
-    name, kind = word.strip(), ""
-    if name not in known:
-        name, _, kind = (part.strip() for part in word.partition(":"))
+    name, kind = (word, "") if word in known else map(str.strip, word.partition(":")[::2])
     if name not in known:
         raise UsageError(f"the index has no label {name!r}. Use one of: {', '.join(known)}.")
-    return make_head(known[name], kind)
+    return _make_head(known[name], kind)
 
 
 # --- heads ----------------------------------------------------------------------------------------
 
 HEADS: dict[str, type[Head]] = {
     head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead, MaskHead)
+}
+
+_ABOUT = {
+    "class": "one of {} classes",
+    "binary": "one of two classes",
+    "multi": "any of {} classes",
+    "number": "a number",
+    "mask": "one of {} classes per pixel",
 }
 
 # Kinds of heads that can learn a kind of label; the first is the default.
@@ -224,7 +241,7 @@ _KINDS = {
 }
 
 
-def make_head(target: ColumnInfo, kind: str = "") -> Head:
+def _make_head(target: ColumnInfo, kind: str) -> Head:
     """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
 
     Raises UsageError for a kind that cannot learn the label.
@@ -237,12 +254,11 @@ def make_head(target: ColumnInfo, kind: str = "") -> Head:
         and (name != "number" or target.kind == "number" or target.entry is not None)
     ]
     if kind and kind not in possible:
-        is_class = target.is_class
-        reason = f"one of {len(target.classes)} classes" if is_class else f"of kind {target.kind}"
-        known = "" if kind in HEADS else f" Kinds are {', '.join(HEADS)}."
+        count = len(target.classes)
+        reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
         raise UsageError(
-            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. "
-            f"Use {' or '.join(possible)}.{known}"
+            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. Use {' or '.join(possible)}. Kinds are "
+            f"{', '.join(HEADS)}."
         )
     fewest = 1 if target.kind == "multi" else 2
     if target.kind != "number" and kind != "number" and len(target.classes) < fewest:
@@ -250,15 +266,3 @@ def make_head(target: ColumnInfo, kind: str = "") -> Head:
             f"label {target.name!r} has {len(target.classes)} class: must have {fewest} or more."
         )
     return HEADS[kind or ("binary" if is_binary else possible[0])](target)
-
-
-def head_state(head: Head) -> dict[str, Any]:
-    """Return a head as plain values, for a checkpoint."""
-    target = {**head.target.row, "classes": list(head.classes)}
-    return {"target": target, "kind": head.kind, "mean": head.mean, "deviation": head.deviation}
-
-
-def head_from_state(state: Mapping[str, Any]) -> Head:
-    """Return the head that `head_state` describes."""
-    target = ColumnInfo.of_row(state["target"])
-    return HEADS[state["kind"]](target, state["mean"], state["deviation"])

@@ -31,7 +31,6 @@ from wdstrain.runtime.options import takes
 from wdstrain.training.arguments import TrainArguments
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext, SignalHandler, Stopped, raise_stopped
-from wdstrain.training.evaluate import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.models import checkpointed
 from wdstrain.training.report import (
@@ -45,6 +44,7 @@ from wdstrain.training.report import (
 from wdstrain.training.run import Diverged, Run, resume
 from wdstrain.training.run_log import RunLog, StepLog, open_log
 from wdstrain.training.tasks import Task
+from wdstrain.training.validation import evaluate_pass
 from wdstrain.training.weights import set_trainable, train_mode
 
 

@@ -1,0 +1,250 @@
+"""One pass over samples without learning: metrics of a model, and some of its predictions."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from wdstrain.loader.device import to_device
+from wdstrain.loader.loader import Loader
+from wdstrain.report.terminal import Reporter
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import DistributedContext, is_sharded
+from wdstrain.training.heads import MaskHead, NumberHead
+from wdstrain.training.inputs import ModelInputs
+from wdstrain.training.metrics import EvalMetrics
+from wdstrain.training.tasks import Criterion, Task, TrainingStep
+
+Pixels = npt.NDArray[np.uint8]
+
+_KEPT = 24  # worst samples
+_POINTS = 1000  # numbers of each label
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What training and evaluation of one task share.
+
+    criterion: of the user's, in place of the heads' losses; for each head by name, if there are
+    several. training_step: of the user's, in place of the call of the model and its losses.
+    metrics: torchmetrics by name.
+    """
+
+    task: Task
+    config: Config
+    inputs: ModelInputs
+    device: torch.device
+    distributed: DistributedContext
+    reporter: Reporter
+    criterion: Criterion | Mapping[str, Criterion] | None = None
+    training_step: TrainingStep | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def criterion_modules(self) -> nn.ModuleList:
+        """Criteria and training step of the user's that are modules, with parameters and buffers."""
+        own = self.criterion
+        given = [*(own.values() if isinstance(own, Mapping) else [own]), self.training_step]
+        return nn.ModuleList(one for one in given if isinstance(one, nn.Module)).to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of 16-bit arithmetic, if the run has it."""
+        dtype = torch.bfloat16 if self.config.amp == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype, enabled=self.config.amp != "none")
+
+    def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the outputs of a model for a batch."""
+        with self.autocast():
+            return self.inputs.call(model, batch, channels_last=self.config.channels_last)
+
+    def step_losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the losses [b] that the user's training step gives.
+
+        It gets inputs as the model takes them, targets under the names of their labels, and keys.
+        """
+        inputs = self.inputs.prepared(batch, channels_last=self.config.channels_last)
+        labels = {head.name: batch[f"target {head.name}"] for head in self.task.heads}
+        with self.autocast():
+            step = cast(TrainingStep, self.training_step)
+            losses = step({**labels, **inputs, "__key__": batch["__key__"]}, model)
+        return losses.float().expand(len(batch["__key__"]))
+
+
+def evaluate_pass(
+    model: nn.Module,
+    loader: Loader,
+    setup: Setup,
+    title: str,
+    *,
+    limit: int | None = None,
+    check_stop: Callable[[], object] = lambda: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return (metrics, details) of one pass over a loader, of all processes together.
+
+    Each sample counts once. A sample that cannot be read counts as bad, and its substitute not at
+    all. details: "heads" with confusion matrices and the like, "worst" with
+    predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
+    """
+    task, gather = setup.task, setup.distributed.gather
+    model.eval()
+    setup.criterion_modules.eval()
+    metrics = EvalMetrics(task, setup.device, setup.metrics)
+    previews = _Previews(task, setup.inputs.picture)
+    steps = len(loader) if limit is None else min(limit, len(loader))
+    # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
+    is_split = is_sharded(model)
+    with torch.no_grad() if is_split else torch.inference_mode():
+        batches = loader.epoch(0, until=1)
+        for step, batch in enumerate(to_device(batches, setup.device)):
+            if not batches.own.all():
+                batch = _select_rows(batch, torch.from_numpy(batches.own))
+            targets = task.targets(batch)
+            if len(batch["__key__"]):  # the last batch of a process may hold none
+                outputs = setup.call(model, batch).float()
+                losses = task.losses(outputs, targets, criterion=setup.criterion)
+                metrics.update(outputs, targets, losses)
+                previews.add(batch, outputs, targets, losses)
+            elif is_split:  # the processes complete the tensors of the model together
+                setup.call(model, setup.inputs.blank(1, setup.device))
+            setup.reporter.step(title, step + 1, steps)
+            check_stop()
+            if step + 1 == steps < len(loader):
+                break
+    values, details = metrics.compute(setup.distributed.reduce)
+    bad = torch.tensor([loader.report()["bad"]], device=setup.device)
+    values["bad"] = int(setup.distributed.reduce(bad).item())
+    for name, points in previews.points.items():
+        details[name]["points"] = list(chain(*gather(points)))
+    return values, {"heads": details, "worst": _worst(chain(*gather(previews.worst)))}
+
+
+def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Return some rows of a batch. rows: bool[b]."""
+    tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
+    keys = [key for key, keep in zip(batch["__key__"], rows.tolist(), strict=True) if keep]
+    return {name: value[rows.to(value.device)] for name, value in tensors} | {"__key__": keys}
+
+
+# --- samples for the report -----------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What a head says about a sample, and the truth, in words."""
+
+    prediction: str
+    truth: str
+    is_wrong: bool
+
+
+class Preview(NamedTuple):
+    """A sample with its loss, and what each head says about it, by name. pixels: uint8[h, w, 3]."""
+
+    loss: float
+    key: str
+    said: dict[str, Said]
+    pixels: Pixels | None
+
+
+def _worst(samples: Iterable[Preview]) -> list[Preview]:
+    """Return the samples with the largest losses."""
+    return sorted(samples, key=lambda sample: (-sample.loss, sample.key))[:_KEPT]
+
+
+class _Previews:
+    """The worst samples of a pass, and (true, predicted) numbers of its first samples by label."""
+
+    def __init__(self, task: Task, picture: str | None) -> None:
+        """picture: name of RGB images in the batch."""
+        self._task, self._picture = task, picture
+        self.worst: list[Preview] = []
+        heads = (head for head in task.heads if isinstance(head, NumberHead))
+        self.points: dict[str, list[tuple[float, float]]] = {head.name: [] for head in heads}
+
+    def add(
+        self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
+    ) -> None:
+        """Add a batch: outputs [b, outputs], targets of each head, losses [b]."""
+        ranks = losses.nan_to_num(nan=math.inf).tolist()
+        least = self.worst[-1].loss if len(self.worst) == _KEPT else -math.inf
+        rows = (row for row, loss in enumerate(ranks) if loss >= least)
+        for row in sorted(rows, key=lambda row: (-ranks[row], batch["__key__"][row]))[:_KEPT]:
+            own = [target[row : row + 1] for target in targets]
+            self.worst.append(self._preview(batch, row, outputs[row : row + 1], own, ranks[row]))
+        self.worst = _worst(self.worst)
+        columns = self._task.split(outputs)
+        for head, own_columns, target in zip(self._task.heads, columns, targets, strict=True):
+            if isinstance(head, NumberHead) and len(self.points[head.name]) < _POINTS:
+                predicted = head.values(own_columns.double()).tolist()
+                self.points[head.name] += zip(target.tolist(), predicted, strict=True)
+
+    def _preview(
+        self,
+        batch: Mapping[str, Any],
+        row: int,
+        outputs: Tensor,
+        targets: Sequence[Tensor],
+        loss: float,
+    ) -> Preview:
+        """Return the preview of a row. outputs, targets: of this row alone."""
+        said, panels = {}, []
+        if self._picture is not None:
+            panels.append(batch[self._picture][row].permute(1, 2, 0).cpu().numpy())
+        for head, own, target in zip(
+            self._task.heads, self._task.split(outputs), targets, strict=True
+        ):
+            (predicted,), (true,) = head.predicted(own), head.true(target)
+            text = head.text(predicted)
+            if isinstance(predicted, str):
+                text += f" {float(head.probabilities(own).max()):.0%}"
+            is_class = isinstance(predicted, (str, list))
+            said[head.name] = Said(text, head.text(true), is_class and predicted != true)
+            if isinstance(head, MaskHead) and panels:
+                edge = np.full((len(panels[0]), 1, 3), 255, np.uint8)
+                for numbers in (predicted, true):
+                    panels += [edge, _overlay(panels[0], numbers.numpy())]
+        pixels = np.concatenate(panels, axis=1) if panels else None
+        return Preview(loss, batch["__key__"][row], said, pixels)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def palette() -> Pixels:
+    """Return the colors of classes 0 to 254 and of ignored pixels, uint8[256, 3].
+
+    They are those of Pascal VOC: neighboring numbers have colors that differ much.
+    """
+    bits, channels = np.arange(8)[:, None], np.arange(3)
+    set_bits = np.arange(256)[:, None, None] >> (3 * bits + channels) & 1
+    colors: Pixels = (set_bits << (7 - bits)).sum(1).astype(np.uint8)
+    return colors
+
+
+def color_of(number: int) -> str:
+    """Return the color of a class in overlays, for HTML."""
+    return f"#{palette()[number].tobytes().hex()}"
+
+
+def mask_png(numbers: Pixels) -> bytes:
+    """Return a mask as a PNG whose palette shows the classes. numbers: uint8[h, w]"""
+    image, buffer = Image.fromarray(numbers, "L"), io.BytesIO()
+    image.putpalette(palette().tobytes())
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _overlay(pixels: Pixels, numbers: npt.NDArray[np.integer]) -> Pixels:
+    """Return the image with the colors of the classes laid over it. uint8[h, w, 3]"""
+    mixed: Pixels = ((pixels.astype(np.uint16) + palette()[numbers]) // 2).astype(np.uint8)
+    return mixed
