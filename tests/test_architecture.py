@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1226,
     "shards": 2259,
     "decode": 1359,
-    "storage": 1097,
+    "storage": 1107,
     "reader": 506,
     "cli": 671,
     "runtime": 398,

@@ -20,6 +20,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -151,6 +152,9 @@ class Cache:
         if not place:
             return None
         try:
+            # The size comes from an index, which may be hostile.
+            if size > shutil.disk_usage(self.path).total:
+                return None
             file = self._open_whole(place, size)
             if file is None and self.writable:
                 self._begin_download(place, RemoteFile(path, size, tag), sha256)

@@ -72,7 +72,8 @@ _REASON = re.compile(
 )
 _EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
 
-_targets: dict[str, str] = {}  # address -> where its last redirect led to, or itself
+_targets: dict[str, str] = {}  # address -> where its last redirect led to
+_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
 
 _renewal: Callable[[str], str] | None = None  # the function of `renew_addresses`
 # By server and query of expired addresses: parts of the fresh one, and when it was there.
@@ -249,8 +250,11 @@ def get(
 
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
-    # One request learns the target for all threads.
-    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 1024]:
+    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
+    is_known = address in _targets or kind in _direct
+    # One request learns the target for all threads. Where none redirects, a request that stalls must
+    # not hold up others.
+    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -263,7 +267,11 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-    if response.status in _BODY:
+    if target == address:
+        _direct.add(kind)
+        _targets.pop(address, None)
+    elif response.status in _BODY:
+        _direct.discard(kind)
         if len(_targets) >= _MOST_TARGETS:
             _targets.clear()
         _targets[address] = target
@@ -413,7 +421,7 @@ def _new_pool_manager(
 @lru_cache(maxsize=1)
 def _locks(process: int) -> list[threading.Lock]:
     """Return locks of this process; a forked child must not wait for its parent's threads."""
-    return [threading.Lock() for _ in range(1024)]
+    return [threading.Lock() for _ in range(64)]
 
 
 # --- addresses that expire -------------------------------------------------------------------------
