@@ -56,7 +56,7 @@ def write_archive(path: Path, kind: str, members: dict[str, bytes]) -> Path:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    index = wt.open(str(out))
+    index = wt.open(out)
     members = {}
     for number in range(len(index)):
         sample = index[number]
@@ -70,11 +70,11 @@ def test_samples_of_any_kind_of_archive_are_converted(
     tmp_path: Path, kind: str, shuffle: bool
 ) -> None:
     path = write_archive(tmp_path / "train-0", kind, MEMBERS)
-    index = wt.convert_tars(str(path), str(tmp_path / "out"), shuffle=shuffle, max_shard_samples=4)
+    index = wt.convert_tars(path, tmp_path / "out", shuffle=shuffle, max_shard_samples=4)
     assert contents(tmp_path / "out") == MEMBERS
     assert [shard.samples for shard in index.shards] == [4, 4, 1]
     assert index.splits == ("train",)
-    assert wt.verify(str(tmp_path / "out")).ok
+    assert wt.verify(tmp_path / "out").ok
 
 
 def test_archives_of_a_folder_are_filtered_and_split(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_archives_of_a_folder_are_filtered_and_split(tmp_path: Path) -> None:
         name.replace(".txt", ".text"): data for name, data in MEMBERS.items() if ".txt" in name
     }
     split = {"train": 0.5, "val": 0.5}
-    index = wt.convert_tars(f"{tmp_path}/in/*", str(tmp_path / "two"), split=split)
+    index = wt.convert_tars(f"{tmp_path}/in/*", tmp_path / "two", split=split)
     assert contents(tmp_path / "two") == MEMBERS | other
     assert index.splits == ("train", "val")
 
@@ -100,7 +100,7 @@ def test_a_truncated_archive_is_an_error_with_its_name(tmp_path: Path, kind: str
     path = write_archive(tmp_path / "a", kind, {"k.bin": bytes(range(256)) * 40})
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ShardError, match=rf"a\.{kind}"):
-        wt.convert_tars(str(path), str(tmp_path / "out"))
+        wt.convert_tars(path, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -110,20 +110,20 @@ def test_a_tar_that_unpacks_to_a_huge_size_is_refused(tmp_path: Path) -> None:
     headers = (bz2.compress(header(f"k{n}.bin", 16 << 20)) for n in range(80))
     (tmp_path / "bomb.tar.bz2").write_bytes(b"".join(head + zeros for head in headers))
     with pytest.raises(ShardError, match="unpacks to more than 1000 times its size"):
-        wt.convert_tars(str(tmp_path / "bomb.tar.bz2"), str(tmp_path / "out"), shuffle=False)
+        wt.convert_tars(tmp_path / "bomb.tar.bz2", tmp_path / "out", shuffle=False)
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
 def test_archives_without_an_index_have_no_columns_to_select_by(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "a", "tar.gz", MEMBERS)
     with pytest.raises(UsageError, match="where and label need the columns of an index"):
-        wt.convert_tars(str(path), str(tmp_path / "out"), where="cls == 1")
+        wt.convert_tars(path, tmp_path / "out", where="cls == 1")
 
 
 def test_separated_members_of_a_key_are_an_error(tmp_path: Path) -> None:
     members = {"a.txt": b"1", "b.txt": b"2", "a.cls": b"0", "b.cls": b"1"}
     with pytest.raises(ShardError, match="members of 'a' in two places"):
-        wt.convert_tars(str(write_archive(tmp_path / "a", "tgz", members)), str(tmp_path / "o"))
+        wt.convert_tars(str(write_archive(tmp_path / "a", "tgz", members)), tmp_path / "o")
 
 
 def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
@@ -148,19 +148,19 @@ def test_an_unshuffled_stream_is_read_once_and_packed_like_a_list(tmp_path: Path
             }
 
     options: dict[str, Any] = {"shuffle": False, "max_shard_size": 20_000}
-    index = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "list"), **options)
-    wt.pack(samples(), str(tmp_path / "out"), classes=["cat", "dog"], **options)
+    index = wt.convert_folder(tmp_path / "in", tmp_path / "list", **options)
+    wt.pack(samples(), tmp_path / "out", classes=["cat", "dog"], **options)
     assert not seen
     assert len(index.shards) > 2
     for shard in index.shards:
         assert (tmp_path / "out" / shard.name).read_bytes() == Path(shard.path).read_bytes()
-    wt.pack(samples(), str(tmp_path / "out"), classes=["cat", "dog"], resume=True, **options)
+    wt.pack(samples(), tmp_path / "out", classes=["cat", "dog"], resume=True, **options)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_repeated_keys_are_renamed_in_linear_time(tmp_path: Path, shuffle: bool) -> None:
     same = ({"__key__": "Same" if n % 2 else "same", "txt": str(n)} for n in range(3000))
-    index = wt.pack(same, str(tmp_path / "out"), shuffle=shuffle)
+    index = wt.pack(same, tmp_path / "out", shuffle=shuffle)
     assert {key.casefold() for key in index.keys(np.arange(3000))} == {
         "same",
         *(f"same-{n}" for n in range(2, 3001)),
@@ -170,8 +170,8 @@ def test_repeated_keys_are_renamed_in_linear_time(tmp_path: Path, shuffle: bool)
 
 def test_repacking_keeps_the_source_of_a_set(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 3, "dog": 2}, "jpg")
-    first = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "a"))
-    second = wt.convert_tars(str(tmp_path / "a"), str(tmp_path / "b"))
-    third = wt.convert_tars(str(tmp_path / "b"), str(tmp_path / "c"), shuffle=False)
+    first = wt.convert_folder(tmp_path / "in", tmp_path / "a")
+    second = wt.convert_tars(tmp_path / "a", tmp_path / "b")
+    third = wt.convert_tars(tmp_path / "b", tmp_path / "c", shuffle=False)
     assert second.info["source"]["origin"][0]["source"] == first.info["source"]
     assert third.info["source"]["origin"][0]["source"]["origin"] == second.info["source"]["origin"]

@@ -37,13 +37,13 @@ def samples(numbers: Any, fields: str = "txt") -> list[dict[str, Any]]:
 
 def packed(out: Path, numbers: Any, **options: Any) -> wt.Index:
     options = {"max_shard_samples": 4, **options}
-    return wt.pack(samples(numbers), str(out), classes=CLASSES, **options)
+    return wt.pack(samples(numbers), out, classes=CLASSES, **options)
 
 
 def contents(out: Path | str) -> dict[str, bytes]:
     """Return the text of each sample, read through a loader from the folder."""
     actual: dict[str, bytes] = {}
-    loader = wt.Loader(wt.open(str(out)), batch_size=5, tail="keep", shuffle=False)
+    loader = wt.Loader(wt.open(out), batch_size=5, tail="keep", shuffle=False)
     for batch in loader:
         for key, data in zip(batch["__key__"], batch["txt"], strict=True):
             assert key not in actual
@@ -70,18 +70,18 @@ def test_appended_samples_are_new_shards_and_the_old_ones_keep_their_bytes(tmp_p
         name: data for name, data in files(out).items() if name in before and "tar" in name
     } == {name: data for name, data in before.items() if "tar" in name}
     assert contents(out) == contents(f"{out}/train-*.tar") == expected(range(17))
-    assert wt.verify(str(out)).ok
+    assert wt.verify(out).ok
     assert index.info["samples"] == {"train": {"cat": 9, "dog": 8}}
     assert index.info["listed"] == 17
-    assert len(wt.open(str(out)).where("n >= 10 and label == 'dog'")) == 3
+    assert len(wt.open(out).where("n >= 10 and label == 'dog'")) == 3
     assert not (out / ".unfinished").exists()
 
 
 def test_samples_without_keys_get_the_next_numbers(tmp_path: Path) -> None:
     for start in (0, 3):
         texts = ({"txt": f"{n}"} for n in range(start, start + 3))
-        wt.pack(texts, str(tmp_path), append=bool(start))
-    wt.pack(({"txt": f"{n}"} for n in range(3, 6)), str(tmp_path), append=True, resume=True)
+        wt.pack(texts, tmp_path, append=bool(start))
+    wt.pack(({"txt": f"{n}"} for n in range(3, 6)), tmp_path, append=True, resume=True)
     assert sorted(contents(tmp_path).items()) == [(f"{n:09d}", f"{n}".encode()) for n in range(6)]
 
 
@@ -101,7 +101,7 @@ def test_samples_that_do_not_fit_the_set_are_refused_and_leave_it_unchanged(
     packed(tmp_path, range(10))
     before = files(tmp_path)
     with pytest.raises(UsageError, match=message):
-        wt.pack(new, str(tmp_path), classes=CLASSES, append=True)
+        wt.pack(new, tmp_path, classes=CLASSES, append=True)
     assert files(tmp_path) == before
     assert not (tmp_path / ".unfinished").exists()
 
@@ -256,28 +256,14 @@ def _two_splits(folder: Path, source: str) -> wt.Index:
     return wt.convert_tars(sets, folder / "out")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class folders",
-        "sets",
-        "tables",
-    ],
-)
+@pytest.mark.parametrize("source", ["class folders", "sets", "tables"])
 def test_a_key_names_one_sample_of_a_set(tmp_path: Path, source: str) -> None:
     result = attempt(lambda: _two_splits(tmp_path, source))
     if not isinstance(result, str):
         assert len({result.key(n) for n in range(len(result))}) == len(result) == 4
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class folders",
-        "sets",
-        "tables",
-    ],
-)
+@pytest.mark.parametrize("source", ["class folders", "sets", "tables"])
 @pytest.mark.parametrize("verb", ["remove", "convert tars"])
 def test_a_verb_that_takes_keys_concerns_one_sample_for_each(
     tmp_path: Path, source: str, verb: str
@@ -286,7 +272,7 @@ def test_a_verb_that_takes_keys_concerns_one_sample_for_each(
     key, out = index.key(0), tmp_path / "out"
     if verb == "remove":
         attempt(lambda: wt.remove(str(out), keys=[key]))
-        assert len(wt.open(str(out))) >= 3
+        assert len(wt.open(out)) >= 3
     else:
         (tmp_path / "keys").write_text(f"{key}\n")
         result = attempt(
@@ -353,10 +339,7 @@ _DRAWN = {"split": {"a": 0.5, "b": 0.5}}
     ],
 )
 def test_a_dry_run_refuses_what_the_run_refuses(
-    tmp_path: Path,
-    kind: str,
-    prepare: Callable[[Path, str], None] | None,
-    options: dict[str, Any],
+    tmp_path: Path, kind: str, prepare: Callable[[Path, str], None] | None, options: dict[str, Any]
 ) -> None:
     if prepare is not None:
         prepare(tmp_path, kind)
@@ -374,7 +357,7 @@ def test_other_classes_are_refused(tmp_path: Path, classes: list[str]) -> None:
     packed(tmp_path, range(10))
     shown = f"label 'label' is . classes: {', '.join(classes)} in the new .* 2 classes: cat, dog in"
     with pytest.raises(UsageError, match=shown):
-        wt.pack(samples([11]), str(tmp_path), classes=classes, append=True)
+        wt.pack(samples([11]), tmp_path, classes=classes, append=True)
 
 
 def test_append_needs_a_finished_set(tmp_path: Path) -> None:
@@ -403,10 +386,10 @@ def test_removed_samples_are_absent_and_other_shards_keep_their_bytes(
         "train-000002.tar",
         "train-000003.tar",
     ]
-    index = wt.open(str(tmp_path))
+    index = wt.open(tmp_path)
     assert index.info["samples"] == {"train": {"cat": 3, "dog": 4}}
     assert index.info["removed"] == [{"count": 5, "where": "n < 5"}]
-    assert wt.verify(str(tmp_path)).ok
+    assert wt.verify(tmp_path).ok
 
 
 def test_keys_that_do_not_exist_are_refused_and_nothing_is_removed(tmp_path: Path) -> None:
@@ -443,17 +426,17 @@ def test_a_dry_run_reports_the_conversion_and_writes_no_file(
         for number in range(10):
             (source / name / f"{number}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(100 * number))
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_shard_samples": 3}
-    planned = wt.convert_folder(str(source), str(tmp_path / "out"), dry_run=True, **options)
+    planned = wt.convert_folder(source, tmp_path / "out", dry_run=True, **options)
     assert not (tmp_path / "out").exists()
     words = ["--split", "train=0.5,val=0.5", "--max-shard-samples", "3", "--dry-run", "--json"]
     assert main(["convert", "folder", str(source), str(tmp_path / "out"), *words]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 20
-    done = wt.convert_folder(str(source), str(tmp_path / "out"), **options)
+    done = wt.convert_folder(source, tmp_path / "out", **options)
     rows = [
         [(s.name, s.samples, s.bytes, s.split) for s in index.shards] for index in (planned, done)
     ]
     assert rows[0] == rows[1]
-    stream = wt.pack(iter(samples(range(9))), str(tmp_path / "s"), dry_run=True)
+    stream = wt.pack(iter(samples(range(9))), tmp_path / "s", dry_run=True)
     assert len(stream) == 9
     assert not (tmp_path / "s").exists()
 
@@ -477,7 +460,7 @@ def test_if_every_sample_is_bad_the_reasons_are_listed(
     bad = [{"__key__": f"k{n}", "jpg": f"no image {n}".encode()} for n in range(9)]
     for options in ({}, {"quality": 50}):
         with pytest.raises(SourceError, match="all of 9 samples were skipped: 9 x its jpg"):
-            wt.pack(bad, str(tmp_path), on_error="skip", split=split, **options)
+            wt.pack(bad, tmp_path, on_error="skip", split=split, **options)
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 9
     packed(tmp_path, range(5))
     assert contents(tmp_path) == expected(range(5))
@@ -535,11 +518,7 @@ def test_the_hint_of_a_full_disk_names_no_option_that_remove_lacks(
 @pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}])
 @pytest.mark.parametrize("first", [0, 20])
 def test_of_two_writers_one_wins_and_the_other_hears_of_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    locks: bool,
-    again: dict[str, bool],
-    first: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, again: dict[str, bool], first: int
 ) -> None:
     """first: number of the first sample of the second writer; 0 is that of the first one."""
 
@@ -638,7 +617,7 @@ def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
         assert contents(out) == new
         assert contents(f"{out}/train-*.tar") == new
         assert files(out) == files(tmp_path / "whole")
-        assert wt.verify(str(out)).ok
+        assert wt.verify(out).ok
     assert len(contents_after_kill) == 2  # the old set and the new one
 
 
@@ -727,9 +706,9 @@ def test_random_changes_match_an_independent_model(tmp_path: Path, seed: int) ->
             wt.remove(str(out), where=f"n == {edge} or n % 7 == {edge % 7} and n > {edge}")
             model -= {n for n in model if n == edge or (n % 7 == edge % 7 and n > edge)}
         assert contents(out) == expected(model)
-    index = wt.open(str(out))
+    index = wt.open(out)
     assert sorted(index.table["n"].to_pylist()) == sorted(model)
-    assert wt.verify(str(out)).ok
+    assert wt.verify(out).ok
     assert sum(sum(counts.values()) for counts in index.info["samples"].values()) == len(model)
     assert sum(counts.get("dog", 0) for counts in index.info["samples"].values()) == sum(
         n % 2 for n in model

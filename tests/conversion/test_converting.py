@@ -70,7 +70,7 @@ def test_any_number_of_workers_and_any_memory_writes_the_same_bytes(
     for jobs, memory in ((1, 1 << 30), (2, 1 << 30), (3, 16_000_000)):
         out = tmp_path / f"out{jobs}"
         wt.convert_folder(
-            str(photos), str(out), num_workers=jobs, memory=memory, max_shard_samples=6, **options
+            photos, out, num_workers=jobs, memory=memory, max_shard_samples=6, **options
         )
         outputs.append(files(out))
     assert outputs[0] == outputs[1] == outputs[2]
@@ -81,7 +81,7 @@ def test_a_moved_source_gives_the_same_bytes(photos: Path, tmp_path: Path) -> No
     (photos / "cat" / "a.b.jpg").write_bytes(picture(3, kind="JPEG"))
     shutil.copytree(photos, tmp_path / "deep" / "down" / "in")
     for number, source in enumerate((photos, tmp_path / "deep" / "down" / "in")):
-        wt.convert_folder(str(source), str(tmp_path / f"out{number}"), on_error="skip")
+        wt.convert_folder(source, tmp_path / f"out{number}", on_error="skip")
     assert files(tmp_path / "out0") == files(tmp_path / "out1")
     assert set(files(tmp_path / "out0")) >= {"skipped.jsonl", "renamed.jsonl"}
 
@@ -90,7 +90,7 @@ def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
     photos: Path, tmp_path: Path
 ) -> None:
     """The external shuffle orders as the shuffle of a list does."""
-    index = wt.convert_folder(str(photos), str(tmp_path / "list"), max_shard_samples=7)
+    index = wt.convert_folder(photos, tmp_path / "list", max_shard_samples=7)
     samples = [
         {
             "__key__": f"{path.parent.name}/{path.stem}",
@@ -99,9 +99,7 @@ def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
         }
         for path in sorted(photos.rglob("*.jpg"))
     ]
-    wt.pack(
-        iter(samples), str(tmp_path / "stream"), max_shard_samples=7, classes=["cat", "dog", "eel"]
-    )
+    wt.pack(iter(samples), tmp_path / "stream", max_shard_samples=7, classes=["cat", "dog", "eel"])
     for shard in index.shards:
         assert (tmp_path / "stream" / shard.name).read_bytes() == Path(shard.path).read_bytes()
 
@@ -129,7 +127,7 @@ def test_a_stream_in_its_own_order_is_written_once_into_the_shards_of_its_plan(
 def test_the_shuffle_depends_only_on_the_seed_and_mixes(photos: Path, tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((0, 0, 1)):
-        wt.convert_folder(str(photos), str(tmp_path / f"{number}"), seed=seed)
+        wt.convert_folder(photos, tmp_path / f"{number}", seed=seed)
         orders.append(keys(tmp_path / f"{number}"))
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2])
@@ -174,12 +172,10 @@ def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) 
     assert len(set(first // 1000)) == 20
 
 
-def test_each_spill_bucket_is_read_once_and_forward(
-    tmp_path: Path,
-) -> None:
+def test_each_spill_bucket_is_read_once_and_forward(tmp_path: Path) -> None:
     samples = ({"__key__": f"k{number}", "bin": bytes(3000)} for number in range(4000))
     with recorded_reads(r"/spill/[^/]+") as reads:
-        wt.pack(samples, str(tmp_path / "out"), max_shard_size=1_000_000, memory=64_000_000)
+        wt.pack(samples, tmp_path / "out", max_shard_size=1_000_000, memory=64_000_000)
     buckets: dict[str, list[tuple[int, int]]] = {}
     for path, offset, length in reads:
         buckets.setdefault(path, []).append((offset, length))
@@ -201,10 +197,10 @@ def test_files_on_a_slow_disk_are_read_in_listed_order(tmp_path: Path) -> None:
     for number in range(28):
         data = picture(number, kind="JPEG") + bytes(1 << 18)
         (tmp_path / "in" / "a" / f"{number:03d}.jpg").write_bytes(data)
-    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "fast"))
+    wt.convert_folder(tmp_path / "in", tmp_path / "fast")
     slow = watched_calls("read", r"\.jpg", lambda: time.sleep(0.01))  # 25 MB/s
     with slow, recorded_reads(r"\.jpg") as reads:
-        wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "slow"), num_workers=1)
+        wt.convert_folder(tmp_path / "in", tmp_path / "slow", num_workers=1)
     paths = [path for path, _, _ in reads]
     assert len(paths) == 28
     assert sum(later < earlier for earlier, later in itertools.pairwise(paths)) <= 2
@@ -226,11 +222,7 @@ def test_a_conversion_does_not_affect_other_child_processes(photos: Path, tmp_pa
     assert (
         len(
             wt.convert_folder(
-                str(photos),
-                str(tmp_path / "out"),
-                max_shard_samples=1,
-                num_workers=2,
-                progress=begin,
+                photos, tmp_path / "out", max_shard_samples=1, num_workers=2, progress=begin
             )
         )
         == 40
@@ -274,9 +266,9 @@ def test_a_read_error_of_the_source_names_the_source(
     for name in ("read", "pread", "preadv"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     pack: dict[str, Callable[[str], Any]] = {
-        "tars": lambda out: wt.convert_tars(str(tmp_path / "in"), out),
+        "tars": lambda out: wt.convert_tars(tmp_path / "in", out),
         "arrays": lambda out: wt.convert_arrays({"x": np.arange(50)}, out),
-        "folder": lambda out: wt.convert_folder(str(tmp_path / "in"), out),
+        "folder": lambda out: wt.convert_folder(tmp_path / "in", out),
     }
     with pytest.raises(
         (StorageError, SourceError), match=rf"{where}.* cannot be read.*Input/output error"
@@ -344,7 +336,7 @@ def test_a_conversion_killed_at_any_moment_resumes_to_the_same_bytes(
     line = command(source, out, *words, "--num-workers", "2")
     killed_when(line, lambda: count(out, pattern) >= at)
     with pytest.raises(ShardError, match="--resume"):
-        wt.Loader(str(out))
+        wt.Loader(out)
     finished = {
         path.name: path.stat().st_ino for path in (out / ".unfinished").glob("shards/*.tar")
     }
@@ -369,7 +361,7 @@ def test_resume_rewrites_shards_of_changed_input(photos: Path, tmp_path: Path) -
         list_folder(str(photos)), str(out), Options(max_shard_samples=4, shuffle=False, resume=True)
     )
     assert (done.kept, len(done.index.shards)) == (8, 10)
-    wt.convert_folder(str(photos), str(tmp_path / "whole"), max_shard_samples=4, shuffle=False)
+    wt.convert_folder(photos, tmp_path / "whole", max_shard_samples=4, shuffle=False)
     assert files(out) == files(tmp_path / "whole")
 
 
@@ -409,7 +401,7 @@ def test_spilled_samples_of_another_stream_are_not_used(tmp_path: Path) -> None:
     )
     np.save(tmp_path / "x.npy", np.full((4000, 100), 2))
     assert main([*line[3:], "--resume"]) == 0
-    wt.convert_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "whole"), max_shard_samples=40)
+    wt.convert_arrays({"x": str(tmp_path / "x.npy")}, tmp_path / "whole", max_shard_samples=40)
     assert files(out) == files(tmp_path / "whole")
 
 
@@ -469,9 +461,9 @@ def test_resume_keeps_the_counts_of_skipped_input(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", [400])
     options: dict[str, Any] = {"where": "cls != 3", "max_shard_samples": 40}
     with pytest.raises(EnoughError):
-        wt.convert_tars(str(tmp_path / "in"), str(tmp_path / "out"), progress=broken_off, **options)
-    wt.convert_tars(str(tmp_path / "in"), str(tmp_path / "out"), resume=True, **options)
-    wt.convert_tars(str(tmp_path / "in"), str(tmp_path / "whole"), **options)
+        wt.convert_tars(tmp_path / "in", tmp_path / "out", progress=broken_off, **options)
+    wt.convert_tars(tmp_path / "in", tmp_path / "out", resume=True, **options)
+    wt.convert_tars(tmp_path / "in", tmp_path / "whole", **options)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -483,13 +475,13 @@ def test_resuming_an_iterable_reads_it_again(tmp_path: Path) -> None:
             yield {"__key__": f"k{number}", "txt": str(number)}
 
     with pytest.raises(ConnectionError, match="went away"):
-        wt.pack(samples(True), str(tmp_path / "out"))
-    assert len(wt.pack(samples(False), str(tmp_path / "out"), resume=True)) == 100
+        wt.pack(samples(True), tmp_path / "out")
+    assert len(wt.pack(samples(False), tmp_path / "out", resume=True)) == 100
 
 
 def test_resuming_a_finished_set_changes_no_file(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "zero.jpg").touch()
-    wt.convert_folder(str(photos), str(tmp_path / "out"), on_error="skip")
+    wt.convert_folder(photos, tmp_path / "out", on_error="skip")
     before = files(tmp_path / "out")
     done = convert(
         list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_error="skip")
@@ -503,34 +495,34 @@ def test_resume_never_mixes_fields_of_two_calls(tmp_path: Path, unsaid: bool) ->
     """Output of an earlier call is not reused under other field names, even after a kill."""
     array, out = np.arange(4000).reshape(400, 10), tmp_path / "out"
     with pytest.raises(EnoughError):
-        wt.convert_arrays({"old": array}, str(out), max_shard_samples=40, progress=broken_off)
+        wt.convert_arrays({"old": array}, out, max_shard_samples=40, progress=broken_off)
     if unsaid:
         (out / ".unfinished" / "call.json").unlink()
-        wt.convert_arrays({"new": array}, str(out), max_shard_samples=40, resume=True)
+        wt.convert_arrays({"new": array}, out, max_shard_samples=40, resume=True)
         assert {
             name for _, fields in read_with_webdataset(sorted(out.glob("*.tar"))) for name in fields
         } == {"new.npy"}
     else:
         with pytest.raises(UsageError, match="fields was"):
-            wt.convert_arrays({"new": array}, str(out), max_shard_samples=40, resume=True)
+            wt.convert_arrays({"new": array}, out, max_shard_samples=40, resume=True)
 
 
 def test_a_finished_set_is_complete_whatever_became_of_its_source(
     photos: Path, tmp_path: Path
 ) -> None:
-    wt.convert_folder(str(photos), str(tmp_path / "out"), resize=16)
+    wt.convert_folder(photos, tmp_path / "out", resize=16)
     before = files(tmp_path / "out")
     next((photos / "cat").iterdir()).unlink()
-    assert len(wt.convert_folder(str(photos), str(tmp_path / "out"), resize=16, resume=True)) == 40
+    assert len(wt.convert_folder(photos, tmp_path / "out", resize=16, resume=True)) == 40
     assert files(tmp_path / "out") == before
 
 
 def test_resume_without_earlier_output_converts(photos: Path, tmp_path: Path) -> None:
-    assert len(wt.convert_folder(str(photos), str(tmp_path / "out"), resume=True)) == 40
+    assert len(wt.convert_folder(photos, tmp_path / "out", resume=True)) == 40
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(UsageError, match="holds 1 files and no conversion"):
-        wt.convert_folder(str(photos), str(tmp_path / "notes"), resume=True)
+        wt.convert_folder(photos, tmp_path / "notes", resume=True)
 
 
 def test_two_conversions_into_one_folder_do_not_run_at_once(photos: Path, tmp_path: Path) -> None:
@@ -541,13 +533,11 @@ def test_two_conversions_into_one_folder_do_not_run_at_once(photos: Path, tmp_pa
         for flag in ("resume", "overwrite"):
             with pytest.raises(UsageError, match="another conversion is writing into"):
                 wt.convert_folder(
-                    str(photos),
-                    str(out),
-                    **dict(resume=flag == "resume", overwrite=flag == "overwrite"),
+                    photos, out, **dict(resume=flag == "resume", overwrite=flag == "overwrite")
                 )
         yield {"txt": "two"}
 
-    assert len(wt.pack(samples(), str(out))) == 2
+    assert len(wt.pack(samples(), out)) == 2
 
 
 @pytest.mark.parametrize("kind", ["folder", "stream"])
@@ -560,13 +550,13 @@ def test_a_full_disk_is_one_error_and_resume_continues(
     def pack(out: Path, resume: bool) -> wt.Index:
         options = dict(resume=resume, max_shard_samples=100, memory=16_000_000, num_workers=2)
         if kind == "folder":
-            return wt.convert_folder(str(tmp_path / "in"), str(out), **options)
+            return wt.convert_folder(tmp_path / "in", out, **options)
         return wt.pack(
             (
                 {"__key__": p.stem, "jpg": p.read_bytes()}
                 for p in sorted((tmp_path / "in/a").iterdir())
             ),
-            str(out),
+            out,
             **options,
         )
 
@@ -583,16 +573,16 @@ def test_a_read_only_disk_is_one_error_and_resume_continues(photos: Path, small_
     (photos / "cat" / "000.jpg").rename(photos.parent / "away.jpg")
     (photos / "cat" / "000.jpg").write_text("no picture")
     with pytest.raises(SourceError):
-        wt.convert_folder(str(photos), str(out), max_shard_samples=5)
+        wt.convert_folder(photos, out, max_shard_samples=5)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     try:
         for options in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(StorageError, match="cannot be written: Read-only file system"):
-                wt.convert_folder(str(photos), str(out), **options)  # type: ignore[arg-type]
+                wt.convert_folder(photos, out, **options)  # type: ignore[arg-type]
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     (photos.parent / "away.jpg").replace(photos / "cat" / "000.jpg")
-    assert len(wt.convert_folder(str(photos), str(out), max_shard_samples=5, resume=True)) == 40
+    assert len(wt.convert_folder(photos, out, max_shard_samples=5, resume=True)) == 40
 
 
 # --- no silent loss ---
@@ -604,14 +594,9 @@ def test_bad_samples_are_skipped_counted_and_listed(photos: Path, tmp_path: Path
     (photos / "dog" / "half.jpg").write_bytes(picture(1, kind="JPEG")[:300])
     (photos / "dog" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
     with pytest.raises(SourceError, match="it has 0 bytes|it cannot be read"):
-        wt.convert_folder(str(photos), str(tmp_path / "out"))
+        wt.convert_folder(photos, tmp_path / "out")
     index = wt.convert_folder(
-        str(photos),
-        str(tmp_path / "out"),
-        on_error="skip",
-        check="decode",
-        overwrite=True,
-        num_workers=2,
+        photos, tmp_path / "out", on_error="skip", check="decode", overwrite=True, num_workers=2
     )
     assert (index.info["listed"], index.info["skipped"], len(index)) == (44, 4, 40)
     rows = [
@@ -622,9 +607,7 @@ def test_bad_samples_are_skipped_counted_and_listed(photos: Path, tmp_path: Path
     assert "does not begin as an image does" in reasons["cat/text.jpg"]
     assert "truncated" in reasons["dog/half.jpg"].lower()
     assert {row["source"] for row in rows} == {"in"}
-    unchecked = wt.convert_folder(
-        str(photos), str(tmp_path / "out"), on_error="skip", overwrite=True
-    )
+    unchecked = wt.convert_folder(photos, tmp_path / "out", on_error="skip", overwrite=True)
     assert unchecked.info["skipped"] == 3  # unless decoded, a truncated image is accepted
 
 
@@ -648,7 +631,7 @@ def test_a_video_or_heic_with_an_image_extension_is_bad(tmp_path: Path) -> None:
     }
     for name, data in (good | bad).items():
         (folder / name).write_bytes(data)
-    index = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), on_error="skip")
+    index = wt.convert_folder(tmp_path / "in", tmp_path / "out", on_error="skip")
     rows = [
         json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
     ]
@@ -661,30 +644,24 @@ def test_a_shard_of_only_bad_samples_leaves_no_empty_shard_and_no_gap(tmp_path: 
     for number in range(4, 8):
         (tmp_path / "in" / "a" / f"{number:03d}.jpg").write_text("no picture")
     index = wt.convert_folder(
-        str(tmp_path / "in"),
-        str(tmp_path / "out"),
-        on_error="skip",
-        shuffle=False,
-        max_shard_samples=4,
+        tmp_path / "in", tmp_path / "out", on_error="skip", shuffle=False, max_shard_samples=4
     )
     assert [(shard.name, shard.samples) for shard in index.shards] == [
         ("train-000000.tar", 4),
         ("train-000001.tar", 4),
     ]
     assert keys(tmp_path / "out") == [f"a/{number:03d}" for number in [0, 1, 2, 3, 8, 9, 10, 11]]
-    assert wt.verify(str(tmp_path / "out")).ok
+    assert wt.verify(tmp_path / "out").ok
     shutil.rmtree(tmp_path / "in" / "a")
     write_class_folder(tmp_path / "in2", {"a": 1}, "jpg")
     (tmp_path / "in2" / "a" / "000.jpg").write_text("no picture")
     with pytest.raises(
         SourceError, match="all of 1 samples were skipped: 1 x .* The first: .*000.jpg"
     ):
-        wt.convert_folder(str(tmp_path / "in2"), str(tmp_path / "out2"), on_error="skip")
+        wt.convert_folder(tmp_path / "in2", tmp_path / "out2", on_error="skip")
 
 
-def test_names_that_differ_by_case_dots_or_extension_get_distinct_keys(
-    tmp_path: Path,
-) -> None:
+def test_names_that_differ_by_case_dots_or_extension_get_distinct_keys(tmp_path: Path) -> None:
     names = [
         "a/x.jpg",
         "a/X.jpg",
@@ -699,7 +676,7 @@ def test_names_that_differ_by_case_dots_or_extension_get_distinct_keys(
         (tmp_path / "in" / name).write_bytes(
             picture(number, kind="PNG" if name.endswith("png") else "JPEG")
         )
-    index = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"))
+    index = wt.convert_folder(tmp_path / "in", tmp_path / "out")
     renamed = {
         row["name"]: row["key"]
         for row in map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
@@ -722,9 +699,7 @@ def test_a_sample_that_changes_while_it_is_packed_is_bad(photos: Path, tmp_path:
         path.write_bytes(picture(3, size=(99, 99), kind="JPEG"))
 
     with watched_calls("open", r"/cat/003\.jpg", grow):
-        index = wt.convert_folder(
-            str(photos), str(tmp_path / "out"), on_error="skip", num_workers=1
-        )
+        index = wt.convert_folder(photos, tmp_path / "out", on_error="skip", num_workers=1)
     assert len(index) == 39
     [bad] = map(json.loads, (tmp_path / "out" / "skipped.jsonl").read_text().splitlines())
     assert re.search(r"it had \d+ bytes when it was listed and has \d+ now", bad["reason"])
@@ -735,7 +710,7 @@ def test_a_sample_that_changes_while_it_is_packed_is_bad(photos: Path, tmp_path:
 
 def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: Path) -> None:
     split = {"train": 0.8, "val": 0.2}
-    index = wt.convert_folder(str(photos), str(tmp_path / "out"), split=split, stratify="label")
+    index = wt.convert_folder(photos, tmp_path / "out", split=split, stratify="label")
     assert index.info["samples"] == {
         "train": {"cat": 9, "dog": 19, "eel": 4},
         "val": {"cat": 2, "dog": 5, "eel": 1},
@@ -764,7 +739,7 @@ def test_stratified_shares_are_right_in_each_class_and_in_total(
         for i in range(size)
     ]
     split = {f"part{number}": share for number, share in enumerate(shares)}
-    index = wt.pack(samples, str(tmp_path / "out"), split=split, stratify="label")
+    index = wt.pack(samples, tmp_path / "out", split=split, stratify="label")
     sample_counts = index.info["samples"]
     assert sum(sum(counts.values()) for counts in sample_counts.values()) == sum(sizes)
     for name, share in split.items():
@@ -811,11 +786,11 @@ def test_groups_are_not_divided_and_splits_have_their_shares(
 
 def test_max_shard_size_bounds_the_file(tmp_path: Path) -> None:
     samples = ({"__key__": f"k{i}", "bin": bytes(100 * i)} for i in range(200))
-    index = wt.pack(samples, str(tmp_path / "out"), max_shard_size=50_000)
+    index = wt.pack(samples, tmp_path / "out", max_shard_size=50_000)
     assert all(Path(shard.path).stat().st_size <= 50_000 for shard in index.shards)
     assert len(index.shards) < 2 * sum(100 * i + 1024 for i in range(200)) / 50_000
     packed_index = wt.pack(
-        [{"bin": bytes(9000)}, {"txt": "small"}], str(tmp_path / "large"), max_shard_size=5000
+        [{"bin": bytes(9000)}, {"txt": "small"}], tmp_path / "large", max_shard_size=5000
     )
     assert sorted(shard.samples for shard in packed_index.shards) == [1, 1]
 
@@ -823,10 +798,8 @@ def test_max_shard_size_bounds_the_file(tmp_path: Path) -> None:
 def test_conversions_leave_no_descriptors_and_threads(photos: Path, tmp_path: Path) -> None:
     before = None
     for number in range(4):
-        wt.convert_folder(
-            str(photos), str(tmp_path / str(number)), num_workers=2, max_shard_samples=5
-        )
-        wt.pack([{"txt": "x"}] * 50, str(tmp_path / f"s{number}"))
+        wt.convert_folder(photos, tmp_path / str(number), num_workers=2, max_shard_samples=5)
+        wt.pack([{"txt": "x"}] * 50, tmp_path / f"s{number}")
         now = len(os.listdir("/proc/self/fd"))
         before = before or now
         assert now <= before
@@ -834,7 +807,7 @@ def test_conversions_leave_no_descriptors_and_threads(photos: Path, tmp_path: Pa
 
 def test_an_empty_stream_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="samples holds no samples"):
-        wt.pack([], str(tmp_path / "out"))
+        wt.pack([], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -858,18 +831,14 @@ def test_a_file_changed_at_equal_size_is_packed_again(tmp_path: Path) -> None:
     good = bad.read_bytes()
     bad.write_text("no picture")
     with pytest.raises(SourceError):
-        wt.convert_folder(str(tmp_path / "in"), str(out), max_shard_samples=4, shuffle=False)
+        wt.convert_folder(tmp_path / "in", out, max_shard_samples=4, shuffle=False)
     bad.write_bytes(good)
     changed_file = tmp_path / "in" / "a" / "003.png"
     changed = bytearray(changed_file.read_bytes())
     changed[60] ^= 1
     changed_file.write_bytes(changed)
-    wt.convert_folder(
-        str(tmp_path / "in"), str(out), max_shard_samples=4, shuffle=False, resume=True
-    )
-    wt.convert_folder(
-        str(tmp_path / "in"), str(tmp_path / "whole"), max_shard_samples=4, shuffle=False
-    )
+    wt.convert_folder(tmp_path / "in", out, max_shard_samples=4, shuffle=False, resume=True)
+    wt.convert_folder(tmp_path / "in", tmp_path / "whole", max_shard_samples=4, shuffle=False)
     assert files(out) == files(tmp_path / "whole")
 
 
@@ -877,7 +846,7 @@ def test_resume_refuses_a_finished_set_of_another_source_or_options(
     photos: Path, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "out")
-    wt.convert_folder(str(photos), out)
+    wt.convert_folder(photos, out)
     for options, message in (
         ({"seed": 4}, "seed was 0, is 4"),
         ({"resize": 50}, "resize was None, is 50"),
@@ -887,17 +856,15 @@ def test_resume_refuses_a_finished_set_of_another_source_or_options(
             UsageError,
             match=f"a finished conversion of another source or with other options: {message}",
         ):
-            wt.convert_folder(str(photos), out, resume=True, **options)  # type: ignore[arg-type]
+            wt.convert_folder(photos, out, resume=True, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a finished conversion of another source"):
         wt.pack([{"txt": "x"}], out, resume=True)
     (tmp_path / "out" / "train-000000.tar").unlink()
     with pytest.raises(ShardError, match="cannot be found"):
-        wt.convert_folder(str(photos), out, resume=True)
+        wt.convert_folder(photos, out, resume=True)
 
 
-def test_resume_refuses_other_classes_even_of_an_unlabeled_set(
-    tmp_path: Path,
-) -> None:
+def test_resume_refuses_other_classes_even_of_an_unlabeled_set(tmp_path: Path) -> None:
     rows = {"x": np.zeros((5, 2), np.float32)}
     packs: dict[str, Callable[..., Any]] = {
         "samples": lambda out, **options: wt.pack(
@@ -921,14 +888,14 @@ def test_a_foreign_index_is_neither_resumed_nor_replaced(photos: Path, tmp_path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text(text)
         with pytest.raises((UsageError, ShardError)):
-            wt.convert_folder(str(photos), str(tmp_path / name), resume=True)
+            wt.convert_folder(photos, tmp_path / name, resume=True)
         with pytest.raises(UsageError, match="no index of this package and would be replaced"):
-            wt.convert_folder(str(photos), str(tmp_path / name), overwrite=True)
+            wt.convert_folder(photos, tmp_path / name, overwrite=True)
         assert (tmp_path / name / "index.json").read_text() == text
     write_shards(tmp_path / "walked", [3])
-    wt.index(str(tmp_path / "walked"))
+    wt.index(tmp_path / "walked")
     with pytest.raises(UsageError, match="no conversion"):
-        wt.convert_folder(str(photos), str(tmp_path / "walked"), resume=True)
+        wt.convert_folder(photos, tmp_path / "walked", resume=True)
 
 
 def test_foreign_shards_are_not_mixed_with_new_ones(photos: Path, tmp_path: Path) -> None:
@@ -939,7 +906,7 @@ def test_foreign_shards_are_not_mixed_with_new_ones(photos: Path, tmp_path: Path
             tmp_path / "out" / f"train-00000{number}.tar"
         )
     with pytest.raises(UsageError, match="holds train-000000.tar, which no index lists"):
-        wt.convert_folder(str(photos), str(tmp_path / "out"), overwrite=True)
+        wt.convert_folder(photos, tmp_path / "out", overwrite=True)
     assert sorted(files(tmp_path / "out")) == [
         "train-000000.tar",
         "train-000001.tar",
@@ -952,7 +919,7 @@ def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
 ) -> None:
     """State after two power cuts: in a swap, and while another conversion takes its place."""
     out = tmp_path / "out"
-    wt.convert_folder(str(photos), str(out), max_shard_samples=10)
+    wt.convert_folder(photos, out, max_shard_samples=10)
     (out / "index.json").unlink()
     (out / ".unfinished").mkdir()
     for urls in (str(out), f"{out}/*.tar"):
@@ -962,21 +929,15 @@ def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
 
 def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'train' and 'train-clean' cannot be told apart"):
-        wt.convert_folder(
-            str(photos), str(tmp_path / "out"), split={"train": 0.5, "train-clean": 0.5}
-        )
+        wt.convert_folder(photos, tmp_path / "out", split={"train": 0.5, "train-clean": 0.5})
     with pytest.raises(UsageError, match="there are no classes to stratify by"):
-        wt.pack(
-            [{"txt": "x"}] * 9, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, stratify="label"
-        )
+        wt.pack([{"txt": "x"}] * 9, tmp_path / "out", split={"a": 0.5, "b": 0.5}, stratify="label")
 
 
 def test_an_interrupt_at_any_moment_is_reported_or_too_late(tmp_path: Path) -> None:
     """SIGINT at many moments of a short conversion: it completes, or --resume finishes it."""
     write_class_folder(tmp_path / "in", {"a": 300}, "jpg")
-    wt.convert_folder(
-        str(tmp_path / "in"), str(tmp_path / "whole"), max_shard_samples=40, resize=16
-    )
+    wt.convert_folder(tmp_path / "in", tmp_path / "whole", max_shard_samples=40, resize=16)
     code = (
         "import os, signal, sys, wdstrain as wt\n"
         "from wdstrain.conversion import shard_writer as jobs\n"
@@ -1006,7 +967,7 @@ def test_shards_are_not_converted_into_their_own_folder(tmp_path: Path, capsys: 
     refusal = r"holds (train|val)-000000\.tar, which is being converted"
     for options in ({"overwrite": True}, {"append": True}, {"resume": True}, {"dry_run": True}):
         with pytest.raises(UsageError, match=refusal):
-            wt.convert_tars(str(folder / "train-*.tar"), folder, **options)  # type: ignore[arg-type]
+            wt.convert_tars(folder / "train-*.tar", folder, **options)  # type: ignore[arg-type]
     assert main(["convert", "tars", str(folder), f"{folder}/", "--overwrite"]) == 2
     assert re.search(refusal, capsys.readouterr().err)
     assert files(folder) == before

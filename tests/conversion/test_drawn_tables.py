@@ -226,7 +226,7 @@ def check(folder: Path, seed: int) -> None:
         options |= {"group_by": "text"} if parted == "group_by" else {}
     case_name = f"seed {seed}: {case.form}, {case.kind}, {case.paths}, {label}, {options}"
     try:
-        index = wt.convert_table(table, str(folder / "out"), image="file", label=label, **options)
+        index = wt.convert_table(table, folder / "out", image="file", label=label, **options)
     except wt.WdstrainError as error:
         if "gets none of" in str(error):  # a split of a few groups may be empty
             return

@@ -34,7 +34,7 @@ def convert_cells(
     table = write_table(
         tmp_path / "t", form, file=[f"{n % COUNT}.png" for n in range(len(cells))], y=cells
     )
-    return wt.convert_table(table, tmp_path / "out", image="file", label=label, root=str(images))
+    return wt.convert_table(table, tmp_path / "out", image="file", label=label, root=images)
 
 
 def convert_rows(tmp_path: Path, source: str, values: list[Any], label: str = "y") -> wt.Index:
@@ -53,7 +53,7 @@ def convert_rows(tmp_path: Path, source: str, values: list[Any], label: str = "y
             tmp_path / "rows.h5", tmp_path / "out", {name: name for name in arrays}, label=label
         )
     wt.pack([{"txt": "x", "json": {"y": value}} for value in values], tmp_path / "out")
-    return wt.index(str(tmp_path / "out"), label=f"json.{label}")
+    return wt.index(tmp_path / "out", label=f"json.{label}")
 
 
 def convert_source(tmp_path: Path, images: Path, source: str, cells: list[Any]) -> wt.Index:
@@ -171,7 +171,7 @@ def test_a_declared_kind_takes_words_for_special_numbers(
     )
     options = {key: [c.format(name) for c in names] for key, names in options.items()}
     index = wt.convert_table(
-        table, tmp_path / "out", image="file", label=label, root=str(images), **options
+        table, tmp_path / "out", image="file", label=label, root=images, **options
     )
     assert len(index) == 3
     assert set(index.labels[0].classes) == {name, "a", "b"}
@@ -362,7 +362,7 @@ def test_a_second_label_has_the_same_values_in_index_conditions_and_batches(
         tmp_path / "t", form, file=[f"{n}.png" for n in range(12)], a=["x", "y"] * 6, y=values
     )
     index = wt.convert_table(
-        table, tmp_path / "out", image="file", label=["a", f"y{kind}"], root=str(images)
+        table, tmp_path / "out", image="file", label=["a", f"y{kind}"], root=images
     )
     check_values(index, "y", 12)
     check_values(index, "a", 12)
@@ -378,7 +378,7 @@ def test_true_and_false_are_flags_everywhere(
         tmp_path / "t", form, file=[f"{n}.png" for n in range(12)], a=["x", "z"] * 6, y=BOOLEANS
     )
     out = tmp_path / "out"
-    index = wt.convert_table(table, out, image="file", label=label, root=str(images), shuffle=False)
+    index = wt.convert_table(table, out, image="file", label=label, root=images, shuffle=False)
     name = index.labels[-1].name
     assert index.labels[-1].classes == ("False", "True")
     assert index.table[name].to_pylist() == BOOLEANS
@@ -388,9 +388,9 @@ def test_true_and_false_are_flags_everywhere(
     with closing(wt.Loader(index, fields, batch_size=12, shuffle=False)) as loader:
         (batch,) = loader.epoch(0, until=1)
     assert batch["class"].tolist() == batch["number"].tolist() == [int(flag) for flag in BOOLEANS]
-    info = {column.name: column for column in wt.info(str(out)).columns}[name]
+    info = {column.name: column for column in wt.info(out).columns}[name]
     assert (info.classes, info.missing) == ({"False": 8, "True": 4}, 0)
-    assert wt.verify(str(out)).ok
+    assert wt.verify(out).ok
 
 
 @pytest.mark.parametrize("source", ["arrays", "hdf5"])

@@ -123,14 +123,7 @@ def test_keys_never_escape_their_folder() -> None:
     keys = Keys()
     assert [
         keys.key(path) for path in ("../../etc/x", "/etc/x", "D:/a/x", "./a/x", "", "__x__")
-    ] == [
-        "etc/x",
-        "etc/x-2",
-        "a/x",
-        "a/x-2",
-        "_",
-        "__x__",
-    ]
+    ] == ["etc/x", "etc/x-2", "a/x", "a/x-2", "_", "__x__"]
 
 
 def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
@@ -218,12 +211,7 @@ def json_of(out: Path) -> dict[str, Any]:
 def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
     rows = [f"IMG/{i}.png,{i / 4 - 1},{i},night" for i in range(4)]
     file = write_table(tmp_path, "center,steering,gear,sky", rows)
-    index = wt.convert_table(
-        file,
-        tmp_path / "out",
-        image="center",
-        label=["steering"],
-    )
+    index = wt.convert_table(file, tmp_path / "out", image="center", label=["steering"])
     assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == (
         "steering",
         "number",
@@ -234,12 +222,7 @@ def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
 
 def test_a_text_label_becomes_classes_and_cls(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
-    index = wt.convert_table(
-        file,
-        tmp_path / "out",
-        image="file",
-        label=["kind"],
-    )
+    index = wt.convert_table(file, tmp_path / "out", image="file", label=["kind"])
     assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == (
         "class",
         ("cat", "dog"),
@@ -291,9 +274,7 @@ def test_windows_slashes_tabs_and_roots_are_supported(tmp_path: Path) -> None:
 
 def test_the_driving_log_is_read_unchanged(data: Callable[[str], Path], tmp_path: Path) -> None:
     file = data("driving") / "driving_log_clean.csv"
-    index = wt.convert_table(
-        str(file), tmp_path / "out", image="center", label=["steering"], limit=200
-    )
+    index = wt.convert_table(file, tmp_path / "out", image="center", label=["steering"], limit=200)
     assert index.labels[0].kind == "number"
     some = next(iter(json_of(tmp_path / "out").values()))
     assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
@@ -301,12 +282,7 @@ def test_the_driving_log_is_read_unchanged(data: Callable[[str], Path], tmp_path
 
 def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
-    wt.convert_table(
-        file,
-        tmp_path / "out",
-        image="file",
-        label=[],
-    )
+    wt.convert_table(file, tmp_path / "out", image="file", label=[])
     assert json_of(tmp_path / "out")["IMG/0"] == {"a": "1_000", "b": "00123", "c": 5.0}
 
 
@@ -350,11 +326,7 @@ def test_an_unusable_folder_is_refused(
     [
         ("path,n", ["IMG/0.png,1"], "has no column 'file'. Use one of its columns: path, n"),
         ("file,m", ["IMG/0.png,1"], "has no column 'n'. Use one of its columns: file, m"),
-        (
-            "file,n",
-            ["IMG/0.png,1", "IMG/zzz.png,1"],
-            "row 3: IMG/zzz.png: the image is not there",
-        ),
+        ("file,n", ["IMG/0.png,1", "IMG/zzz.png,1"], "row 3: IMG/zzz.png: the image is not there"),
         (
             "file,n",
             ["IMG/0.png,1", "IMG/1.png"],
@@ -392,7 +364,7 @@ def test_an_unusable_table_is_refused(
             label="file",
         )
     with pytest.raises(UsageError, match="nothing.csv: there is no such file"):
-        wt.convert_table(str(tmp_path / "nothing.csv"), tmp_path / "out", image="file", label="n")
+        wt.convert_table(tmp_path / "nothing.csv", tmp_path / "out", image="file", label="n")
 
 
 def test_an_empty_image_is_refused_before_any_write(photos: Path, tmp_path: Path) -> None:

@@ -61,6 +61,6 @@ def test_a_cluster_writes_the_same_bytes_and_survives_the_loss_of_a_node(tmp_pat
     assert (document["nodes"], document["left"], document["samples"]) == (2, 1, 240)
     assert 0 < document["lost_at"] < 240
     assert "001.jpg: its jpg does not begin as an image does" in document["error"]
-    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "here"), max_shard_samples=10)
+    wt.convert_folder(tmp_path / "in", tmp_path / "here", max_shard_samples=10)
     for path in (tmp_path / "here").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

@@ -69,9 +69,7 @@ def test_a_table_object_is_packed_or_the_error_names_what_is_accepted(
     table = pa.table({"file": [f"{n}.png" for n in range(3)], "kind": ["cat", "dog", "cat"]})
     frame = FRAMES[name](table)
     result = attempt(
-        lambda: wt.convert_table(
-            frame, tmp_path / "out", image="file", label="kind", root=str(images)
-        )
+        lambda: wt.convert_table(frame, tmp_path / "out", image="file", label="kind", root=images)
     )
     assert isinstance(result, str) == (name in REFUSED)
     if isinstance(result, str):
@@ -95,11 +93,11 @@ def test_partition_folders_are_columns(
         write_table(path, form, file=[f"{number}.png"], n=[number])
     result = attempt(
         lambda: wt.convert_table(
-            str(tmp_path / "t" / pattern),
+            tmp_path / "t" / pattern,
             tmp_path / "out",
             image="file",
             label=["kind", "n"],
-            root=str(images),
+            root=images,
         )
     )
     assert not isinstance(result, str), result
@@ -118,7 +116,7 @@ def test_partitions_may_be_nested_encoded_or_without_a_value(tmp_path: Path, ima
         write_table(
             tmp_path / "t" / partition / "part", "parquet", file=[f"{number}.png"], n=[number]
         )
-    wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=str(images))
+    wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=images)
     rows = sorted(read_json(tmp_path / "out"), key=lambda row: int(row["n"]))
     assert [(str(row.get("year")), row.get("kind")) for row in rows] == [
         ("2024", "a/b"),
@@ -146,7 +144,7 @@ def test_leftovers_of_other_programs_beside_tables_are_not_packed(
     write_table(tmp_path / "t" / "part-0", form, file=["0.png", "1.png"], n=[0, 1])
     write_table(tmp_path / "t" / leftover, form, file=["0.png", "2.png"], n=[0, 2])
     (tmp_path / "t" / "_SUCCESS").touch()
-    index = wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=str(images))
+    index = wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=images)
     assert [index.key(n).rpartition("/")[2] for n in range(len(index))] in (["0", "1"], ["1", "0"])
 
 
@@ -243,7 +241,7 @@ def test_a_file_in_another_form_is_read_or_its_form_is_named(
     (tmp_path / name).write_bytes(encode(rows))
     result = attempt(
         lambda: wt.convert_table(
-            tmp_path / name, tmp_path / "out", image="file", label="kind", root=str(images)
+            tmp_path / name, tmp_path / "out", image="file", label="kind", root=images
         )
     )
     if isinstance(result, str):
@@ -281,7 +279,7 @@ def test_a_dialect_of_text_tables_is_read_or_the_error_names_the_option(
 
     def convert(**options: Any) -> wt.Index:
         return wt.convert_table(
-            tmp_path / "t.csv", tmp_path / "out", image="file", root=str(images), **options
+            tmp_path / "t.csv", tmp_path / "out", image="file", root=images, **options
         )
 
     result = attempt(convert)
@@ -301,7 +299,7 @@ def test_common_dialects_need_no_option(
     lines = ["file,said", '0.png,"K\u00e4se ""2"""', ""]
     text = newline.join(lines).replace(",", delimiter)
     (tmp_path / "t.csv").write_bytes(text.encode(encoding))
-    wt.convert_table(tmp_path / "t.csv", tmp_path / "out", image="file", root=str(images))
+    wt.convert_table(tmp_path / "t.csv", tmp_path / "out", image="file", root=images)
     assert [row["said"] for row in read_json(tmp_path / "out")] == ['K\u00e4se "2"']
 
 
@@ -315,7 +313,7 @@ def test_decimal_commas_are_read_by_an_option(tmp_path: Path, images: Path) -> N
             tmp_path / "out",
             image="file",
             label="angle",
-            root=str(images),
+            root=images,
             **options,
         )
 

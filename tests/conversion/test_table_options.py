@@ -55,7 +55,7 @@ def test_column_types_of_several_files_come_from_all_files(folder: Path, how: st
         "glob": str(folder / "t" / "*.csv"),
         "files": [folder / "t" / "a.csv", folder / "t" / "b.csv"],
     }
-    wt.convert_table(tables[how], folder / "out", image="file", root=str(folder))
+    wt.convert_table(tables[how], folder / "out", image="file", root=folder)
     assert entries(folder / "out", "n") == {"IMG/0": "1", "IMG/1": "2", "IMG/2": "x"}
     assert entries(folder / "out", "id") == {"IMG/0": "001", "IMG/1": "002", "IMG/2": "3"}
 
@@ -64,7 +64,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(folder: Path) -> None:
     (folder / "a.csv").write_text("file,y\nIMG/0.png,1\n")
     (folder / "b.csv").write_text('file,y\nIMG/1.png,"\n2"\nIMG/gone.png,3\n')
     with pytest.raises(SourceError, match=r"b.csv, row 4: IMG/gone.png: the image is not there"):
-        wt.convert_table(str(folder / "*.csv"), folder / "out", image="file")
+        wt.convert_table(folder / "*.csv", folder / "out", image="file")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_addresses_without_a_table_are_errors(tmp_path: Path, make: Any, words: 
     with pytest.raises(UsageError if missing else SourceError, match=words):
         wt.convert_table(tmp_path / "t", tmp_path / "out", image="file")
     with pytest.raises(UsageError, match="no file matches this pattern"):
-        wt.convert_table(str(tmp_path / "t" / "*.tsv"), tmp_path / "out", image="file")
+        wt.convert_table(tmp_path / "t" / "*.tsv", tmp_path / "out", image="file")
 
 
 # --- images ---

@@ -103,7 +103,7 @@ def test_an_existing_absolute_path_is_used_and_a_missing_one_is_an_error(
     options = {"root": str(tmp_path / "here")} if rooted else {}
     file = table(tmp_path / "here", rows)
     index = wt.convert_table(
-        file, str(tmp_path / "out"), image="file", label="y", on_error="skip", **options
+        file, tmp_path / "out", image="file", label="y", on_error="skip", **options
     )  # type: ignore[arg-type]
     assert [fields["png"] for fields in read(tmp_path / "out").values()] == [picture(1)]
     assert "the image is not there" in bad_rows(tmp_path / "out")[3]
@@ -114,7 +114,7 @@ def test_an_existing_absolute_path_is_used_and_a_missing_one_is_an_error(
 def test_absolute_paths_of_another_machine_need_a_root(folder: Path) -> None:
     file = table(folder, [["/gone/IMG/1.png", "a"]])
     with pytest.raises(SourceError, match=r"row 2: /gone/IMG/1.png: the image is not there; root"):
-        wt.convert_table(file, str(folder / "out"), image="file", label="y")
+        wt.convert_table(file, folder / "out", image="file", label="y")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_paths_of_another_machine_are_resolved_by_their_longest_suffix(
         for n in (0, 1)
     ]
     file = table(folder, [[turned[0], "a"], [turned[1], "b"]])
-    index = wt.convert_table(file, str(folder / "out"), image="file", label="y", root=str(folder))
+    index = wt.convert_table(file, folder / "out", image="file", label="y", root=folder)
     assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {
         f"IMG/{n}": picture(n) for n in (0, 1)
     }
@@ -143,7 +143,7 @@ def test_one_prefix_is_removed_from_all_paths(folder: Path) -> None:
     shutil.copy(folder / "IMG" / "5.png", folder / "7.png")
     file = table(folder, [[f"/x/IMG/{n}.png", "ab"[n % 2]] for n in (0, 1, 7)])
     index = wt.convert_table(
-        file, str(folder / "out"), image="file", label="y", root=str(folder), on_error="skip"
+        file, folder / "out", image="file", label="y", root=folder, on_error="skip"
     )
     assert set(read(folder / "out")) == {"IMG/0", "IMG/1"}
     assert list(bad_rows(folder / "out")) == [4]
@@ -184,9 +184,7 @@ def test_the_rule_and_the_kinds_are_printed(
 
 def test_backslashes_in_the_name_of_an_existing_file_are_kept(folder: Path) -> None:
     (folder / "IMG\\0.png").write_bytes(picture(8))
-    wt.convert_table(
-        table(folder, [["IMG\\0.png", "a"]]), str(folder / "out"), image="file", label="y"
-    )
+    wt.convert_table(table(folder, [["IMG\\0.png", "a"]]), folder / "out", image="file", label="y")
     assert [fields["png"] for fields in read(folder / "out").values()] == [picture(8)]
 
 
@@ -201,7 +199,7 @@ def test_an_additional_row_changes_no_key_and_no_split(tmp_path: Path, absolute:
     for name, some in (("a", rows), ("b", more)):
         file = table(tmp_path / "tables", some, name=f"{name}.csv")
         index = wt.convert_table(
-            file, str(tmp_path / name), image="file", label="y", split={"train": 0.7, "val": 0.3}
+            file, tmp_path / name, image="file", label="y", split={"train": 0.7, "val": 0.3}
         )
         splits = sides(index)
         packed.append(
@@ -220,7 +218,7 @@ def test_rows_of_one_image_are_in_one_split(folder: Path) -> None:
         folder, [[f"{['', './', 'IMG/../'][n % 3]}IMG/{n % 30}.png", n % 3] for n in range(90)]
     )
     index = wt.convert_table(
-        file, str(folder / "out"), image="file", label="y", split={"train": 0.5, "val": 0.5}
+        file, folder / "out", image="file", label="y", split={"train": 0.5, "val": 0.5}
     )
     splits, places = sides(index), {}
     for key, fields in read(folder / "out").items():
@@ -254,7 +252,7 @@ def test_equal_image_bytes_are_in_one_split(tmp_path: Path) -> None:
         {"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]}
     )
     index = wt.convert_table(
-        frame, str(tmp_path / "out"), image="image", label="y", split={"train": 0.5, "val": 0.5}
+        frame, tmp_path / "out", image="image", label="y", split={"train": 0.5, "val": 0.5}
     )
     splits, places = sides(index), {}
     for key, fields in read(tmp_path / "out").items():
@@ -297,10 +295,8 @@ def test_one_bad_cell_does_not_turn_numbers_into_classes(
 ) -> None:
     file = labelled(tmp_path, [*_NUMBERS[:2], odd, *_NUMBERS[2:]])
     with pytest.raises(SourceError, match="row 4"):
-        wt.convert_table(file, str(tmp_path / "out"), image="file", label=label)
-    index = wt.convert_table(
-        file, str(tmp_path / "out"), image="file", label=label, on_error="skip"
-    )
+        wt.convert_table(file, tmp_path / "out", image="file", label=label)
+    index = wt.convert_table(file, tmp_path / "out", image="file", label=label, on_error="skip")
     assert (index.labels[0].kind, len(index), list(bad_rows(tmp_path / "out"))) == (
         "number",
         5,
@@ -318,7 +314,7 @@ def test_one_bad_cell_does_not_turn_numbers_into_classes(
 @pytest.mark.parametrize("small", ["1e-100", "2.5e-100", "1E+3", "+.5", "-0"])
 def test_numbers_may_have_any_notation(tmp_path: Path, small: str) -> None:
     index = wt.convert_table(
-        labelled(tmp_path, [*_NUMBERS, small]), str(tmp_path / "out"), image="file", label="y"
+        labelled(tmp_path, [*_NUMBERS, small]), tmp_path / "out", image="file", label="y"
     )
     assert (index.labels[0].kind, len(index)) == ("number", 6)
 
@@ -347,9 +343,7 @@ def test_the_kind_of_a_label_follows_nearly_all_cells(
     tmp_path: Path, cells: list[str], label: str, classes: tuple[str, ...], bad: list[int]
 ) -> None:
     file = labelled(tmp_path, cells)
-    index = wt.convert_table(
-        file, str(tmp_path / "out"), image="file", label=label, on_error="skip"
-    )
+    index = wt.convert_table(file, tmp_path / "out", image="file", label=label, on_error="skip")
     kind = "flag" if classes == ("False", "True") else "class"
     assert (index.labels[0].kind, index.labels[0].classes) == (kind, classes)
     assert list(bad_rows(tmp_path / "out")) == bad
@@ -377,22 +371,22 @@ def test_an_ambiguous_column_is_an_error_with_both_declarations(
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", cell] for cell in cells])
     with pytest.raises(UsageError, match=words):
-        wt.convert_table(file, str(tmp_path / "out"), image="file", label="y", on_error="skip")
+        wt.convert_table(file, tmp_path / "out", image="file", label="y", on_error="skip")
     assert not (tmp_path / "out").exists()
 
 
 def test_two_names_of_one_number_stay_two_classes(tmp_path: Path) -> None:
     file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
-    index = wt.convert_table(file, str(tmp_path / "out"), image="file", label="y:class")
+    index = wt.convert_table(file, tmp_path / "out", image="file", label="y:class")
     assert index.labels[0].classes == ("1.1", "1.10", "1.2")
     assert set(index.table["y"].to_pylist()) == {"1.1", "1.10", "1.2"}
     assert (
-        wt.convert_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind
+        wt.convert_table(file, tmp_path / "numbers", image="file", label="y").labels[0].kind
         == "number"
     )
     complete = wt.convert_table(
         labelled(tmp_path, ["1", "1.0", "1e0", "0"]),
-        str(tmp_path / "whole"),
+        tmp_path / "whole",
         image="file",
         label="y:class",
     )
@@ -402,10 +396,10 @@ def test_two_names_of_one_number_stay_two_classes(tmp_path: Path) -> None:
 def test_many_declared_class_numbers_are_kept(tmp_path: Path) -> None:
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])
-    index = wt.convert_table(file, str(tmp_path / "out"), image="file", label="y:class")
+    index = wt.convert_table(file, tmp_path / "out", image="file", label="y:class")
     assert index.labels[0].classes == tuple(map(str, range(1001)))
     assert (
-        wt.convert_table(file, str(tmp_path / "b"), image="file", label="y:number").labels[0].kind
+        wt.convert_table(file, tmp_path / "b", image="file", label="y:number").labels[0].kind
         == "number"
     )
 
@@ -426,11 +420,7 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_minus_one_is_missing(
     )
     labels = ["label", "x"] if several else ["label"]
     index = wt.convert_table(
-        str(tmp_path / "t.parquet"),
-        str(tmp_path / "out"),
-        image="image",
-        label=labels,
-        on_error="skip",
+        tmp_path / "t.parquet", tmp_path / "out", image="image", label=labels, on_error="skip"
     )
     assert index.labels[0].classes == ("1", "0", "bird")
     assert bad_rows(tmp_path / "out") == {
@@ -461,7 +451,7 @@ def test_lists_that_are_not_classes_are_refused(
 ) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(len(cells))], "y": cells})
     with pytest.raises(UsageError, match=words):
-        wt.convert_table(frame, str(tmp_path / "out"), image="image", label=label)
+        wt.convert_table(frame, tmp_path / "out", image="image", label=label)
 
 
 def test_integers_turned_into_floats_by_an_empty_cell_are_ambiguous(tmp_path: Path) -> None:
@@ -469,9 +459,9 @@ def test_integers_turned_into_floats_by_an_empty_cell_are_ambiguous(tmp_path: Pa
     with pytest.raises(
         UsageError, match="2 different numbers from 0.0 to 1.0, all .*y:class.*y:number"
     ):
-        wt.convert_table(frame, str(tmp_path / "out"), image="image", label="y", on_error="skip")
+        wt.convert_table(frame, tmp_path / "out", image="image", label="y", on_error="skip")
     index = wt.convert_table(
-        frame, str(tmp_path / "out"), image="image", label="y:class", on_error="skip"
+        frame, tmp_path / "out", image="image", label="y:class", on_error="skip"
     )
     assert index.labels[0].classes == ("0", "1")
 
@@ -482,7 +472,7 @@ def test_integers_turned_into_floats_by_an_empty_cell_are_ambiguous(tmp_path: Pa
 def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
     before = csv.field_size_limit()
     file = table(folder, [["IMG/0.png", "a", "n" * 200_000]], ("file", "y", "note"))
-    wt.convert_table(file, str(folder / "out"), image="file", label="y")
+    wt.convert_table(file, folder / "out", image="file", label="y")
     assert json.loads(read(folder / "out")["IMG/0"]["json"])["note"] == "n" * 200_000
     assert csv.field_size_limit() == before
 
@@ -497,7 +487,7 @@ def test_bytes_in_lists_and_objects_become_fields(tmp_path: Path) -> None:
         }
     )
     pyarrow.parquet.write_table(rows, tmp_path / "t.parquet")
-    wt.convert_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image")
+    wt.convert_table(tmp_path / "t.parquet", tmp_path / "out", image="image")
     packed = read(tmp_path / "out")
     assert set(packed["row-000000001"]) == {
         "png",
@@ -522,7 +512,7 @@ def test_columns_of_bytes_that_would_be_one_field_are_refused(tmp_path: Path) ->
         SourceError,
         match="two of its columns would be one field: png, mask.png, mask.png; rename one",
     ):
-        wt.convert_table(frame, str(tmp_path / "out"), image="image", on_error="skip")
+        wt.convert_table(frame, tmp_path / "out", image="image", on_error="skip")
 
 
 def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
@@ -536,7 +526,7 @@ def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
     frame = pandas.DataFrame(
         {"image": [picture(n) for n in range(5)], "x": pandas.Series(cells, dtype=object)}
     )
-    wt.convert_table(frame, str(tmp_path / "out"), image="image")
+    wt.convert_table(frame, tmp_path / "out", image="image")
     packed = read(tmp_path / "out")
     assert [json.loads(packed[f"row-00000000{n}"]["json"])["x"] for n in range(1, 5)] == [
         "1.10",
@@ -548,7 +538,7 @@ def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
     for odd in (object(), {1, 2}, 1j, Image.new("L", (2, 2))):
         frame = pandas.DataFrame({"image": [picture(0)], "x": pandas.Series([odd], dtype=object)})
         with pytest.raises(UsageError, match=f"a cell of the table is {type(odd).__name__}"):
-            wt.convert_table(frame, str(tmp_path / "odd"), image="image")
+            wt.convert_table(frame, tmp_path / "odd", image="image")
 
 
 def test_blanks_at_the_beginning_of_a_cell_are_kept_inside_quotes(
@@ -606,7 +596,7 @@ def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
     ]
     (folder / "t.jsonl").write_text("\n".join(rows))
     index = wt.convert_table(
-        str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_error="skip"
+        folder / "t.jsonl", folder / "out", image="file", label="y", on_error="skip"
     )
     assert len(index) == 1
     reasons = bad_rows(folder / "out")
@@ -671,7 +661,7 @@ def test_similar_split_names_are_printed_and_not_merged(
     assert (
         "split part: the splits 'val' and 'Val' look alike" in capsys.readouterr().err.splitlines()
     )
-    assert set(wt.info(str(folder / "out")).splits) == {"train", "val", "Val"}
+    assert set(wt.info(folder / "out").splits) == {"train", "val", "Val"}
 
 
 def test_non_finite_numbers_outside_labels_are_counted_and_printed(folder: Path) -> None:
@@ -695,7 +685,7 @@ def test_non_finite_numbers_outside_labels_are_counted_and_printed(folder: Path)
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for source in (folder / "t.parquet", folder / "t.jsonl", pandas.DataFrame(cells)):
         index = wt.convert_table(
-            source, folder / "out", image="file", label="y", root=str(folder), overwrite=True
+            source, folder / "out", image="file", label="y", root=folder, overwrite=True
         )
         assert [
             line for line in index.info["source"]["decided"] if line.startswith("column")
