@@ -10,7 +10,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,30 +130,6 @@ def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
         archive.writestr("a.txt", b"1")
     with pytest.raises(ShardError, match="zip"):
         wt.convert_tars(tmp_path / "a.zip", tmp_path / "out")
-
-
-def test_an_unshuffled_stream_is_read_once_and_packed_like_a_list(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"cat": 11, "dog": 7}, "jpg")
-    paths = sorted((tmp_path / "in").rglob("*.jpg"))
-    seen: list[str] = []
-
-    def samples() -> Any:
-        for path in paths:
-            seen.extend(str(p.relative_to(tmp_path)) for p in (tmp_path / "out").rglob("spill/*"))
-            yield {
-                "__key__": f"{path.parent.name}/{path.stem}",
-                "jpg": path.read_bytes(),
-                "cls": ["cat", "dog"].index(path.parent.name),
-            }
-
-    options: dict[str, Any] = {"shuffle": False, "max_shard_size": 20_000}
-    index = wt.convert_folder(tmp_path / "in", tmp_path / "list", **options)
-    wt.pack(samples(), tmp_path / "out", classes=["cat", "dog"], **options)
-    assert not seen
-    assert len(index.shards) > 2
-    for shard in index.shards:
-        assert (tmp_path / "out" / shard.name).read_bytes() == Path(shard.path).read_bytes()
-    wt.pack(samples(), tmp_path / "out", classes=["cat", "dog"], resume=True, **options)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -515,32 +516,19 @@ def test_the_hint_of_a_full_disk_names_no_option_that_remove_lacks(
 
 
 @pytest.mark.parametrize("locks", [True, False])
-@pytest.mark.parametrize("again", [{"resume": True}, {"overwrite": True}])
-@pytest.mark.parametrize("first", [0, 20])
 def test_of_two_writers_one_wins_and_the_other_hears_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, again: dict[str, bool], first: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
 ) -> None:
-    """first: number of the first sample of the second writer; 0 is that of the first one."""
+    """All cases at once: each waits until the time limit of a lock is over."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
-    results: list[wt.Index | str] = []
-
-    def begin_another(step: object) -> None:
-        if not results:
-            results.append("begun")
-            options = {"num_workers": 1, **again}
-            results[0] = attempt(lambda: packed(tmp_path, range(first, first + 9), **options))
-
-    results += [attempt(lambda: packed(tmp_path, range(9), num_workers=1, progress=begin_another))]
-    errors = [result for result in results if isinstance(result, str)]
-    assert len(errors) == 1
-    assert any(word in errors[0] for word in ("another", "writing"))
-    winner = range(9) if isinstance(results[0], str) else range(first, first + 9)
-    assert contents(tmp_path) == expected(winner)
+    cases = [(first, again) for first in (0, 20) for again in ("resume", "overwrite")]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda case: check_two_writers(tmp_path / str(case), *case), cases))
 
 
 def change(out: Path, verb: str, moment: int, count: Any) -> None:
@@ -718,3 +706,21 @@ def test_random_changes_match_an_independent_model(tmp_path: Path, seed: int) ->
         "index.json",
         "index.arrow",
     }
+
+
+def check_two_writers(folder: Path, first: int, again: str) -> None:
+    """first: number of the first sample of the second writer; 0 is that of the first one."""
+    results: list[wt.Index | str] = []
+
+    def begin_another(step: object) -> None:
+        if not results:
+            results.append("begun")
+            options: dict[str, Any] = {"num_workers": 1, again: True}
+            results[0] = attempt(lambda: packed(folder, range(first, first + 9), **options))
+
+    results += [attempt(lambda: packed(folder, range(9), num_workers=1, progress=begin_another))]
+    errors = [result for result in results if isinstance(result, str)]
+    assert len(errors) == 1
+    assert any(word in errors[0] for word in ("another", "writing"))
+    winner = range(9) if isinstance(results[0], str) else range(first, first + 9)
+    assert contents(folder) == expected(winner)

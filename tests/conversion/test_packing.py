@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import wdstrain as wt
@@ -39,22 +38,6 @@ def pack(source: Path, out: Path, **options: Any) -> wt.Index:
     return convert(list_folder(str(source)), str(out), Options(**options)).index
 
 
-def test_shards_of_class_folders_contain_the_same_bytes(photos: Path, tmp_path: Path) -> None:
-    index = pack(photos, tmp_path / "out", max_shard_samples=8)
-    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
-        "index.arrow",
-        "index.json",
-        *(f"train-{i:06d}.tar" for i in range(3)),
-    ]
-    assert index.labels[0].classes == ("cat", "dog")
-    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert len(by_key) == len(index) == 22
-    for key, fields in by_key.items():
-        assert fields["png"] == (photos / f"{key}.png").read_bytes()
-        assert fields["cls"] == (b"0" if key.startswith("cat/") else b"1")
-    assert wt.verify(tmp_path / "out").ok
-
-
 def test_samples_are_shuffled_by_default_and_in_source_order_with_no_shuffle(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -73,26 +56,6 @@ def test_overhead_per_image_and_label_is_at_most_2500_bytes(photos: Path, tmp_pa
     index = pack(photos, tmp_path / "out")
     payload = sum(path.stat().st_size for path in photos.rglob("*.png"))
     assert (index.shards[0].bytes - payload) / len(index) <= 2500
-
-
-def test_splits_are_drawn_by_key_and_stay_equal_when_samples_are_added(
-    photos: Path, tmp_path: Path
-) -> None:
-    def by_split(out: str) -> dict[str, set[str]]:
-        index = pack(photos, tmp_path / out, split={"train": 0.7, "val": 0.3})
-        keys_by_split: dict[str, set[str]] = {split: set() for split in index.splits}
-        for number in range(len(index)):
-            shard = index.shards[int(index.shard_of(np.array([number]))[0])]
-            keys_by_split[shard.split].add(index.key(number))
-        return keys_by_split
-
-    before = by_split("before")
-    assert set(before) == {"train", "val"}
-    assert not before["train"] & before["val"]
-    (photos / "cat" / "new.png").write_bytes(picture(99))
-    after = by_split("after")
-    assert before["train"] <= after["train"]
-    assert before["val"] <= after["val"]
 
 
 def test_split_folders_are_kept(tmp_path: Path) -> None:
@@ -150,10 +113,6 @@ def test_flat_folders_give_images_without_labels(tmp_path: Path) -> None:
     assert (len(index), index.fields, index.labels) == (3, ("jpg",), ())
 
 
-def test_limit_packs_that_many_samples(photos: Path, tmp_path: Path) -> None:
-    assert len(pack(photos, tmp_path / "out", limit=5)) == 5
-
-
 def test_linked_folders_are_followed_and_empty_folders_are_no_classes(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -174,16 +133,6 @@ def test_folders_beside_the_splits_are_counted_and_are_no_classes(tmp_path: Path
     listing = list_folder(str(tmp_path / "in"))
     assert listing.labels()[0].classes == ("a", "b")
     assert listing.ignored == {"folders beside the splits": 1}
-
-
-def test_class_folders_with_numeric_names_keep_their_numbers(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"1": 2, "10": 2, "2": 2})
-    index = pack(tmp_path / "in", tmp_path / "out")
-    batch = next(
-        iter(wt.Loader(index, {"label": wt.label(classes=index.labels[0].classes)}, batch_size=6))
-    )
-    names = [key.split("/")[0] for key in batch["__key__"]]
-    assert [index.labels[0].classes[number] for number in batch["label"].tolist()] == names
 
 
 def test_shards_are_not_written_into_their_source(photos: Path) -> None:
@@ -208,91 +157,10 @@ def json_of(out: Path) -> dict[str, Any]:
     return {key: json.loads(fields["json"]) for key, fields in by_key.items()}
 
 
-def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
-    rows = [f"IMG/{i}.png,{i / 4 - 1},{i},night" for i in range(4)]
-    file = write_table(tmp_path, "center,steering,gear,sky", rows)
-    index = wt.convert_table(file, tmp_path / "out", image="center", label=["steering"])
-    assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == (
-        "steering",
-        "number",
-        "json",
-    )
-    assert json_of(tmp_path / "out")["IMG/2"] == {"steering": -0.5, "gear": 2, "sky": "night"}
-
-
-def test_a_text_label_becomes_classes_and_cls(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
-    index = wt.convert_table(file, tmp_path / "out", image="file", label=["kind"])
-    assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == (
-        "class",
-        ("cat", "dog"),
-        "cls",
-    )
-    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert {key: fields["cls"] for key, fields in by_key.items()} == {
-        "IMG/0": b"1",
-        "IMG/1": b"0",
-        "IMG/2": b"1",
-    }
-
-
-def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file,kind,age", ["IMG/0.png,dog,1.5", "IMG/1.png,cat,2.5"])
-    index = wt.convert_table(
-        file, tmp_path / "out", image="file", label=["kind", "age"], shuffle=False
-    )
-    fields = {
-        "kind": wt.label("json.kind", classes=index.labels[0].classes),
-        "age": wt.number("json.age"),
-    }
-    batch = next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))
-    assert (batch["kind"].tolist(), batch["age"].tolist()) == ([1, 0], [1.5, 2.5])
-
-
-def test_the_kind_of_a_label_can_be_declared(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file,n", ["IMG/0.png,0", "IMG/1.png,3"])
-    labels = [
-        wt.convert_table(file, tmp_path / name, image="file", label=name).labels[0]
-        for name in ("n", "n:number")
-    ]
-    assert labels[0].classes == ("0", "1", "2", "3")
-    assert labels[1].kind == "number"
-    file = write_table(tmp_path, "file,n", ["IMG/0.png,x"])
-    with pytest.raises(UsageError, match="holds 'x'"):
-        wt.convert_table(file, tmp_path / "out", image="file", label="n:number")
-
-
-def test_windows_slashes_tabs_and_roots_are_supported(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file\tn", ["IMG\\0.png\t1"], "log.tsv")
-    assert wt.convert_table(file, tmp_path / "a", image="file", label="n").key(0) == "IMG/0"
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    (other / "log.csv").write_text("file,n\nIMG/0.png,1\n")
-    root = str(tmp_path)
-    assert len(wt.convert_table(other / "log.csv", tmp_path / "b", image="file", root=root)) == 1
-
-
-def test_the_driving_log_is_read_unchanged(data: Callable[[str], Path], tmp_path: Path) -> None:
-    file = data("driving") / "driving_log_clean.csv"
-    index = wt.convert_table(file, tmp_path / "out", image="center", label=["steering"], limit=200)
-    assert index.labels[0].kind == "number"
-    some = next(iter(json_of(tmp_path / "out").values()))
-    assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
-
-
 def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
     wt.convert_table(file, tmp_path / "out", image="file", label=[])
     assert json_of(tmp_path / "out")["IMG/0"] == {"a": "1_000", "b": "00123", "c": 5.0}
-
-
-def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file,a,b", ["IMG/0.png,0.5,1", "IMG/1.png,1.5,0"])
-    index = wt.convert_table(
-        file, tmp_path / "out", image="file", label=["a:class", "b"], shuffle=False
-    )
-    fields = {"a": wt.label("json.a", classes=index.labels[0].classes)}
-    assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
 
 
 # --- bad input ---
