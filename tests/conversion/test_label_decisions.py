@@ -304,14 +304,6 @@ def test_declared_labels_keep_the_class_numbers_that_their_values_are(
     assert isinstance(result, str) or result.labels[0].classes == tuple(map(str, range(12)))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_texts_of_whole_numbers_in_tables_are_class_numbers(
-    tmp_path: Path, images: Path, form: str
-) -> None:
-    index = convert_cells(tmp_path, images, form, [str(n % 12) for n in range(COUNT)])
-    assert index.labels[0].classes == tuple(str(n) for n in range(12))
-
-
 # --- values of a label in the index, in the samples and in batches ---
 
 

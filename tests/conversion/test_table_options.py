@@ -308,12 +308,6 @@ def test_like_names_the_classes_of_arrays_and_samples(tmp_path: Path) -> None:
     assert wt.convert_arrays(arrays, tmp_path / "b", like=old).labels[0].classes == names
 
 
-def test_values_that_differ_only_in_blanks_are_one_class(tmp_path: Path) -> None:
-    frame = pandas.DataFrame({"image": [picture(n) for n in range(3)], "y": ["a", "a ", "b"]})
-    index = wt.convert_table(frame, tmp_path / "out", image="image", label="y")
-    assert index.labels[0].classes == ("a", "b")
-
-
 # --- splits ---
 
 
