@@ -103,16 +103,6 @@ def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
     }
 
 
-def test_flat_folders_give_images_without_labels(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for i in range(3):
-        (tmp_path / "in" / f"{i}.jpg").write_bytes(picture(i, kind="JPEG"))
-    index = convert(
-        list_folder(str(tmp_path / "in"), flat=True), str(tmp_path / "out"), Options()
-    ).index
-    assert (len(index), index.fields, index.labels) == (3, ("jpg",), ())
-
-
 def test_linked_folders_are_followed_and_empty_folders_are_no_classes(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -338,11 +328,19 @@ def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"limit": 0}, {"max_shard_size": 0}, {"split": {"a": 0.5, "b": 0.6}}],
+    ("options", "words"),
+    [
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"limit": 0}, "limit=0"),
+        ({"max_shard_size": 0}, "max_shard_size=0"),
+        ({"quality": 101}, "quality=101"),
+        ({"split": {"a": 0.5, "b": 0.6}}, "split"),
+        ({"resume": True, "overwrite": True}, "Give only one"),
+        ({"stratify": "label"}, "needs a split"),
+    ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         Options(**options)
 
 

@@ -591,22 +591,6 @@ def test_rows_of_a_virtual_data_set_with_a_missing_file_are_bad(tmp_path: Path) 
         wt.convert_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
 
 
-def test_names_shared_by_two_splits_make_different_keys(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        for number in range(6):
-            path = tmp_path / "in" / split / "cat" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture(number + 10 * (split == "val")))
-    wt.convert_folder(tmp_path / "in", tmp_path / "old")
-    assert (
-        len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))})
-        == 12
-    )
-    wt.convert_tars(tmp_path / "old", tmp_path / "new", split={"all": 1.0})
-    assert len(samples(tmp_path / "new")) == 12
-    assert wt.verify(tmp_path / "new").ok
-
-
 @pytest.mark.parametrize("words", [["--keep", "jpg,cls"], []])
 def test_sets_that_number_their_classes_differently_are_not_merged(
     tmp_path: Path, words: list[str], capsys: Any
