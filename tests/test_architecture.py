@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3647,
     "training": 3455,
-    "inspection": 1900,
+    "inspection": 1905,
     "loader": 1226,
     "shards": 2259,
     "decode": 1359,

@@ -77,10 +77,12 @@ class ImageSummary:
 
 @dataclass(frozen=True)
 class Content:
-    """Contents of a field in words (`what`), from the values that were looked at."""
+    """Contents of a field, in words (`what`) and by type (`kinds`). entries: of JSON objects."""
 
     what: str
     looked_at: int
+    kinds: dict[str, int]
+    entries: dict[str, int]
     images: ImageSummary | None
 
 
@@ -91,12 +93,15 @@ def described(name: str, values: Iterable[bytes]) -> Content:
         kind, detail = _kind(name, value)
         groups.setdefault(kind, []).append(detail)
     images = _image_summary(groups["image"]) if "image" in groups else None
-    total, shown = sum(map(len, groups.values())), list[str]()
-    for kind, details in sorted(groups.items(), key=lambda item: -len(item[1]))[:_MAX_KINDS]:
-        text = str(images) if kind == "image" else _words(kind, details)
-        shown.append(text if len(groups) == 1 else f"{text} ({len(details)} of {total})")
-    more = f"; and {len(groups) - _MAX_KINDS} more" * (len(groups) > _MAX_KINDS)
-    return Content("; ".join(shown) + more or "not looked at", total, images)
+    kinds = Counter({kind: len(details) for kind, details in groups.items()})
+    entries = Counter(name for names in groups.get("JSON", ()) for name in names)
+    shown = []
+    for kind, count in kinds.most_common(_MAX_KINDS):
+        text = str(images) if kind == "image" else _words(kind, groups[kind], list(entries))
+        shown.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
+    more = f"; and {len(kinds) - _MAX_KINDS} more" * (len(kinds) > _MAX_KINDS)
+    what = "; ".join(shown) + more or "not looked at"
+    return Content(what, kinds.total(), dict(kinds), dict(entries), images)
 
 
 def quantiles(values: Any, shares: Sequence[float]) -> tuple[Any, ...]:
@@ -104,14 +109,14 @@ def quantiles(values: Any, shares: Sequence[float]) -> tuple[Any, ...]:
     return tuple(np.quantile(values, shares, method="inverted_cdf").tolist())
 
 
-def _words(kind: str, details: Sequence[Any]) -> str:
+def _words(kind: str, details: Sequence[Any], entries: Sequence[str]) -> str:
     """Return a type with the range of its numbers, or with the names of JSON entries."""
     numbers = [detail for detail in details if isinstance(detail, (int, float))]
     if numbers:
-        return f"{kind} {min(numbers):.5g} to {max(numbers):.5g}"
-    names = list(dict.fromkeys(name for detail in details if detail for name in detail))
-    named = ", ".join(names[:_MAX_ENTRIES]) + ", ..." * (len(names) > _MAX_ENTRIES)
-    return f"{kind}: {named}" if named else kind
+        title = "text, characters:" if kind == "text" else kind
+        return f"{title} {min(numbers):.5g} to {max(numbers):.5g}"
+    named = ", ".join(entries[:_MAX_ENTRIES]) + ", ..." * (len(entries) > _MAX_ENTRIES)
+    return f"{kind}: {named}" if kind == "JSON" and named else kind
 
 
 def _kind(name: str, data: bytes) -> tuple[str, Any]:
@@ -138,7 +143,7 @@ def _kind(name: str, data: bytes) -> tuple[str, Any]:
     try:
         return "number", float(text)
     except ValueError:
-        return (_BINARY, None) if "\0" in text else ("text, characters:", len(text))
+        return (_BINARY, None) if "\0" in text else ("text", len(text))
 
 
 def _image_header(data: bytes) -> Header | str:
