@@ -98,7 +98,7 @@ def test_ctrl_c_does_not_wait_for_the_shards_that_are_being_written(
     (tmp_path / "in" / "a").mkdir(parents=True)
     first = tmp_path / "in" / "a" / "0.png"
     Image.fromarray(pixels).save(first, compress_level=1)
-    for number in range(1, 80):
+    for number in range(1, 800):
         os.link(first, tmp_path / "in" / "a" / f"{number}.png")
 
     out = tmp_path / "out"
@@ -110,7 +110,7 @@ def test_ctrl_c_does_not_wait_for_the_shards_that_are_being_written(
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(interrupt)
-        options: dict[str, Any] = {"num_workers": workers, "max_shard_samples": 40}
+        options: dict[str, Any] = {"num_workers": workers, "max_shard_samples": 400}
         with pytest.raises(KeyboardInterrupt):
             wt.convert_folder(tmp_path / "in", out, check="decode", **options)  # takes its time
     assert not list(out.rglob("*.tar"))
