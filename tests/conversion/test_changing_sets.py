@@ -565,6 +565,20 @@ def changed(out: Path, verb: str, moment: int) -> int | None:
     return int(count.value) if child.exitcode == 0 else None
 
 
+def test_a_column_that_cannot_hold_values_of_appended_samples_goes_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nulls in their place would be other values than those of the samples."""
+    out = str(tmp_path / "set")
+    wt.pack([{"__key__": "a", "json": {"angle": 0.5, "road": 1}}], out)
+    wt.pack([{"__key__": "b", "json": {"angle": {"degrees": 3}, "road": 2}}], out, append=True)
+    index = wt.open(out)
+    assert [column.name for column in index.columns] == ["road"]
+    assert "no column 'angle' any more" in caplog.text
+    stored = [json.loads(sample["json"]) for _, sample in index.read([0, 1], ["json"])]
+    assert [entries["angle"] for entries in stored] == [0.5, {"degrees": 3}]
+
+
 def test_a_resumed_append_of_other_labels_for_the_same_texts_is_another_append(
     tmp_path: Path,
 ) -> None:

@@ -393,8 +393,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "storage/cache.py": [
         (
             "checksum-of-shard",
-            'if sha256 and hashlib.file_digest(file, "sha256")',
-            'if not sha256 and hashlib.file_digest(file, "sha256")',
+            "if sha256 and _sha256(file)",
+            "if not sha256 and _sha256(file)",
         ),
         ("needs-identity", "not (sha256 or tag)", "not (sha256 or path)"),
         ("unknown-prefix", "if not sha256 or os.fstat(file", "if sha256 and os.fstat(file"),

@@ -14,6 +14,7 @@ into the same shards, without a catalog.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -68,8 +69,14 @@ from wdstrain.storage.files import read_whole, write_whole
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
 _ENCODE_BATCH = 6 << 20
+_DROPPED = (
+    "%s: the index has no column '%s' any more: it cannot hold the values of the new samples. "
+    "They are in the shards."
+)
 # Numbers and quoted names in a reason, which differ from sample to sample.
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+_log = logging.getLogger("wdstrain")
 
 
 class Step(NamedTuple):
@@ -371,6 +378,9 @@ class _Run:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
             # A column would lack the values of the new samples that no column can hold.
             lost = {c.place for c in joined.columns} - {c.place for c in index.columns}
+            for column in former.columns:
+                if column.place in lost:
+                    _log.warning(_DROPPED, staging.shown, column.name)
             former = former.with_columns([c for c in former.columns if c.place not in lost])
             index = appended(former, index, entry, staging.shown)
         staging.commit(index, lists)

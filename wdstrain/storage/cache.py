@@ -240,8 +240,7 @@ class Cache:
                 file.write(chunk)  # perhaps less on a full disk: the next write fails
                 with self._lock:
                     self._counts.update(fetched=len(chunk), retries=remote.retries - failed)
-            file.seek(0)
-            if sha256 and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            if sha256 and _sha256(file) != sha256:
                 os.unlink(part)
                 _log.warning(
                     "%s: the fetched bytes differ from the index (sha256). "
@@ -297,6 +296,15 @@ class Cache:
                 self.path,
                 error.strerror or error,
             )
+
+
+def _sha256(file: FileIO) -> str:
+    """Return the sha256 of a whole file."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _part(place: str, size: int) -> str:

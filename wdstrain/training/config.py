@@ -227,7 +227,7 @@ def _read_table(path: str) -> dict[Any, Any]:
         with open(path, "rb") as file:
             raw = file.read()
         if kind == ".toml":
-            return tomllib.loads(raw.decode())
+            return dict(tomllib.loads(raw.decode()))
         import yaml
 
         return dict(yaml.safe_load(raw) or {})
