@@ -7,8 +7,8 @@
 
 The plan depends on the catalog and the options alone, so any number of workers gives the same
 bytes. Everything is written into a staging folder (`staging`). Each shard carries the identity of
-its samples, so `resume` writes only what is missing. A stream that keeps its order goes straight
-into the same shards, without a catalog.
+its samples, so `resume` writes only what is missing. The samples of an iterable that are packed in
+their own order are written as they come, without a catalog; `resume` then writes all of them again.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from wdstrain.runtime.launch import Launch
 from wdstrain.training.config import Config
 from wdstrain.training.models import blocks_in
 
-_SMALLEST_BLOCK = 100_000  # parameters; FSDP completes smaller blocks with what is around
+_SMALLEST_BLOCK = 100_000  # parameters; smaller blocks are not split by themselves
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 

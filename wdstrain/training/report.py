@@ -80,19 +80,6 @@ def write_report(
         _cards(_data(name, index, task) for name, index in sets.items() if index),
         _cards([_card("Options", pages.table(options))]),
     ]
-    _write(path, title, sections)
-
-
-def write_evaluation(
-    path: str, title: str, task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any]
-) -> None:
-    """Write the page of an evaluation. title: of the checkpoint."""
-    facts = {name: f"{metrics[name]}" for name in ("samples", "bad")}
-    header = _header(title, f"task {task}", facts, task, metrics, [])
-    _write(path, title, [header, *_results(task, details)])
-
-
-def _write(path: str, title: str, sections: Iterable[str]) -> None:
     page = pages.page(f"{title} - wdstrain", "".join(sections))
     write_whole(path, page.encode("utf-8", "replace"))
 
@@ -124,7 +111,7 @@ def _card(title: str, body: str) -> str:
 
 
 def _curves(task: Task, monitor: str, history: History, steps: History) -> Iterator[str]:
-    """Yield the cards of curves over the epochs: what is learned, the loss, time."""
+    """Yield a card for each curve over the epochs: metrics, losses, learning rate and speed."""
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
     names = {task.metric_name(head, head.shown_metrics[0]): head for head in task.heads}

@@ -305,7 +305,10 @@ def _scalar(
 
 
 def _kind(title: str, name: str, values: npt.NDArray[Any], *, is_class: bool) -> str:
-    """Return the kind of a label. is_class: whole numbers are classes, whatever they are."""
+    """Return the kind of a label whose user states none: "class", "flag" or "number".
+
+    is_class: its values are class numbers for another reason, such as given names.
+    """
     if is_class or not len(values):
         return "class"
     if values.dtype != bool and np.mean(values % 1 != 0) > FEW:  # numbers need not be counted
