@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -288,6 +289,16 @@ def test_messages_in_troubleshooting_exist_in_the_package() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            sides = [
+                argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                for argument in call.args
+            ]  # problem, hint
+            constants += [
+                f"{problem[-1].value} {hint[0].value}"
+                for problem, hint in itertools.pairwise(sides)
+                if isinstance(problem[-1], ast.Constant) and isinstance(hint[0], ast.Constant)
+            ]
     output = "\0".join(" ".join(constant.split()) for constant in constants)
     guide = PACKAGE / "guides" / "troubleshooting.md"
     quoted = [block.code for block in blocks(guide) if block.language == "text"]

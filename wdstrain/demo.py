@@ -94,7 +94,8 @@ def _write_images(folder: str) -> int:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UsageError(
-            "The demo needs the digits of scikit-learn. Run: pip install 'wdstrain[demo]'"
+            "The demo needs the digits of scikit-learn.",
+            "Run: pip install 'wdstrain[demo]'",
         ) from None
     digits = load_digits()
     shutil.rmtree(folder, ignore_errors=True)

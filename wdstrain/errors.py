@@ -9,10 +9,15 @@
     ├── SampleError       sample that cannot become an example
     └── StorageError      bytes that cannot be read or written
 
-A message states the problem with the value, the rule and the next step, with shard, key and offset
-where there is one. Every class takes exactly one string: torch rebuilds the exception of a worker
-process from one string.
+A problem states the value and the rule, with shard, key and offset where there is one; a hint says
+what to do next. The text of an exception is both, in the words of Python; the command line shows
+them in the words of the shell. One string is enough to make each of them: torch and pickle rebuild
+the exception of another process from its text.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 
 class WdstrainError(Exception):
@@ -20,14 +25,25 @@ class WdstrainError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, hint: str = "") -> None:
+        super().__init__(f"{problem} {hint}" if hint else problem)
+        self.problem, self.hint = problem, hint
+
+    def __reduce__(self) -> tuple[type[WdstrainError], tuple[str]]:
+        return type(self), (str(self),)
 
 
 class UsageError(WdstrainError):
-    """An argument, option, name, path or address is wrong."""
+    """An argument, option, name, path or address is wrong.
+
+    option, value: the keyword argument that breaks the rule, and its value.
+    """
 
     exit_code = 2
+
+    def __init__(self, rule: str, hint: str = "", *, option: str = "", value: Any = None) -> None:
+        super().__init__(f"{option}={value!r}: {rule}" if option else rule, hint)
+        self.rule, self.option, self.value = rule, option, value
 
 
 class PlanError(UsageError):

@@ -56,7 +56,8 @@ class Memory:
             self.map = mmap.mmap(self._file.fd, size)
         except (OSError, OverflowError, ValueError) as error:
             raise WdstrainError(
-                f"{size} bytes of memory cannot be reserved ({error}). Lower shuffle_buffer or batch_size."
+                f"{size} bytes of memory cannot be reserved ({error}).",
+                "Lower shuffle_buffer= or batch_size=.",
             ) from None
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))

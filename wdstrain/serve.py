@@ -51,16 +51,16 @@ class Server(ThreadingTCPServer):
             os.listdir(os.path.join(self.folder, os.curdir))  # needs the right to enter, too
         except OSError as error:
             raise UsageError(
-                f"{os.fspath(folder)} cannot be served: {error.strerror}. "
-                f"Name a folder of shards that you can read."
+                f"{os.fspath(folder)} cannot be served: {error.strerror}.",
+                "Name a folder of shards that you can read.",
             ) from None
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Connection)
         except (OSError, UnicodeError, OverflowError) as error:
             raise StorageError(
-                f"nothing can listen at host={host!r}, port={port}: {error}. Choose 127.0.0.1 or "
-                f"0.0.0.0, and a port above 1023; 0 is any free one."
+                f"nothing can listen at host={host!r}, port={port}: {error}.",
+                "Choose 127.0.0.1 or 0.0.0.0, and a port above 1023; 0 is any free one.",
             ) from None
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.05,), name="wdstrain server", daemon=True

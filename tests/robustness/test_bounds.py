@@ -223,7 +223,7 @@ def test_batches_larger_than_memory_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k", {"png": b"x"})])
     with pytest.raises(
         WdstrainError,
-        match="bytes of memory cannot be reserved .* Lower shuffle_buffer or batch_size",
+        match="bytes of memory cannot be reserved .* Lower shuffle_buffer= or batch_size=",
     ):
         next(iter(wt.Loader(tmp_path, {"image": wt.image(size=50_000_000)}, batch_size=1)))
 

@@ -690,7 +690,7 @@ def test_an_impossible_cache_folder_raises_immediately(served: Served, tmp_path:
     (tmp_path / "file").write_text("")
     for options, words in (
         ({"cache_dir": tmp_path / "file"}, "cannot be made"),
-        ({"cache_limit": "1GB"}, "Give cache_dir too"),
+        ({"cache_limit": "1GB"}, "Give cache_dir= too"),
         ({"cache_dir": tmp_path, "cache_limit": "many"}, "'many' is not a size"),
         ({"cache_dir": tmp_path, "cache_limit": 0}, "cache_limit=0"),
     ):

@@ -101,11 +101,17 @@ class Augmentation:
         self._augment = Augment.parse(augment, scale=scale, ratio=ratio)
         if self._augment.policy:
             raise UsageError(
-                f"augment={augment!r}: decoders apply {self._augment.policy}. Give it to wt.image."
+                f"decoders apply {self._augment.policy}.",
+                "Give it to wt.image.",
+                option="augment",
+                value=augment,
             )
         self._size = sides(size)
         if self._augment.rrc and self._size is None:
-            raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
+            raise UsageError(
+                f"augment={augment!r} needs a size.",
+                "Give for example size=224.",
+            )
         jitter = {
             "brightness": brightness,
             "contrast": contrast,
@@ -210,7 +216,8 @@ class Augmentation:
             key = batch["__key__"][row] if "__key__" in batch else f"in row {row}"
             raise UsageError(
                 f"sample '{key}' has the label {int(label[row])}, and classes={self._classes} "
-                f"allows 0 to {self._classes - 1}. Give classes= the number of all classes."
+                f"allows 0 to {self._classes - 1}.",
+                "Give classes= the number of all classes.",
             )
 
     def _class_shares(self, label: Tensor) -> Tensor:
@@ -229,7 +236,8 @@ class Augmentation:
         if RNG not in batch:
             raise UsageError(
                 f"the batch has no random numbers of its samples (batch[{RNG!r}]), which this "
-                f"augmentation needs. Keep that entry of the loader's batches."
+                "augmentation needs.",
+                "Keep that entry of the loader's batches.",
             )
         return stretched(batch[RNG], DRAWS)
 
@@ -368,8 +376,9 @@ def _checked_normalization(
         or min(value[1]) <= 0
     ):
         raise UsageError(
-            f"normalize={value!r}: must be (mean, standard deviation > 0) of three colors each, or "
-            f'"imagenet".'
+            'must be (mean, standard deviation > 0) of three colors each, or "imagenet".',
+            option="normalize",
+            value=value,
         )
     return value
 

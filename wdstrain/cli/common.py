@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from wdstrain.errors import UsageError
@@ -24,24 +26,33 @@ _Field = dataclasses.Field[Any]
 _PLAIN = (int, float, str)
 
 
-class UsageProblem(Exception):
-    """Words that argparse cannot take. `parser` is the one that refused them."""
-
-    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
-        super().__init__(message)
-        self.parser = parser
-
-
 class Parser(argparse.ArgumentParser):
-    """Parser without abbreviations, whose errors are exceptions."""
+    """Parser without abbreviations, whose errors are UsageErrors."""
 
     def __init__(self, **words: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **words)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageProblem."""
-        raise UsageProblem(self, message.removeprefix("argument "))
+        """Raise UsageError, with the option or verb that the words resemble."""
+        message = message.removeprefix("argument ")
+        for kind, name in (("int", "an integer"), ("float", "a number")):
+            message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is not {name}", message)
+        known: list[str] = []
+        word = ""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known, word = re.findall(r"[\w-]+", choice[2]), choice[1]
+        elif message.startswith("unrecognized"):
+            known, word = list(self.flags().values()), message.split("'")[1].partition("=")[0]
+        near = get_close_matches(word, known, 1, 0.5)
+        raise UsageError(
+            f"{message}.", f"Did you mean {near[0]}?" if near else f"Run: {self.prog} --help"
+        )
+
+    def flags(self) -> dict[str, str]:
+        """Return the flags by the names of the keyword arguments that they stand for."""
+        flags = re.findall(r"--[a-z][a-z-]*|-[a-z]\b", self.format_usage())
+        return {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
 
 
 def verb(

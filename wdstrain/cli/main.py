@@ -15,12 +15,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from wdstrain import __version__
-from wdstrain.cli.common import Parser, UsageProblem, print_json
+from wdstrain.cli.common import Parser, print_json
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.report.terminal import flush_results, print_error, quiet
 
@@ -45,15 +44,7 @@ _VERBS = {  # the module that adds a verb, and what it does
     "demo": ("train", "convert, verify and train on scans of handwritten digits"),
 }
 
-# first words of a sentence that says what to do next
-_ADVICE = (
-    "Accept|Add|Change|Check|Choose|Continue|Convert|Copy|Correct|Delete|Did you mean|Divide|"
-    "Download|Drop|Fix|Free|Give|Install|Keep|Leave|List|Look|Lower|Make|Mend|Move|Name|Number|"
-    "Omit|Only|Pack|Pass|Put|Raise|Remove|Rename|Repack|Repair|Request|Resume|Rerun|Run|Save|Say|"
-    "See|Set|Shorten|Start|State|Store|Take|Try|Unpack|Unset|Use|Wait|Write"
-)
-_HINT = re.compile(rf"(?<=[.?!)\]]) (?=(?:{_ADVICE})\b)")
-_VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]*\w"""
+_LITERAL = r"""\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|(?:True|False)\b"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -63,19 +54,16 @@ def main(words: Sequence[str]) -> int:
             words = import_module("wdstrain.cli.sets").with_kind(words)
         arguments, unknown = _parser(words).parse_known_args(words)
         if unknown:
-            raise UsageProblem(arguments.parser, f"unrecognized option {unknown[0]!r}")
-    except UsageProblem as problem:
-        report_error(_usage_error(problem), {}, words, as_json="--json" in words)
-        return 2
+            arguments.parser.error(f"unrecognized option {unknown[0]!r}")
     except UsageError as error:
-        report_error(str(error), {}, words, as_json="--json" in words)
+        report_error(error, {}, words, as_json="--json" in words)
         return error.exit_code
     with quiet(arguments.quiet), _log_messages(arguments):
         return _run(arguments, words)
 
 
 def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    flags = {**_flags(arguments.parser), **getattr(arguments, "flags", {})}
+    flags = {**arguments.parser.flags(), **getattr(arguments, "flags", {})}
     try:
         status = int(arguments.verb(arguments))
         flush_results()
@@ -83,10 +71,11 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     except WdstrainError as error:
         if arguments.debug:
             raise
-        report_error(str(error), flags, words, as_json=arguments.json)
+        report_error(error, flags, words, as_json=arguments.json)
         return error.exit_code
     except KeyboardInterrupt:
-        report_error(f"interrupted. {arguments.interrupted}", {}, (), as_json=arguments.json)
+        interrupted = WdstrainError("interrupted.", arguments.interrupted)
+        report_error(interrupted, {}, (), as_json=arguments.json)
         return 130
     except BrokenPipeError:  # the reader of our output has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,32 +97,6 @@ def _log_messages(arguments: argparse.Namespace) -> Iterator[None]:
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-
-
-def _usage_error(problem: UsageProblem) -> str:
-    """Return the message for words that do not parse, with the option or verb they resemble."""
-    message, parser = str(problem), problem.parser
-    message = re.sub(
-        r"invalid (int|float) value: (.*)",
-        lambda match: f"{match[2]} is not {'an integer' if match[1] == 'int' else 'a number'}",
-        message,
-    )
-    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-    if choice:
-        known, word = re.findall(r"[\w-]+", choice[2]), choice[1]
-    elif message.startswith("unrecognized"):
-        known, word = list(_flags(parser).values()), message.split("'")[1].partition("=")[0]
-    else:
-        known, word = [], ""
-    near = get_close_matches(word, known, 1, 0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Run: {parser.prog} --help"
-    return f"{message}. {hint}"
-
-
-def _flags(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the flags of a parser by the names of the keyword arguments that they stand for."""
-    flags = re.findall(r"--[a-z][a-z-]*|-[a-z]\b", parser.format_usage())
-    return {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -158,57 +121,47 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def report_error(
-    message: str, flags: Mapping[str, str], words: Sequence[str], *, as_json: bool
+    error: WdstrainError, flags: Mapping[str, str], words: Sequence[str], *, as_json: bool
 ) -> None:
     """Print an error for people to stderr, and with `as_json` as an object to stdout.
 
-    words: of the command line. Names in them stay as they are in the message: while flags and hint
-    are looked for, a letter of Linear A stands for each name that looks like an option or advice.
+    flags: {keyword argument: flag}. words: of the command line, which stay as they are.
     """
-    names = {name for word in words for name in (word, *re.split("[,=]", word))}
-    changed = [name for name in names if split_hint(with_flags(name, flags)) != (name, "")]
-    letters = dict(enumerate(sorted(changed, key=len, reverse=True), 0x10600))
-    for letter, name in letters.items():
-        message = re.sub(rf"(?<!\w){re.escape(name)}(?![\w=])", chr(letter), message)
-    error, hint = (part.translate(letters) for part in split_hint(with_flags(message, flags)))
-    print_error(f"error: {error}".replace("\n", " ") + (f"\nhint: {hint}" if hint else ""))
+    problem, hint = (_with_flags(text, flags, words) for text in (error.problem, error.hint))
+    if isinstance(error, UsageError) and error.option in flags:
+        rule = _with_flags(error.rule, flags, words)
+        problem = f"{_as_words(flags[error.option], error.value)}: {rule}"
+    print_error(f"error: {problem}".replace("\n", " ") + (f"\nhint: {hint}" if hint else ""))
     if as_json:
-        print_json({"error": error, "hint": hint or None})
+        print_json({"error": problem, "hint": hint or None})
 
 
-def split_hint(message: str) -> tuple[str, str]:
-    """Return the problem, and the advice that follows it; empty if there is none."""
-    parts = _HINT.split(message, maxsplit=1)
-    return (parts[0], parts[1]) if len(parts) == 2 else (message, "")
-
-
-def with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return a message with `--name value` for each `name=value` of a keyword argument.
-
-    flags: {keyword argument: flag}.
-    """
+def _with_flags(text: str, flags: Mapping[str, str], words: Sequence[str]) -> str:
+    """Return a text with `--name value` for each `name=value` of a keyword argument."""
     names = "|".join(map(re.escape, flags)) or "(?!)"  # without flags, a pattern of nothing
-    unmistakable = "|".join(re.escape(name) for name in flags if "_" in name) or "(?!)"
+
+    def flag(match: re.Match[str]) -> str:
+        name, value, ends = match.groups()
+        if any(text.startswith(word, match.start()) for word in words if "=" in word):
+            return match[0]
+        if not value:
+            return flags[name] + ("" if ends is not None else " ")
+        try:
+            return _as_words(flags[name], ast.literal_eval(value))
+        except (ValueError, SyntaxError):
+            return f"{flags[name]} {value}"
+
     return re.sub(
-        rf"""(?<![\w./='"-])(?:({names})=({_VALUE})|({unmistakable})(?![\w=/'"-]|\.\w))""",
-        lambda match: _as_flag(flags[match[1]], match[2]) if match[1] else flags[match[3]],
-        message,
+        rf"""(?<![\w./='"-])({names})=(?:({_LITERAL})|((?=[\s,;:)]|\.?$|\. )))?""", flag, text
     )
 
 
-def _as_flag(flag: str, text: str) -> str:
-    if text == "...":
-        return f"{flag} ..."
-    try:
-        value: Any = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
-    if value is True:
-        return flag
-    if value is False or value is None:
-        return f"--no-{flag.removeprefix('--').removeprefix('no-')}" if value is False else flag
-    if isinstance(value, dict):
-        value = ",".join(f"{key}={item}" for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
+def _as_words(flag: str, value: Any) -> str:
+    """Return the words of a command line that give a keyword argument its value."""
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--').removeprefix('no-')}"
+    if isinstance(value, Mapping):
+        value = [f"{key}={item}" for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
         value = ",".join(map(str, value))
     return f"{flag} {shlex.quote(str(value))}"

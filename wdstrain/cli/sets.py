@@ -94,7 +94,8 @@ def with_kind(words: Sequence[str]) -> Sequence[str]:
         return words
     if kind == "arrays":
         raise UsageError(
-            f"{source}: each array has a name. Run: wdstrain convert arrays OUT --field NAME={source}"
+            f"{source}: each array has a name.",
+            f"Run: wdstrain convert arrays OUT --field NAME={source}",
         )
     if not {"-q", "--quiet"} & {*words}:
         print_message(f"note: {source} is packed as by: wdstrain convert {kind}")
@@ -121,8 +122,8 @@ def _kind_of_source(source: str) -> str:
     plain = [name for name in folders if "=" not in name]
     if tables and plain and not is_saved:
         raise UsageError(
-            f"{source} holds the table {tables[0]} and folders such as {plain[0]}. Name the table, "
-            f"or state the kind: wdstrain convert folder {source} OUT."
+            f"{source} holds the table {tables[0]} and folders such as {plain[0]}.",
+            f"Name the table, or state the kind: wdstrain convert folder {source} OUT.",
         )
     return "table" if tables or is_saved or len(plain) < len(folders) else "folder"
 

@@ -120,16 +120,16 @@ def _train(arguments: argparse.Namespace) -> int:
         if name not in named and is_made(value):
             again = "module:function" if value.startswith("<") else value
             raise UsageError(
-                f"{saved} names {name}={value}, and functions that a run names are not called. "
-                f"Give it: --{name} {again}"
+                f"{saved} names {name}={value}, and functions that a run names are not called.",
+                f"Give it: --{name} {again}",
             )
     options, data = {**before, **named}, {**data, **more_data}
     addresses = arguments.urls or data.get("train")
     if not addresses:
         raise UsageError(
-            f"no shards to train on, and {arguments.out} holds no run to continue. Give their address "
-            f"first, as --val takes each word up to the next option, or a --config file whose table "
-            f"[data] has train."
+            f"no shards to train on, and {arguments.out} holds no run to continue.",
+            "Give their address first, as --val takes each word up to the next option, or a "
+            "--config file whose table [data] has train.",
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds

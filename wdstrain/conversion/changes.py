@@ -77,8 +77,8 @@ def check_keys(former: Index, new: Iterable[str], out: str) -> None:
     if twice:
         raise UsageError(
             f"{len(twice)} of {len(keys)} keys are in {out} already, such as '{twice[0]}'. A key "
-            f"names one sample. Remove these samples from the source, or from the set with: "
-            f"wdstrain remove"
+            "names one sample.",
+            "Remove these samples from the source, or from the set with: wdstrain remove",
         )
 
 
@@ -94,8 +94,9 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
             shown = [label.summary if label is not None else "missing" for label in (now, old)]
             raise UsageError(
                 f"the label '{name}' is {shown[0]} in the new samples and {shown[1]} in {out}. A "
-                f"set keeps its labels and the numbers of its classes. Number the new samples "
-                f"alike with classes=..., new classes last, or convert them into another folder."
+                "set keeps its labels and the numbers of its classes.",
+                "Number the new samples alike with classes=..., new classes last, or convert "
+                "them into another folder.",
             )
 
 
@@ -121,7 +122,8 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
         if len(kinds) > 1 and kinds != {"integer", "number"}:
             raise UsageError(
                 f"the column '{column.name}' holds values of the kind {column.kind} in the new "
-                f"samples, and {pair[1].kind} in {out}. Give them the same kind of values."
+                f"samples, and {pair[1].kind} in {out}.",
+                "Give them the same kind of values.",
             )
     by_name = {label.name: label for label in new.labels}
     labels = [
@@ -140,7 +142,8 @@ def _check_fields(former: Index, new: Index, out: str) -> None:
     if extra:
         raise UsageError(
             f"the new samples have the field '{extra[0]}', which {out} does not have. Its fields "
-            f"are: {', '.join(former.fields)}. Drop the field, or convert into another folder."
+            f"are: {', '.join(former.fields)}.",
+            "Drop the field, or convert into another folder.",
         )
     in_all, now = (
         [name for name in part.fields if not part.offsets.extents[name][0].null_count]
@@ -149,8 +152,8 @@ def _check_fields(former: Index, new: Index, out: str) -> None:
     if not set(in_all) <= set(now):
         missing = next(name for name in in_all if name not in now)
         raise UsageError(
-            f"every sample of {out} has the field '{missing}', but not every new sample. Add "
-            f"the field, or convert into another folder."
+            f"every sample of {out} has the field '{missing}', but not every new sample.",
+            "Add the field, or convert into another folder.",
         )
 
 
@@ -191,7 +194,8 @@ def remove(options: RemoveOptions) -> RemoveResult:
             left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
             if not left.any():
                 raise UsageError(
-                    f"no sample of {folder} would be left. Delete the folder if that is intended."
+                    f"no sample of {folder} would be left.",
+                    "Delete the folder if that is intended.",
                 )
             if len(ids) and not options.dry_run:
                 with disk_errors(folder, "Free some space. The set is unchanged."):
@@ -210,13 +214,14 @@ def _folder_of(index: Index) -> str:
     folders = {os.path.dirname(shard.path) or "." for shard in index.shards}
     if len(folders) != 1:
         raise UsageError(
-            f"these shards lie in {len(folders)} folders. Run this for each folder by itself."
+            f"these shards lie in {len(folders)} folders.",
+            "Run this for each folder by itself.",
         )
     folder = folders.pop()
     if is_remote(folder) and not is_object(folder):
         raise UsageError(
-            f"{redacted(folder)}: samples can be removed from a set on a disk or in a bucket. "
-            f"Download the set, remove them, and upload it."
+            f"{redacted(folder)}: samples can be removed from a set on a disk or in a bucket.",
+            "Download the set, remove them, and upload it.",
         )
     return folder
 
@@ -238,7 +243,8 @@ def _chosen(index: Index, options: RemoveOptions) -> Ints:
     if missing:
         raise SourceError(
             f"{len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. "
-            f"Nothing was removed. Take out the keys that do not exist."
+            "Nothing was removed.",
+            "Take out the keys that do not exist.",
         )
     return np.array(ids, np.int64)
 

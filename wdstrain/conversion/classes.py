@@ -21,13 +21,18 @@ _GAP = 100  # class numbers per number that occurs; numbers with wider gaps are 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes. Raises UsageError for a text, or for a name that comes twice."""
     if isinstance(classes, str):
-        raise UsageError(f"classes={classes!r}: must be a list of names, such as ['cat', 'dog'].")
+        raise UsageError(
+            "must be a list of names, such as ['cat', 'dog'].",
+            option="classes",
+            value=classes,
+        )
     names = tuple(classes)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise UsageError(
-            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one "
-            f"class. Rename one."
+            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be "
+            "one class.",
+            "Rename one.",
         )
     return names
 
@@ -46,8 +51,8 @@ def fixed_classes(
         if len(able) != 1:
             raise UsageError(
                 f"classes needs one label of classes, but there are {len(able)}: "
-                f"{', '.join(able) or 'none'}. Use like=... for several labels, or write "
-                "LABEL:number for numbers."
+                f"{', '.join(able) or 'none'}.",
+                "Use like=... for several labels, or write LABEL:number for numbers.",
             )
         return {able[0]: ColumnInfo(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
@@ -56,8 +61,8 @@ def fixed_classes(
     for name, _ in asked:
         if name not in labels:
             raise UsageError(
-                f"like={like}: these shards have no label {name!r}. Use one of "
-                f"their labels: {', '.join(labels) or 'none'}."
+                f"like={like}: these shards have no label {name!r}.",
+                f"Use one of their labels: {', '.join(labels) or 'none'}.",
             )
     return {name: labels[name] for name, _ in asked}
 
@@ -109,8 +114,8 @@ def counted_classes(
     if not stated and count > max(RANGE, _GAP * len(numbers)):
         raise UsageError(
             f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
-            f"counted from 0 they would make {count}, nearly all of them empty. Number them anew, "
-            "name the classes with classes=[...], or store them under another name. For arrays, "
-            f"state the kind: {name}:class or {name}:number."
+            f"counted from 0 they would make {count}, nearly all of them empty.",
+            "Number them anew, name the classes with classes=[...], or store them under another "
+            f"name. For arrays, state the kind: {name}:class or {name}:number.",
         )
     return tuple(map(str, range(count)))

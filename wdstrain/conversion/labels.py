@@ -64,7 +64,8 @@ def decide(
     cells = {code: value for code, value in cells.items() if code not in bad}
     if not cells:
         raise SourceError(
-            f"{place}: no row has a value in the label column '{name}'. Name another column."
+            f"{place}: no row has a value in the label column '{name}'.",
+            "Name another column.",
         )
     is_named = bool(names) and not any(isinstance(value, list) for value in cells.values())
     rule = kind or ("class" if is_named else "")
@@ -94,8 +95,8 @@ def decide(
             lines += [first] * by_number
     if not good:
         raise UsageError(
-            f"{place}: no value fits {name}:{kind}: {next(iter(bad.values()))}. Name another "
-            "column, or another kind."
+            f"{place}: no value fits {name}:{kind}: {next(iter(bad.values()))}.",
+            "Name another column, or another kind.",
         )
     label = ColumnInfo(name, kind, "json", name, classes)
     fit = f"{counts[list(good)].sum()} of {counts.sum()} values fit"

@@ -124,7 +124,8 @@ class BadSamples:
         """Add a bad sample. Raises SourceError unless they are collected."""
         if not self.collect:
             raise SourceError(
-                f'{bad.sentence} Fix or remove it, or leave such samples out with on_error="skip".'
+                f"{bad.sentence}",
+                'Fix or remove it, or leave such samples out with on_error="skip".',
             )
         self.bad.append(bad)
 
@@ -235,8 +236,9 @@ def walk(
             real = os.path.realpath(folder)
             if real in seen:
                 raise SourceError(
-                    f"{folder} is found twice below {root} because of a link, so its images would "
-                    "come twice. Remove the link."
+                    f"{folder} is found twice below {root} because of a link, so its images "
+                    "would come twice.",
+                    "Remove the link.",
                 )
             seen.add(real)
             names = sorted(name for name in files if not skip(name))
@@ -246,7 +248,8 @@ def walk(
             for name in (os.path.basename(folder), *names):
                 if not name.isascii() and any("\udc80" <= letter <= "\udcff" for letter in name):
                     raise SourceError(
-                        f"{name!r}: an index needs UTF-8, and this is not. Rename it."
+                        f"{name!r}: an index needs UTF-8, and this is not.",
+                        "Rename it.",
                     )
             below = os.path.relpath(folder, root).replace(os.sep, "/")
             yield "" if below == "." else below, folder, kept, names, skipped
@@ -259,7 +262,8 @@ def readable(path: str, check: str = "its permissions") -> Iterator[None]:
         yield
     except OSError as error:
         raise SourceError(
-            f"{error.filename or path} cannot be read: {error.strerror}. Check {check}."
+            f"{error.filename or path} cannot be read: {error.strerror}.",
+            f"Check {check}.",
         ) from error
 
 
@@ -279,7 +283,10 @@ def drawn_again(splits: Iterable[str], options: Options) -> dict[str, list[str]]
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
     """Raise UsageError if a path does not exist. shown: the path in the error."""
     if not os.path.exists(path):
-        raise UsageError(f"{shown or path}: there is no such {kind}, or no permission. Check it.")
+        raise UsageError(
+            f"{shown or path}: there is no such {kind}, or no permission.",
+            "Check it.",
+        )
 
 
 def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:

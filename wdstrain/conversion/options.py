@@ -141,19 +141,21 @@ class Options(CheckedOptions):
         shares = (self.split or {"train": 1.0}).values()
         if min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5):
             raise UsageError(
-                f"split={dict(self.split or {})}: shares must be above 0 and add up to 1. "
-                'Write for example split={"train": 0.9, "val": 0.1}.'
+                f"split={dict(self.split or {})}: shares must be above 0 and add up to 1.",
+                'Write for example split={"train": 0.9, "val": 0.1}.',
             )
         check_splits(self.split or ())
         if self.stratify and not self.split:
             raise UsageError(
-                f'stratify={self.stratify!r} needs a split. Add split={{"train": 0.9, "val": 0.1}}.'
+                f"stratify={self.stratify!r} needs a split.",
+                'Add split={"train": 0.9, "val": 0.1}.',
             )
         for one, other in _EXCLUSIVE:
             values = getattr(self, one, None), getattr(self, other, None)
             if all(values):
                 raise UsageError(
-                    f"{one}={values[0]} and {other}={values[1]} exclude each other. Give only one."
+                    f"{one}={values[0]} and {other}={values[1]} exclude each other.",
+                    "Give only one.",
                 )
 
     def saved(self) -> dict[str, Any]:
@@ -170,6 +172,6 @@ def check_splits(names: Iterable[str]) -> None:
     for name in names:
         if not isinstance(name, str) or not _SPLIT.fullmatch(name):
             raise UsageError(
-                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, "
-                "digits, _ and -."
+                f"{name!r} cannot be the name of a split, which begins a file's name.",
+                "Use letters, digits, _ and -.",
             )

@@ -163,14 +163,16 @@ def _check(source: Source, out: str, options: Options) -> None:
         real, root = os.path.realpath(out), os.path.realpath(source.root)
         if real == root or real.startswith(os.path.join(root, "")):
             raise UsageError(
-                f"{out} lies in {source.root}, which is being converted. Put the shards into "
-                f"another folder."
+                f"{out} lies in {source.root}, which is being converted.",
+                "Put the shards into another folder.",
             )
     if options.stratify is not None and options.stratify != source.stratum:
         raise UsageError(
-            f"stratify={options.stratify!r}: {source.name} has no such label of classes"
-            f"{f', but {source.stratum!r}' if source.stratum else ''}. Name a label of classes, or "
-            f"leave stratify out."
+            f"{source.name} has no such label of "
+            f"classes{f', but {source.stratum!r}' if source.stratum else ''}.",
+            "Name a label of classes, or leave stratify out.",
+            option="stratify",
+            value=options.stratify,
         )
 
 

@@ -65,8 +65,8 @@ def plan_shards(
     empty = [name for name, mine in members.items() if not len(mine)]
     if empty and options.split:
         raise UsageError(
-            f"the split '{empty[0]}' gets none of {len(order)} samples. Give it a larger share, or "
-            f"more samples."
+            f"the split '{empty[0]}' gets none of {len(order)} samples.",
+            "Give it a larger share, or more samples.",
         )
     sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
     counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
@@ -83,13 +83,18 @@ def check_options(meta: SampleMeta, options: Options, *, resplit: bool = False) 
     """Raise UsageError for options of splits that do not fit the samples."""
     if options.split and any(meta.splits) and not resplit:
         raise UsageError(
-            "the source has its own splits already. Leave out split, or convert one of its folders."
+            "the source has its own splits already.",
+            "Leave out split, or convert one of its folders.",
         )
     if meta.grouped and not options.split:
-        raise UsageError("group_by needs a split. Add split={'train': 0.9, 'val': 0.1}.")
+        raise UsageError(
+            "group_by needs a split.",
+            "Add split={'train': 0.9, 'val': 0.1}.",
+        )
     if options.stratify and not any(meta.strata):
         raise UsageError(
-            "there are no classes to stratify by. Name a label of classes, or leave out stratify."
+            "there are no classes to stratify by.",
+            "Name a label of classes, or leave out stratify.",
         )
 
 
@@ -100,8 +105,8 @@ def check_names(names: Sequence[str], known: Sequence[str] = ()) -> None:
         longer = [other for other in (*known, *names) if other.startswith(f"{name}-")]
         if longer:
             raise UsageError(
-                f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. "
-                f"Rename one of them."
+                f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar.",
+                "Rename one of them.",
             )
 
 

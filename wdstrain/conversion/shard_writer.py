@@ -342,8 +342,8 @@ def _in_processes(
             yield _reported(waiting.popleft().result(), tick)
     except BrokenProcessPool as error:
         raise WdstrainError(
-            "a worker process was killed, perhaps because memory ran out. Lower num_workers, then "
-            "run this again with resume=True."
+            "a worker process was killed, perhaps because memory ran out.",
+            "Lower num_workers=, then run this again with resume=True.",
         ) from error
     finally:
         # A shard that is being written may take minutes, and is written again. A worker that was
@@ -374,7 +374,10 @@ def _on_ray(work: Work[T, R], tasks: Iterable[T], tick: Tick) -> Generator[R, No
     try:
         import ray
     except ImportError:
-        raise UsageError("engine=ray needs Ray. Install it: pip install 'wdstrain[ray]'") from None
+        raise UsageError(
+            "engine=ray needs Ray.",
+            "Install it: pip install 'wdstrain[ray]'",
+        ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS, or one on this machine
     do, shared = ray.remote(max_retries=_RAY_RETRIES)(_on_node), ray.put(work)
@@ -389,8 +392,8 @@ def _on_ray(work: Work[T, R], tasks: Iterable[T], tick: Tick) -> Generator[R, No
     except ray.exceptions.RayError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WdstrainError(
-            f"a task of the Ray cluster was lost {_RAY_RETRIES + 1} times: {reason} Check the "
-            "nodes and their memory, then run it again with resume=True."
+            f"a task of the Ray cluster was lost {_RAY_RETRIES + 1} times: {reason}",
+            "Check the nodes and their memory, then run it again with resume=True.",
         ) from error
     finally:
         for task in waiting:

@@ -198,7 +198,11 @@ class TarsOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.rename, str):
-            raise UsageError(f"rename={self.rename!r}: must be a dict of new names by field.")
+            raise UsageError(
+                "must be a dict of new names by field.",
+                option="rename",
+                value=self.rename,
+            )
         for name in ("keep", "drop"):  # a name by itself is not a list of letters
             object.__setattr__(self, name, as_list(getattr(self, name) or ()))
 
@@ -245,6 +249,6 @@ class RemoveOptions:
     def __post_init__(self) -> None:
         if (self.where is None) == (self.keys is None):
             raise UsageError(
-                "the samples to remove are named by where=... or keys=..., not by both. Give one "
-                "of these."
+                "the samples to remove are named by where=... or keys=..., not by both.",
+                "Give one of these.",
             )

@@ -133,9 +133,9 @@ class Staging(AbstractContextManager["Staging"]):
         while not self._is_locked():
             if time.monotonic() > end:
                 raise UsageError(
-                    f"another conversion is writing into {self.shown}. Wait for it, or choose "
-                    f"another folder. On a file system without locks, delete "
-                    f"{os.path.join(self.path, LOCK_NAME)} after a kill."
+                    f"another conversion is writing into {self.shown}.",
+                    "Wait for it, or choose another folder. On a file system without locks, "
+                    f"delete {os.path.join(self.path, LOCK_NAME)} after a kill.",
                 )
             time.sleep(_LOCK_POLL)
         record = read_whole(os.path.join(self.path, _COMMIT))
@@ -210,9 +210,9 @@ class Staging(AbstractContextManager["Staging"]):
             split = name.rpartition("-")[0]
             if name.endswith(".tar") and split in splits:
                 raise UsageError(
-                    f"{self.shown} holds {name}, which no index lists and which would be taken for "
-                    f"a shard of the new split '{split}'. Move such files away, or choose another "
-                    f"folder."
+                    f"{self.shown} holds {name}, which no index lists and which would be taken "
+                    f"for a shard of the new split '{split}'.",
+                    "Move such files away, or choose another folder.",
                 )
 
     def load(self) -> Index:
@@ -244,7 +244,8 @@ class Staging(AbstractContextManager["Staging"]):
         if differing:
             raise UsageError(
                 f"{self.shown} holds {state} conversion of another source or with other options: "
-                f"{'; '.join(differing)}. Choose another folder, or replace it with overwrite=True."
+                f"{'; '.join(differing)}.",
+                "Choose another folder, or replace it with overwrite=True.",
             )
 
     def folder(self, name: str = _SHARDS) -> str:
@@ -362,7 +363,8 @@ class Bucket:
         if SKIPPED_NAME in names and INDEX_NAME not in names:
             raise UsageError(
                 f"{self._object(SKIPPED_NAME)} is there, which no index lists and which would be "
-                f"replaced. Choose another place, or move it away."
+                "replaced.",
+                "Choose another place, or move it away.",
             )
         os.makedirs(self.folder, exist_ok=True)
         for name in names:
@@ -381,8 +383,8 @@ class Bucket:
         sent, now = read_whole(path + _SENT) or b"", f"{shard.name} {shard.sha256}".encode()
         if sent != now and sent.endswith(shard.sha256.encode()):
             raise UsageError(
-                f"{path} was uploaded under another name, as samples were skipped. Start anew with "
-                f"overwrite=True."
+                f"{path} was uploaded under another name, as samples were skipped.",
+                "Start anew with overwrite=True.",
             )
         if sent != now:
             put(self._object(shard.name), path)
@@ -431,8 +433,8 @@ class Bucket:
         listed = read_remote(self._object(INDEX_NAME))
         if listed not in known and not (may_be_gone and listed is None):
             raise UsageError(
-                f"{self._address} was changed by another program since this change of it began. "
-                f"Delete {self.folder} and run this again without resume=True."
+                f"{self._address} was changed by another program since this change of it began.",
+                f"Delete {self.folder} and run this again without resume=True.",
             )
 
     def _object(self, name: str) -> str:

@@ -105,7 +105,8 @@ class Slots:
         free = self._all - self._taken - self._kept()
         if not free:
             raise WdstrainError(
-                f"all {len(self._all)} slots for batches are in use. Lower shuffle_buffer."
+                f"all {len(self._all)} slots for batches are in use.",
+                "Lower shuffle_buffer=.",
             )
         slot = min(free)  # the first slots are reused first, so the last ones may never take memory
         self._taken.add(slot)

@@ -135,8 +135,9 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
     with _loaded_picture(data) as image:
         if _changes_gray(image, data):
             raise SampleError(
-                f"it is a {image.format} whose class numbers are compressed, stretched or inverted. "
-                f"Store masks as PNG"
+                f"it is a {image.format} whose class numbers are compressed, stretched or "
+                "inverted.",
+                "Store masks as PNG",
             )
         if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
             raise SampleError(

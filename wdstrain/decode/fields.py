@@ -263,7 +263,10 @@ def image(
     parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if shape is None and (parsed.rrc or parsed.crop_pct != 1):
         option = f"augment={augment!r}" if parsed.rrc else f"crop_pct={crop_pct}"
-        raise UsageError(f"{option} needs a size. Give for example size=224.")
+        raise UsageError(
+            f"{option} needs a size.",
+            "Give for example size=224.",
+        )
     return Image(field_names(names), shape, parsed)
 
 
@@ -276,7 +279,9 @@ def sides(size: Any) -> tuple[int, int] | None:
         isinstance(side, (int, np.integer)) and side >= 1 for side in pair
     ):
         raise UsageError(
-            f"size={size!r}: must be a side in pixels >= 1, or a tuple (height, width)."
+            "must be a side in pixels >= 1, or a tuple (height, width).",
+            option="size",
+            value=size,
         )
     return int(pair[0]), int(pair[1])
 
@@ -317,7 +322,8 @@ def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None)
     if source.augment.policy:
         raise UsageError(
             f"augment={source.augment.policy}: it rotates and shears images, and masks would not "
-            f"follow. Use rrc and flip."
+            "follow.",
+            "Use rrc and flip.",
         )
     return Mask(names, source.size, source.augment, classes)
 
@@ -381,8 +387,9 @@ def read_field(field: Field, name: str, data: memoryview, out: Array | None, dra
     is_out = isinstance(value, np.ndarray) and np.may_share_memory(value, out)
     if value is not None and not is_out:
         raise SampleError(
-            f"read() returned {type(value).__name__}, and a field with an example writes its value "
-            "to out. Write to out[...], or set example = None"
+            f"read() returned {type(value).__name__}, and a field with an example writes its "
+            "value to out.",
+            "Write to out[...], or set example = None",
         )
     return None
 
@@ -413,7 +420,10 @@ def field_names(names: str, *, lower: bool = True) -> tuple[str, ...]:
     parts = names.split(";") if isinstance(names, str) else []
     stripped = tuple(part.strip() for part in parts if part.strip())
     if not stripped:
-        raise UsageError(f'{names!r} names no field. Give tar fields such as "jpg;png".')
+        raise UsageError(
+            f"{names!r} names no field.",
+            'Give tar fields such as "jpg;png".',
+        )
     return tuple(map(str.lower, stripped)) if lower else stripped
 
 

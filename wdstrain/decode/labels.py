@@ -154,7 +154,11 @@ def number(names: str, *, dtype: str = "float32") -> Field:
     names: see `label`. dtype: "float32", or "float64" for times and other numbers of many digits.
     """
     if dtype not in ("float32", "float64"):
-        raise UsageError(f"dtype={dtype!r}: must be float32 or float64.")
+        raise UsageError(
+            "must be float32 or float64.",
+            option="dtype",
+            value=dtype,
+        )
     return _field(names, "number", dtype=dtype)
 
 
@@ -204,7 +208,10 @@ def with_classes(field: Field, index: Index | None) -> Field:
     elif own[0] is not None and own[0].is_class == (field.kind == "class"):
         field = numbered(field, own[0])
     if field.kind == "multi" and not field.classes:
-        raise UsageError(f"the index names no classes for {field.names[0]}. Give classes=[...].")
+        raise UsageError(
+            f"the index names no classes for {field.names[0]}.",
+            "Give classes=[...].",
+        )
     return field
 
 
@@ -225,7 +232,8 @@ def numbered(field: LabelField, info: ColumnInfo | None, *, is_alone: bool = Tru
     if missing:
         raise UsageError(
             f"classes={list(field.classes)[:10]} lacks {missing[0]!r}, which the index of these "
-            f"shards names: {info.numbering}. Name all of its classes, in any order."
+            f"shards names: {info.numbering}.",
+            "Name all of its classes, in any order.",
         )
     return replace(field, stored=info.classes)
 
@@ -261,15 +269,17 @@ def _joined(
     if label is None or column is None:
         why = index.numberings(*places[0])
         raise UsageError(
-            f"{why}. Pack them together, or make a column of each set: wdstrain "
-            f"index SET --label {places[0][0]} --classes A,B,... (wdstrain index --columns shows how)."
+            f"{why}.",
+            "Pack them together, or make a column of each set: wdstrain index SET --label "
+            f"{places[0][0]} --classes A,B,... (wdstrain index --columns shows how).",
         )
     for info in dict.fromkeys(own):
         numbered(field, info, is_alone=False)  # all of its classes are named
     if column.values.null_count:
         raise UsageError(
-            f"{column.values.null_count} samples have no value in the column {column.name}, whose "
-            f'sets number their classes differently. Leave them out: where="{column.name} is not None".'
+            f"{column.values.null_count} samples have no value in the column {column.name}, "
+            "whose sets number their classes differently.",
+            f'Leave them out: where="{column.name} is not None".',
         )
     return replace(field, classes=field.classes or label.classes, is_joined=True)
 
@@ -282,9 +292,10 @@ def _check_texts(field: LabelField) -> None:
     )
     if is_ambiguous:
         raise UsageError(
-            f"classes={list(field.classes)[:10]}: a text may be the name of one class and the number "
-            f"of another. Use wt.label() without classes, which delivers the number, or wt.Loader, "
-            f"which knows the index."
+            f"classes={list(field.classes)[:10]}: a text may be the name of one class and the "
+            "number of another.",
+            "Use wt.label() without classes, which delivers the number, or wt.Loader, which "
+            "knows the index.",
         )
 
 

@@ -59,7 +59,10 @@ class Augment:
         for name in ("scale", "ratio"):  # a checkpoint may hold lists
             object.__setattr__(self, name, check_range(name, getattr(self, name)))
             if not self.rrc and getattr(self, name) != getattr(type(self), name):
-                raise UsageError(f"{name} is that of random crops. Add rrc to augment.")
+                raise UsageError(
+                    f"{name} is that of random crops.",
+                    "Add rrc to augment.",
+                )
         if not 0 < self.crop_pct <= 1:
             raise UsageError(f"crop_pct={self.crop_pct}: must be above 0 and at most 1.")
 
@@ -81,11 +84,17 @@ class Augment:
         for word in words:
             if word not in ("rrc", "flip", *_POLICIES):
                 raise UsageError(
-                    f"augment={text!r}: {word!r} is not known. "
-                    f"Use rrc, flip, {' or '.join(_POLICIES)}, joined by +, or none."
+                    f"{word!r} is not known.",
+                    f"Use rrc, flip, {' or '.join(_POLICIES)}, joined by +, or none.",
+                    option="augment",
+                    value=text,
                 )
         if len(policies) > 1:
-            raise UsageError(f"augment={text!r}: use one of {' and '.join(policies)}, not both.")
+            raise UsageError(
+                f"use one of {' and '.join(policies)}, not both.",
+                option="augment",
+                value=text,
+            )
         return cls(
             "rrc" in words, "flip" in words, "".join(policies), scale, ratio, float(crop_pct)
         )

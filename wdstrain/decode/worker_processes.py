@@ -176,7 +176,7 @@ class WorkerDeathsAsErrors(ContextDecorator):
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             raise WdstrainError(
                 f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If "
-                f"the system killed it for memory, lower num_workers or batch_size; the output of "
+                f"the system killed it for memory, lower num_workers= or batch_size=; the output of "
                 f"dmesg says so."
             ) from error
 
@@ -367,9 +367,9 @@ def check_picklable(
     except Exception as error:  # pickling runs code of the object, which may raise anything
         reason = str(error).rstrip(".") or type(error).__name__
         raise UsageError(
-            f"{name} cannot be sent to worker processes, which {method} starts: {reason}. Use "
-            f"num_workers=0, a function or class at the top of a .py file that you import, or "
-            f"multiprocessing_context='fork'."
+            f"{name} cannot be sent to worker processes, which {method} starts: {reason}.",
+            "Use num_workers=0, a function or class at the top of a .py file that you import, or "
+            "multiprocessing_context='fork'.",
         ) from None
     finally:
         multiprocessing.context.set_spawning_popen(None)

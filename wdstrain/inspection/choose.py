@@ -67,7 +67,10 @@ def select(source: Urls | Index, wanted: PeekOptions) -> Selected:
     place = place or place_of(index)
     labels = known_labels(index, wanted.label)
     if not len(index):
-        raise UsageError(f"{place}: these shards hold no samples. Check the address.")
+        raise UsageError(
+            f"{place}: these shards hold no samples.",
+            "Check the address.",
+        )
     if is_by_class:
         return _by_class(index, wanted, labels, place)
     ids, total, how = np.arange(min(wanted.n, len(index))), f"of {len(index)} samples", ""
@@ -157,7 +160,7 @@ def _class_name(name: str, label: ColumnInfo, known: Sequence[str]) -> str:
     if name not in known and name.isdecimal() and int(name) < len(label.classes):
         return label.classes[int(name)]
     if name not in known:
-        raise UsageError(f"the label {label.name!r} has no class {name!r}.{choices(name, known)}")
+        raise UsageError(f"the label {label.name!r} has no class {name!r}.", choices(name, known))
     return name
 
 
@@ -174,7 +177,7 @@ def _by_key(index: Index, keys: Sequence[str]) -> Ints:
     for key, ids in ids_of.items():
         if not ids:
             raise UsageError(
-                f"there is no sample {key!r} in these shards. Use a key such as "
-                f"{', '.join(map(repr, every[:3]))}."
+                f"there is no sample {key!r} in these shards.",
+                f"Use a key such as {', '.join(map(repr, every[:3]))}.",
             )
     return np.array([i for ids in ids_of.values() for i in ids], np.int64)

@@ -26,14 +26,14 @@ def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
         if label.name == name:
             return [label]
     known = list(dict.fromkeys(label.name for label in (*labels, *fields)))
-    raise UsageError(f"there is no label {name!r}.{choices(name, known)}")
+    raise UsageError(f"there is no label {name!r}.", choices(name, known))
 
 
 def choices(name: str, names: Sequence[str]) -> str:
     """Return a sentence with a name that resembles `name`, and the names there are."""
     near = get_close_matches(name, names, 1, 0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{guess} Use one of: {listed(names) or 'none'}."
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Use one of: {listed(names) or 'none'}."
 
 
 def listed(names: Sequence[str]) -> str:

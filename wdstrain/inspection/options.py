@@ -123,7 +123,10 @@ class PeekOptions(CheckedOptions):
         for name in ("classes", "keys"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise UsageError(f"{name}={value!r}: must be a list. Write {name}=[{value!r}].")
+                raise UsageError(
+                    f"{name}={value!r}: must be a list.",
+                    f"Write {name}=[{value!r}].",
+                )
             object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value or ()))))
         names, keys = len(self.classes), len(self.keys)
         if isinstance(self.source, Mapping):  # a batch, whose classes are named
@@ -132,13 +135,15 @@ class PeekOptions(CheckedOptions):
             raise UsageError(f"n={self.n}: must be 1 to {MAX_SHOWN} samples in all.")
         if keys and (names or self.order != "first"):
             raise UsageError(
-                "samples are chosen by key, by class or at random. Give only one of these."
+                "samples are chosen by key, by class or at random.",
+                "Give only one of these.",
             )
         for name in ("epoch", "copies"):
             if getattr(self, name) is not None and not self.is_augmented:
                 raise UsageError(
-                    f"{name}={getattr(self, name)} needs augment=... or image_size=..., which show "
-                    f"images as a loader delivers them. Add one of these."
+                    f"{name}={getattr(self, name)} needs augment=... or image_size=..., which "
+                    "show images as a loader delivers them.",
+                    "Add one of these.",
                 )
         if self.copies is not None and self.copies > _MAX_COPIES:
             raise UsageError(f"copies={self.copies}: must be 1 to {_MAX_COPIES}.")
@@ -256,9 +261,17 @@ class PlanOptions(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_number(self.rate) and self.rate > 0):
-            raise UsageError(f"rate={self.rate!r}: must be > 0.")
+            raise UsageError(
+                "must be > 0.",
+                option="rate",
+                value=self.rate,
+            )
         if self.price is not None and len(self.price) != 2:
-            raise UsageError(f"price={self.price!r}: must be two numbers, such as 0.09,0.0004.")
+            raise UsageError(
+                "must be two numbers, such as 0.09,0.0004.",
+                option="price",
+                value=self.price,
+            )
 
 
 def check_ending(path: str) -> None:

@@ -247,20 +247,28 @@ def _check(out: str, paths: list[str]) -> None:
     """Raise UsageError for a folder that cannot hold the repaired shards."""
     if is_remote(out):
         raise UsageError(
-            f"{redacted(out)}: repaired shards are written to a local folder. Name one."
+            f"{redacted(out)}: repaired shards are written to a local folder.",
+            "Name one.",
         )
     if not paths:
-        raise UsageError("there are no shards at these addresses. Name a folder with .tar files.")
+        raise UsageError(
+            "there are no shards at these addresses.",
+            "Name a folder with .tar files.",
+        )
     inputs = {
         os.path.realpath(os.path.dirname(path) or ".") for path in paths if not is_remote(path)
     }
     if os.path.realpath(out) in inputs:
         raise UsageError(
-            f"{out} is the folder of the shards, which is never written to. Name another one."
+            f"{out} is the folder of the shards, which is never written to.",
+            "Name another one.",
         )
     twice = [name for name, count in Counter(map(name_of, paths)).items() if count > 1]
     if twice:
-        raise UsageError(f"two shards are named {twice[0]}. Repair their folders one by one.")
+        raise UsageError(
+            f"two shards are named {twice[0]}.",
+            "Repair their folders one by one.",
+        )
 
 
 def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:

@@ -94,7 +94,10 @@ class ShardReader(Window):
             raise StorageError(f"{self.shown}: reading was stopped.")
         data = self._source.read(offset, length)
         if len(data) < length:
-            raise ShardError(f"{self.shown} was cut while it was read. Run this again.")
+            raise ShardError(
+                f"{self.shown} was cut while it was read.",
+                "Run this again.",
+            )
         return data
 
     def __enter__(self) -> ShardReader:

@@ -121,8 +121,8 @@ def peek(options: PeekOptions) -> Peek:
         return Peek([views], f"the first {len(views)} rows of a batch", notes)
     if isinstance(source, Iterator):
         raise UsageError(
-            f"{type(source).__name__} is used up by looking at it. Give one of its batches, "
-            f"next(...), or the Loader."
+            f"{type(source).__name__} is used up by looking at it.",
+            "Give one of its batches, next(...), or the Loader.",
         )
     if options.is_augmented:  # as by a Loader, which takes shards of one split
         source = open_shards(source)
@@ -247,8 +247,8 @@ def _batch_views(
     rows = [len(column) for column in columns.values() if np.ndim(column) or _is_list(column)]
     if not rows:
         raise UsageError(
-            "this batch has no column with a row for each sample. Give a batch of a loader: a dict "
-            "of tensors and lists."
+            "this batch has no column with a row for each sample.",
+            "Give a batch of a loader: a dict of tensors and lists.",
         )
     keys = columns.pop("__key__", None) or [f"row {row}" for row in range(rows[0])]
     views = [empty.get(row) or SampleView(str(key)) for row, key in enumerate(keys[:n])]

@@ -435,7 +435,10 @@ def _leaks(index: Index, codes: Ints, ids: Ints, what: str) -> Iterator[Finding]
 def _check_groups(result: Verification, indexes: list[Index], group_by: str | None) -> None:
     """Find groups that are in two splits. group_by: a column; None: as the conversions recorded."""
     if group_by and not indexes:
-        raise UsageError("these shards have no index, so no groups. Run: wdstrain index")
+        raise UsageError(
+            "these shards have no index, so no groups.",
+            "Run: wdstrain index",
+        )
     splits = [index.info.get("split") for index in indexes]
     recorded = [split.get("group_by") for split in splits if isinstance(split, dict)]
     for column in [group_by] if group_by else dict.fromkeys(filter(None, recorded)):
@@ -459,5 +462,10 @@ def _needed(need: str | Sequence[str]) -> list[str]:
         for group in groups
     ]
     if need and not all(cleaned):
-        raise UsageError(f"need={need!r}: a field is empty. Write for example 'jpg;png,cls'.")
+        raise UsageError(
+            "a field is empty.",
+            "Write for example 'jpg;png,cls'.",
+            option="need",
+            value=need,
+        )
     return [group for group in cleaned if group]

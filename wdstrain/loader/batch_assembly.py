@@ -134,7 +134,7 @@ class BatchAssembler:
             result = self._substitute(result, batch, decoder)
         left = [bad for bad in result.bad if bad.substitute < 0]
         if left:
-            raise SampleError(self._message(batch, left))
+            raise self._error(batch, left)
         return result
 
     def _substitute(self, failed: Result, batch: ReadBatch, decoder: Decoder) -> Result:
@@ -175,15 +175,17 @@ class BatchAssembler:
                 memory.view[offset - start :][:size] = sample[name]
         return memory
 
-    def _message(self, batch: ReadBatch, left: list[BadSample]) -> str:
-        """Return the error message for the bad samples of a batch that are not replaced."""
+    def _error(self, batch: ReadBatch, left: list[BadSample]) -> SampleError:
+        """Return the error for the bad samples of a batch that are not replaced."""
         sentence = self._finding(batch, left[0]).sentence
         if left[0].whole_batch:
-            return f"a batch that begins with {sentence}"
+            return SampleError(f"a batch that begins with {sentence}")
         count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
         if self._options.on_error == "raise":
-            return f'{sentence}{count} on_error="replace" goes on without it.'
-        return f"{sentence}{count} No good sample was found near it to take its place."
+            return SampleError(f"{sentence}{count}", 'on_error="replace" goes on without it.')
+        return SampleError(
+            f"{sentence}{count}", "No good sample was found near it to take its place."
+        )
 
     def _finding(self, batch: ReadBatch, bad: BadSample) -> Finding:
         """Return where a bad sample of a batch is and what is wrong with it."""

@@ -43,7 +43,12 @@ def to_device(
     """
     target = torch.device(device)
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={str(device)!r}: torch finds no CUDA device. Use cpu.")
+        raise UsageError(
+            "torch finds no CUDA device.",
+            "Use cpu.",
+            option="device",
+            value=str(device),
+        )
     iterator = iter(batches)
     if str(target) == "cuda":  # the current device is a property of the thread
         target = torch.device("cuda", torch.cuda.current_device())

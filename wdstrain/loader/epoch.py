@@ -195,7 +195,10 @@ class EpochBatches(Iterator[Batch]):
     @property
     def _delivered(self) -> TakenBatch:
         if self._last is None:
-            raise UsageError("no batch was delivered yet. Request one first.")
+            raise UsageError(
+                "no batch was delivered yet.",
+                "Request one first.",
+            )
         return self._last
 
     # --- for code that copies batches to a device -------------------------------------------------
@@ -289,7 +292,7 @@ class EpochBatches(Iterator[Batch]):
         """Start the pipeline at the first step."""
         state = self.state
         if state is None:
-            raise WdstrainError(OVER)
+            raise WdstrainError(*OVER)
         self._options.check_rank()
         with state.beginning:
             pipeline = state.open_pipeline(self)
@@ -308,19 +311,20 @@ class EpochBatches(Iterator[Batch]):
             self._bad += len(taken.bad)
             stats.add_bad(taken.bad)
             if self._bad > self._options.max_errors * self._epoch_samples:
-                raise SampleError(self._too_many_errors(taken.bad[-1]))
+                raise self._too_many_errors(taken.bad[-1])
         stats.batches += 1
         stats.samples += len(taken.ids) - taken.padded
         stats.padded += taken.padded
 
-    def _too_many_errors(self, last: Finding) -> str:
-        """Return the error message. last: the newest bad sample."""
+    def _too_many_errors(self, last: Finding) -> SampleError:
+        """Return the error. last: the newest bad sample."""
         earlier = self._start.bad
         before = f", {earlier} of them before step {self._start.step}" if earlier else ""
         reasons = self._stats.bad_reasons.items()
-        return (
+        return SampleError(
             f"{self._bad} of the {self._epoch_samples} samples of epoch {self._epoch} are bad"
             f"{before}, more than max_errors={float(self._options.max_errors)} allows "
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
-            f"The last: {last.sentence} Raise max_errors to allow more."
+            f"The last: {last.sentence}",
+            "Raise max_errors= to allow more.",
         )

@@ -308,7 +308,8 @@ def _checked_steps(
     until = None if until is None else integer("until", until, 0)
     if until is not None and until <= number:
         raise UsageError(
-            f"until={until}: must be above epoch={number}. Use for example until={number + 1}."
+            f"until={until}: must be above epoch={number}.",
+            f"Use for example until={number + 1}.",
         )
     if start and start >= steps:
         raise UsageError(

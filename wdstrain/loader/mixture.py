@@ -39,11 +39,14 @@ def mix(
     """
     if not sources:
         raise UsageError(
-            "sources is empty: must name a set at least. Give for example "
-            "{'a': 'shards/a', 'b': 'shards/b'}."
+            "sources is empty: must name a set at least.",
+            "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
         )
     if options.get("balance") is not None:
-        raise UsageError("balance was given for a mixture, whose sets have weights. Leave it out.")
+        raise UsageError(
+            "balance was given for a mixture, whose sets have weights.",
+            "Leave it out.",
+        )
     where, split = options.pop("where", None), options.pop("split", None)
     on_error = options.get("on_error", "raise")
     may_be_short = on_error != "raise"
@@ -60,8 +63,10 @@ def mix(
         and all(is_number(weight) and 0 < weight < inf for weight in weights.values())
     ):
         raise UsageError(
-            f"weights={weights!r}: must have a finite number above 0 for each of the sources "
-            f"{', '.join(indexes)}, and no other."
+            f"must have a finite number above 0 for each of the sources {', '.join(indexes)}, "
+            "and no other.",
+            option="weights",
+            value=weights,
         )
     shares = _shares([float(weights[name]) for name in indexes])
     return Loader(MixedSources(indexes, shares), fields, transform, **options)
@@ -77,7 +82,7 @@ def _shares(weights: list[float]) -> tuple[Fraction, ...]:
     shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
     if min(shares) <= 0:
         raise UsageError(
-            f"weights={weights}: each must be at least 1/{_SHARE_UNITS} of their sum. Raise the "
-            f"smallest, or leave that source out."
+            f"weights={weights}: each must be at least 1/{_SHARE_UNITS} of their sum.",
+            "Raise the smallest, or leave that source out.",
         )
     return shares

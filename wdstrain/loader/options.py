@@ -104,9 +104,9 @@ class LoaderOptions:
             if getattr(self, name) not in choices:
                 names = ", ".join(filter(None, choices))
                 raise UsageError(f"{name}={getattr(self, name)!r}: must be one of {names}.")
-        for is_wrong, message in self._rules():
+        for is_wrong, *texts in self._rules():
             if is_wrong:
-                raise UsageError(message)
+                raise UsageError(*texts)
         for name, field in (self.fields or {}).items():
             _check_field(name, field)
         if self.num_workers:
@@ -114,12 +114,13 @@ class LoaderOptions:
             check_picklable(self.fields, functions, self.multiprocessing_context)
         open_cache(self.cache_dir, self.cache_limit)  # raises UsageError
 
-    def _rules(self) -> list[tuple[bool, str]]:
-        """Return whether each rule is broken, and the message for that case."""
+    def _rules(self) -> list[tuple[Any, ...]]:
+        """Return whether each rule is broken, and the problem and hint for that case."""
         return [
             (
                 self.weights is not None and self.balance is not None,
-                "weights and balance were both given. Give one of them.",
+                "weights and balance were both given.",
+                "Give one of them.",
             ),
             (
                 not (is_number(self.max_errors) and 0 <= self.max_errors <= 1),
@@ -127,12 +128,12 @@ class LoaderOptions:
             ),
             (
                 self.on_error == "mark" and self.transform is not None,
-                'on_error="mark" leaves rows empty, and a transform has no empty value. '
+                'on_error="mark" leaves rows empty, and a transform has no empty value.',
                 'Use on_error="replace".',
             ),
             (
                 self.fields is not None and self.transform is not None,
-                "fields and transform were both given; each defines the examples. "
+                "fields and transform were both given; each defines the examples.",
                 "Give one of them.",
             ),
             (
@@ -146,18 +147,18 @@ class LoaderOptions:
             ),
             (
                 self.collate_fn is not None and self.transform is None,
-                "collate_fn was given without transform, whose examples it collates. "
+                "collate_fn was given without transform, whose examples it collates.",
                 "Give transform too.",
             ),
             (
                 self.fields is not None and not isinstance(self.fields, Mapping),
-                f"fields={self.fields!r}: must be a dict. Write for example "
-                f"fields={{'image': wt.image(size=64)}}.",
+                f"fields={self.fields!r}: must be a dict.",
+                "Write for example fields={'image': wt.image(size=64)}.",
             ),
             (
                 not (is_number(self.patience) and 0 <= self.patience <= threading.TIMEOUT_MAX),
-                f"patience={self.patience!r}: must be a number of seconds >= 0. 0 turns the "
-                f"warnings off.",
+                f"patience={self.patience!r}: must be a number of seconds >= 0.",
+                "0 turns the warnings off.",
             ),
         ]
 
@@ -171,9 +172,10 @@ class LoaderOptions:
         rank, world_size = rank_of(None, None)
         if (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
-                f"this loader was made for rank {self.rank} of {self.world_size}, and the process "
-                f"group says rank {rank} of {world_size}. Make the loader after the process group "
-                f"(init_process_group), or give it rank= and world_size=."
+                f"this loader was made for rank {self.rank} of {self.world_size}, and the "
+                f"process group says rank {rank} of {world_size}.",
+                "Make the loader after the process group (init_process_group), or give it rank= "
+                "and world_size=.",
             )
 
 
@@ -181,21 +183,21 @@ def _integer(name: str, value: Any, least: int | None) -> int:
     try:
         return integer(name, value, least)
     except UsageError as error:
-        advice = " Use shuffle=False to read in file order." if name == "shuffle_buffer" else ""
-        raise UsageError(f"{error}{advice}") from None
+        advice = "Use shuffle=False to read in file order." if name == "shuffle_buffer" else ""
+        raise UsageError(str(error), advice) from None
 
 
 def _check_field(name: str, field: Any) -> None:
     is_complete = all(hasattr(field, part) for part in ("names", "example", "read"))
     if isinstance(field, type) or not is_complete:
         raise UsageError(
-            f"fields[{name!r}]={field!r}: must be a field. Write for example "
-            f"wt.image('jpg', size=64)."
+            f"fields[{name!r}]={field!r}: must be a field.",
+            "Write for example wt.image('jpg', size=64).",
         )
     if field.example is not None and not fits_batch_memory(field.example):
         raise UsageError(
-            f"field {name!r} has an example of {field.example.dtype!r}, a dtype that torch lacks. "
-            f"Use for example float32."
+            f"field {name!r} has an example of {field.example.dtype!r}, a dtype that torch lacks.",
+            "Use for example float32.",
         )
 
 
@@ -216,7 +218,10 @@ def open_cache(
     """Return the cache in a folder; None without a folder. Raises UsageError."""
     if cache_dir is None:
         if cache_limit is not None:
-            raise UsageError(f"cache_limit={cache_limit!r} needs cache_dir. Give cache_dir too.")
+            raise UsageError(
+                f"cache_limit={cache_limit!r} needs cache_dir=.",
+                "Give cache_dir= too.",
+            )
         return None
     try:
         limit = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit

@@ -41,9 +41,13 @@ _log = logging.getLogger("wdstrain")
 Batch = dict[str, Any]
 
 OVER = (
-    "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+    "this pass over the loader is over: it was closed, or ended with an error.",
+    "Begin another one.",
 )
-TAKEN = "another loop over the same loader took this one's place. Use a Loader for each loop."
+TAKEN = (
+    "another loop over the same loader took this one's place.",
+    "Use a Loader for each loop.",
+)
 
 _READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20  # bytes that are read beyond half a window
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
@@ -155,7 +159,7 @@ class Pipeline:
         with self._lock:
             # Another thread may have closed the pipeline meanwhile; nobody would close it again.
             if self.closed:
-                raise WdstrainError(OVER)
+                raise WdstrainError(*OVER)
             if self._is_taking:
                 self.workers.close()  # a worker may have sent half a message
             if self._is_taking or self._position != (epoch, step):
@@ -172,9 +176,9 @@ class Pipeline:
         """
         with self._lock:
             if self._taker() is not taker:
-                raise WdstrainError(TAKEN)
+                raise WdstrainError(*TAKEN)
             if self.closed or self._is_taking or self._position is None:
-                raise WdstrainError(OVER)
+                raise WdstrainError(*OVER)
             self._is_taking = True
             epoch, step = self._position
             plan = self._plans(epoch)
@@ -209,15 +213,15 @@ class Pipeline:
             result = next(self._results, None)
         except MemoryError as error:  # for one sample it would be the reason why it is bad
             raise WdstrainError(
-                "there was no memory to make a batch. Lower batch_size, num_workers or "
-                "shuffle_buffer, or give it more memory."
+                "there was no memory to make a batch.",
+                "Lower batch_size=, num_workers= or shuffle_buffer=, or give it more memory.",
             ) from error
         finally:
             self._watchdog.end_wait()
         if result is None:  # all batches before the one that cannot be read were delivered
             reason, self._error = self._error, None
             try:
-                raise reason or WdstrainError(OVER)
+                raise reason or WdstrainError(*OVER)
             finally:
                 del reason  # it refers to this frame
         # The hand-off is the time in which a batch was both requested and decoded, but not here.
@@ -297,7 +301,7 @@ class Pipeline:
             self.closed = True
             # Before the lock, which a thread that waits for a batch holds.
             self._reader.close()
-            self.workers.interrupt(WdstrainError(OVER))
+            self.workers.interrupt(WdstrainError(*OVER))
             with self._lock:
                 self._results, self._pending, self._run = iter(()), {}, None
                 self.workers.close()

@@ -124,8 +124,9 @@ class EpochPlans:
         if isinstance(self.source, MixedSources):
             if options.tail != "drop":
                 raise UsageError(
-                    f'tail="{options.tail}": a mixture ends with the first source that cannot fill '
-                    f'a step. Use tail="drop".'
+                    f'tail="{options.tail}": a mixture ends with the first source that cannot '
+                    "fill a step.",
+                    'Use tail="drop".',
                 )
             counts = [index.counts for index in self.source.indexes.values()]
             names, shares = list(self.source.indexes), self.source.shares
@@ -168,8 +169,8 @@ class EpochPlans:
             differences.append("weights were given, now there are none")
         if differences:
             raise UsageError(
-                f"this state belongs to another order: {'; '.join(differences)}. Use the same "
-                f"values, or start anew."
+                f"this state belongs to another order: {'; '.join(differences)}.",
+                "Use the same values, or start anew.",
             )
 
     def buffered_megabytes(self, rank: int) -> float:
@@ -187,8 +188,8 @@ def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
         hint = f" Their labels are read with {readers}." if readers else ""
         raise UsageError(
             f"field {name!r} looks for {', '.join(field.names)}; these shards hold "
-            f"{', '.join(index.fields)}. Name one of those."
-            f"{'' if isinstance(field, Image) else hint}"
+            f"{', '.join(index.fields)}.",
+            f"Name one of those.{'' if isinstance(field, Image) else hint}",
         )
 
 
@@ -261,8 +262,10 @@ def _balanced(index: Index, column: str) -> Weighting:
     missing = column_values(index, column).null_count
     if missing:
         raise UsageError(
-            f"balance={column!r}: {missing} of {len(index)} samples have no value. "
-            f"Leave them out: where={f'`{column}` is not None'!r}"
+            f"{missing} of {len(index)} samples have no value.",
+            f"Leave them out: where={f'`{column}` is not None'!r}",
+            option="balance",
+            value=column,
         )
     strata = group_codes(index, column)
     counts = np.bincount(strata)
@@ -275,12 +278,16 @@ def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise UsageError(
-            f"weights={name!r}: must be a column of numbers; this one holds other values."
+            "must be a column of numbers; this one holds other values.",
+            option="weights",
+            value=name,
         )
     if values.null_count:
         raise UsageError(
-            f"weights={name!r}: {values.null_count} of {len(index)} samples have no value. "
-            f"Leave them out: where={f'`{name}` is not None'!r}"
+            f"{values.null_count} of {len(index)} samples have no value.",
+            f"Leave them out: where={f'`{name}` is not None'!r}",
+            option="weights",
+            value=name,
         )
     return np.asarray(pc.cast(values, pa.float64()))
 

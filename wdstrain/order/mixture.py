@@ -87,8 +87,9 @@ class Mixture(Order):
         for taken, name in zip(self._taken, names, strict=True):
             if taken[-1] < 1:
                 raise PlanError(
-                    f"source {name} gives no sample in an epoch of {self.steps} steps: "
-                    f"each source must give one. Raise its weight."
+                    f"source {name} gives no sample in an epoch of {self.steps} steps: each "
+                    "source must give one.",
+                    "Raise its weight.",
                 )
         self._plans = [
             Plan(
@@ -167,8 +168,9 @@ class Mixture(Order):
                 f"{name} {total} samples" for name, total in zip(names, totals, strict=True)
             )
             raise PlanError(
-                f"these sources cannot fill one step of {self.global_batch} samples "
-                f"by their shares ({shares}). Lower batch_size or the weight of the smallest source."
+                f"these sources cannot fill one step of {self.global_batch} samples by their "
+                f"shares ({shares}).",
+                "Lower batch_size= or the weight of the smallest source.",
             )
         return most
 

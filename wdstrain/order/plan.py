@@ -97,12 +97,15 @@ class Plan(Order):
             can_lend=self.global_batch > lane_count and steps > 1,
         )
         if self.samples < 1:
-            raise PlanError("these shards hold no samples. Check the address.")
+            raise PlanError(
+                "these shards hold no samples.",
+                "Check the address.",
+            )
         if self.steps < 1:
             raise PlanError(
-                f"{self.samples} samples cannot give {self.world_size} rank(s) "
-                f"one batch of {self.batch_size} ({self.global_batch} needed). "
-                f'Lower batch_size or world_size, or use tail="pad".'
+                f"{self.samples} samples cannot give {self.world_size} rank(s) one batch of "
+                f"{self.batch_size} ({self.global_batch} needed).",
+                'Lower batch_size= or world_size=, or use tail="pad".',
             )
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -323,19 +326,24 @@ def _check_options(plan: Plan) -> None:
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)}: must be >= 1.")
     if plan.tail not in get_args(Tail):
-        raise PlanError(f"tail={plan.tail!r}: must be one of {', '.join(get_args(Tail))}.")
+        raise PlanError(
+            f"must be one of {', '.join(get_args(Tail))}.",
+            option="tail",
+            value=plan.tail,
+        )
     lanes = plan.lanes
     if lanes is not None and (lanes < 1 or lanes % plan.world_size):
         divisors = [size for size in range(1, max(1, lanes) + 1) if lanes % size == 0]
         raise PlanError(
-            f"{lanes} lanes cannot be shared by {plan.world_size} ranks: every rank needs the same "
-            f"number. Use a world size that divides lanes: {divisors}."
+            f"{lanes} lanes cannot be shared by {plan.world_size} ranks: every rank needs the "
+            "same number.",
+            f"Use a world size that divides lanes: {divisors}.",
         )
     if lanes is not None and plan.global_batch % lanes:
         raise PlanError(
-            f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} cannot "
-            f"be taken equally from {lanes} lanes. Make batch_size * world_size a "
-            f"multiple of lanes."
+            f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} "
+            f"cannot be taken equally from {lanes} lanes.",
+            "Make batch_size * world_size a multiple of lanes.",
         )
     if plan.limit is not None and plan.tail != "drop":
         raise PlanError(f'limit={plan.limit}: needs tail="drop", not tail="{plan.tail}".')

@@ -47,12 +47,13 @@ class WeightedPlan(Plan):
         total = float(self.weights.sum())
         if len(self.weights) > _MOST:
             raise PlanError(
-                f"{len(self.weights)} samples have weights; {_MOST} is the limit. Choose fewer samples."
+                f"{len(self.weights)} samples have weights; {_MOST} is the limit.",
+                "Choose fewer samples.",
             )
         if total > _MOST:
             raise PlanError(
-                f"the weights add up to {total:g} samples in an epoch; {_MOST} is the limit. "
-                f"Divide them by a number."
+                f"the weights add up to {total:g} samples in an epoch; {_MOST} is the limit.",
+                "Divide them by a number.",
             )
         count = int((self._fixed_weights().sum() + _ONE // 2) // _ONE)
         if not count:

@@ -203,7 +203,10 @@ class Fetcher:
             return
         path, tag = read.shard.path, self._files[read.shard.path].tag
         if tag and self._index.versions.setdefault(path, tag) != tag:
-            raise ShardError(f"{read.shard.shown} changed while it was read. Start again.")
+            raise ShardError(
+                f"{read.shard.shown} changed while it was read.",
+                "Start again.",
+            )
         for row, number in enumerate(read.ids.tolist()):
             start = int(self._index.offsets.start[number])
             key, members = self._index.key(number), self._index.members(number)
@@ -211,7 +214,8 @@ class Fetcher:
             if not is_sample(self._view(read, block, row), key, fields):
                 raise ShardError(
                     f"{read.shard.shown} was replaced since it was opened: its headers at offset "
-                    f"{start} are not those of '{key}'. Start again with the new shard."
+                    f"{start} are not those of '{key}'.",
+                    "Start again with the new shard.",
                 )
 
     # --- files ------------------------------------------------------------------------------------

@@ -256,8 +256,8 @@ class Run:
                 block = self.blocks.take(read.nbytes, len(read.ids))
                 if block is None and needed:
                     raise WdstrainError(
-                        f"the reader holds {self.blocks.held} bytes, which is its limit. "
-                        f"Lower shuffle_buffer."
+                        f"the reader holds {self.blocks.held} bytes, which is its limit.",
+                        "Lower shuffle_buffer=.",
                     )
             if block is None:
                 self._paused_before = read.first_batch
@@ -395,7 +395,8 @@ def _check_sample_size(index: Index, number: int, size: int) -> None:
     if size > (most := memory() // 2):
         shard = index.shard_with(number)
         raise ShardError(
-            f"{shard.shown}: '{index.key(number)}' at offset {int(index.offsets.start[number])} has "
-            f"{size} bytes, and a sample is held as a whole; the limit is {most}, half of this "
-            f"machine's memory. Leave it out, or pack it in parts."
+            f"{shard.shown}: '{index.key(number)}' at offset {int(index.offsets.start[number])} "
+            f"has {size} bytes, and a sample is held as a whole; the limit is {most}, half of "
+            "this machine's memory.",
+            "Leave it out, or pack it in parts.",
         )

@@ -130,7 +130,11 @@ def reporting(reporter: Reporter | bool | None, is_leader: bool) -> Iterator[Rep
     """
     is_own = reporter is None or isinstance(reporter, bool)
     if not is_own and not (hasattr(reporter, "step") and hasattr(reporter, "line")):
-        raise UsageError(f"progress={reporter!r}: must be an object with step() and line().")
+        raise UsageError(
+            "must be an object with step() and line().",
+            option="progress",
+            value=reporter,
+        )
     with Reporter(is_silent=reporter is False or not is_leader) as own:
         yield own if is_own or not is_leader else cast(Reporter, reporter)
 
@@ -187,8 +191,8 @@ def _writing_stdout() -> Iterator[None]:
         with suppress(OSError):  # Python flushes stdout at its end, and would fail once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise StorageError(
-            f"the work is done, but its result cannot be written to stdout: {error.strerror}. "
-            "Write it elsewhere."
+            f"the work is done, but its result cannot be written to stdout: {error.strerror}.",
+            "Write it elsewhere.",
         ) from error
 
 

@@ -53,8 +53,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> Launch:
     if "RANK" not in environment and _number(environment, "WORLD_SIZE", 1) > 1:
         raise UsageError(
             f"WORLD_SIZE={environment['WORLD_SIZE']} is in the environment and RANK is not: each "
-            f"process would be rank 0. Start the processes with torchrun or srun, set RANK, or give "
-            f"rank= and world_size=."
+            "process would be rank 0.",
+            "Start the processes with torchrun or srun, set RANK, or give rank= and world_size=.",
         )
     return Launch(
         _number(environment, "RANK", 0),
@@ -100,7 +100,8 @@ def _host(environment: Mapping[str, str], is_one_node: bool) -> str:
     host = first_host(nodes) or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
         raise UsageError(
-            "SLURM names no machine where the processes can meet. Set MASTER_ADDR to that of rank 0."
+            "SLURM names no machine where the processes can meet.",
+            "Set MASTER_ADDR to that of rank 0.",
         )
     return host
 
@@ -140,7 +141,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdigit():
         raise UsageError(
-            f"{name}={text!r} in the environment: must be an integer. Start the processes with "
-            f"torchrun or srun, or unset it."
+            f"{name}={text!r} in the environment: must be an integer.",
+            "Start the processes with torchrun or srun, or unset it.",
         )
     return int(text)

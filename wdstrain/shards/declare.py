@@ -75,21 +75,23 @@ def index(options: IndexOptions) -> Index:
     folder, *others = dict.fromkeys(map(os.path.dirname, listed))
     if others or is_remote(listed[0]):
         raise UsageError(
-            f"these shards lie in {len(others) + 1} folders or on a server; an index is written beside "
-            f"the shards of one folder on this machine. Run this for each folder, and copy the index "
-            f"to the server."
+            f"these shards lie in {len(others) + 1} folders or on a server; an index is written "
+            "beside the shards of one folder on this machine.",
+            "Run this for each folder, and copy the index to the server.",
         )
     check_finished(folder)
     paths = tars_of(folder)
     if not paths:
         raise UsageError(
-            f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards."
+            f"{folder or '.'}: this folder holds no .tar file.",
+            "Name the folder of the shards.",
         )
     index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
     changed = [shard.name for shard in index.shards if not is_unchanged(shard)]
     if changed:
         raise ShardError(
-            f"{changed[0]} was written to while it was scanned. Run this again when it is complete."
+            f"{changed[0]} was written to while it was scanned.",
+            "Run this again when it is complete.",
         )
     document = find_document(index_path)
     if document is not None:
@@ -222,7 +224,10 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     column = _raw(index, [place])[0]
     kind = kind or _kind(column, classes)
     if kind == "number" and classes is not None:
-        raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
+        raise UsageError(
+            f"{name} is a number, and numbers have no classes.",
+            "Leave classes away.",
+        )
     title = "label" if place[1] is None and place[0] in PLAIN_FIELDS else column_name(place)
     label = ColumnInfo(title, kind, *place, _classes(column, kind, classes))
     declared = as_label(column, label)
@@ -243,9 +248,9 @@ def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
         classes = tuple(map(str, range(int(classes[0]))))
     if not 2 <= len(classes) <= 255 or len(set(classes)) < len(classes):
         raise UsageError(
-            f"{field} holds masks, and {len(classes)} classes are named: must be 2 to 255 different "
-            f"ones. Name them in the order of their numbers: background,cat,dog, or give their "
-            f"number: 21"
+            f"{field} holds masks, and {len(classes)} classes are named: must be 2 to 255 "
+            "different ones.",
+            "Name them in the order of their numbers: background,cat,dog, or give their number: 21",
         )
     label = ColumnInfo(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
     others = (other for other in index.labels if other.name != label.name)
@@ -272,7 +277,10 @@ def _place(index: Index, name: str) -> Place:
     if field in index.fields and is_json(field) == (entry is not None):
         return field, entry
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
-    raise UsageError(f"there is no field {name!r} in these shards. Use one of: {shown}.")
+    raise UsageError(
+        f"there is no field {name!r} in these shards.",
+        f"Use one of: {shown}.",
+    )
 
 
 def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
@@ -281,9 +289,10 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     for column in columns:
         if column.values.null_count == len(column):
             raise UsageError(
-                f"no sample has a value in {column.stored_as}, or it holds values that no column can "
-                f"hold. A column holds numbers, texts of at most 256 characters, true and false, or "
-                f"lists of names, and values of one type. Look at one: wdstrain show"
+                f"no sample has a value in {column.stored_as}, or it holds values that no column "
+                "can hold. A column holds numbers, texts of at most 256 characters, true and "
+                "false, or lists of names, and values of one type.",
+                "Look at one: wdstrain show",
             )
     return columns
 
@@ -308,8 +317,10 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
     if given is not None:
         if not given or len(set(given)) < len(given):
             raise UsageError(
-                f"classes={','.join(given)[:80]!r}: must name each class once, in the order of their "
-                f"numbers: cat,dog, or a file with a name on each line."
+                "must name each class once, in the order of their numbers: cat,dog, or a file "
+                "with a name on each line.",
+                option="classes",
+                value=",".join(given)[:80],
             )
         return tuple(given)
     if column.kind == "integer":
@@ -324,8 +335,9 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
     names = class_names(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()), kind)
     if column.entry is None and any(map(str.isdecimal, names)):
         raise UsageError(
-            f"{column.name} holds names and numbers, such as {names[-1]!r} and {names[0]!r}, and a number "
-            f"counts as the number of a class. Name the classes in the order of their numbers."
+            f"{column.name} holds names and numbers, such as {names[-1]!r} and {names[0]!r}, and "
+            "a number counts as the number of a class.",
+            "Name the classes in the order of their numbers.",
         )
     return names
 
@@ -341,8 +353,9 @@ def _check_values(index: Index, raw: Column, declared: Column, label: ColumnInfo
         value = str(raw.values[number].as_py())[:80]
         raise UsageError(
             f"{index.shard_with(number).shown}: {printable(raw.name)} of sample "
-            f"{printable(index.key(number))!r} is {printable(value)!r}, which does not fit the label "
-            f"({label.summary}; {int(wrong.sum())} such samples). Name all classes, or another kind."
+            f"{printable(index.key(number))!r} is {printable(value)!r}, which does not fit the "
+            f"label ({label.summary}; {int(wrong.sum())} such samples).",
+            "Name all classes, or another kind.",
         )
 
 

@@ -273,7 +273,8 @@ class Index:
         ids = np.flatnonzero(matching(self, condition))
         if not len(ids):
             raise UsageError(
-                f"{condition!r} holds for none of {len(self)} samples. Look at the values: wdstrain info"
+                f"{condition!r} holds for none of {len(self)} samples.",
+                "Look at the values: wdstrain info",
             )
         return ids
 
@@ -400,7 +401,8 @@ def _verified(
         if crc and crc32(value) != crc:
             raise DamageError(
                 f"{shard.shown}: the field {name} of sample {printable(index.key(number))} at "
-                f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
+                f"offset {offset} has another crc32 than the index says.",
+                "Run: wdstrain verify",
             )
         yield name, bytes(value)
 

@@ -144,8 +144,9 @@ def load(path: str, *, base: str | None = None) -> Index:
     if index is None:
         raise ShardError(
             f"{shown_path(path)} is not there, or another program wrote it, or may not be read "
-            f"(the server answered 404, 410 or 403). Check the address. Shards without an index are "
-            f"named with braces: train-{{000000..000041}}.tar"
+            "(the server answered 404, 410 or 403).",
+            "Check the address. Shards without an index are named with braces: "
+            "train-{000000..000041}.tar",
         )
     return index
 
@@ -228,14 +229,15 @@ def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
         status = os.stat(shard.path)
     except OSError as error:
         raise ShardError(
-            f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again."
+            f"{shard.path} is in the index but cannot be found: {error.strerror}.",
+            "Copy it again.",
         ) from error
     size = status.st_size
     if size != shard.bytes and not (may_be_short and size < shard.bytes):
         raise ShardError(
-            f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. "
-            f"Copy or pack it again, or accept it as it is: "
-            f"wdstrain index {os.path.dirname(shard.path) or '.'}"
+            f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed.",
+            "Copy or pack it again, or accept it as it is: wdstrain index "
+            f"{os.path.dirname(shard.path) or '.'}",
         )
     return replace(shard, tag=state_of(status))
 
@@ -248,12 +250,14 @@ def refusing(path: str) -> Iterator[None]:
     except FORMAT_ERRORS as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise ShardError(
-            f"{redacted(path)} is not an index of this package ({type(error).__name__}: {reason}). "
-            f"Check the address, or remove it and make a new index: wdstrain index {folder_of(path) or '.'}"
+            f"{redacted(path)} is not an index of this package ({type(error).__name__}: {reason}).",
+            "Check the address, or remove it and make a new index: wdstrain index "
+            f"{folder_of(path) or '.'}",
         ) from error
     except OSError as error:
         raise ShardError(
-            f"{error.filename or path} cannot be read: {error.strerror}. Check its permissions."
+            f"{error.filename or path} cannot be read: {error.strerror}.",
+            "Check its permissions.",
         ) from error
 
 

@@ -286,8 +286,8 @@ def check_field_count(count: int) -> None:
     """Raise ShardError if samples have more different fields than an index can have."""
     if count > MOST_FIELDS:
         raise ShardError(
-            f"these samples have {count} different fields; {MOST_FIELDS} is the limit. "
-            f"Check that the shards hold samples with repeating field names."
+            f"these samples have {count} different fields; {MOST_FIELDS} is the limit.",
+            "Check that the shards hold samples with repeating field names.",
         )
 
 

@@ -55,8 +55,8 @@ def read_classes(text: str) -> list[str]:
         names = (read_whole(text) or b"").decode("utf-8-sig").splitlines()
     elif os.sep in text or text.endswith(".txt"):
         raise UsageError(
-            f"classes {text[:80]!r}: there is no such file. Give one with a name on each line, or the "
-            f"names themselves: cat,dog"
+            f"classes {text[:80]!r}: there is no such file.",
+            "Give one with a name on each line, or the names themselves: cat,dog",
         )
     else:
         names = text.split(",")
@@ -120,4 +120,7 @@ class IndexOptions(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.classes is not None and self.label is None:
-            raise UsageError("classes=... needs label=..., whose values it names. Give both.")
+            raise UsageError(
+                "classes=... needs label=..., whose values it names.",
+                "Give both.",
+            )

@@ -79,7 +79,11 @@ def open_shards(
         numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
         if not numbers:
             names = ", ".join(filter(None, index.splits)) or "none"
-            raise UsageError(f"split={split!r}: the splits of these shards are {names}.")
+            raise UsageError(
+                f"the splits of these shards are {names}.",
+                option="split",
+                value=split,
+            )
         return index.pick(numbers)
     if unless and set(unless) <= set(index.splits):
         return index
@@ -94,9 +98,9 @@ def open_shards(
         }
         if len(first) > 1:
             raise UsageError(
-                f"{shown_path(address)} holds several splits: {', '.join(reversed(first))}. Name one "
-                f"by its shards, such as {', '.join(reversed(first.values()))}: with * in a folder, "
-                f"with braces on a server, or by split=... of a loader."
+                f"{shown_path(address)} holds several splits: {', '.join(reversed(first))}.",
+                f"Name one by its shards, such as {', '.join(reversed(first.values()))}: with * "
+                "in a folder, with braces on a server, or by split=... of a loader.",
             )
     return index
 
@@ -128,8 +132,9 @@ def join_once(parts: Sequence[Index]) -> Index:
         path = shard.path if is_remote(shard.path) else os.path.realpath(shard.path)
         if path in named:
             raise UsageError(
-                f"{shard.shown} is named twice (also as {named[path].shown}), so its samples would "
-                f"come twice. Name each shard once."
+                f"{shard.shown} is named twice (also as {named[path].shown}), so its samples "
+                "would come twice.",
+                "Name each shard once.",
             )
         named[path] = shard
     return index
@@ -214,8 +219,8 @@ def _checked(index: Index, note: Note | None, may_be_short: bool) -> Index:
         if listed.offsets.differences(actual.offsets):
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it "
-                f"was indexed. Accept it as it is: "
-                f"wdstrain index {os.path.dirname(shard.path) or '.'}"
+                "was indexed.",
+                f"Accept it as it is: wdstrain index {os.path.dirname(shard.path) or '.'}",
             )
     return index
 
@@ -247,7 +252,10 @@ def recall(paths: Sequence[str]) -> dict[str, Index]:
     """
     for path in paths:
         if path.endswith(".tmp"):
-            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
+            raise UsageError(
+                f"{path} is a shard that was not finished.",
+                "Run the conversion again.",
+            )
     with _threads(_THREADS) as threads:
         known = dict(zip(paths, threads.map(_recalled, paths), strict=True))
     return {path: index for path, index in known.items() if index is not None}

@@ -40,8 +40,10 @@ def number_of(index: Samples, key: str | int) -> int:
     if len(numbers) > 1:
         shards = [index.shards[i].name for i in index.shard_of(numbers[:2]).tolist()]
         raise UsageError(
-            f"{len(numbers)} samples have the key {key!r}, such as those in {shards[0]} and {shards[1]}. "
-            f"Take one by its number, or choose a shard first: index.where('shard == ...')[{key!r}]"
+            f"{len(numbers)} samples have the key {key!r}, such as those in {shards[0]} and "
+            f"{shards[1]}.",
+            "Take one by its number, or choose a shard first: index.where('shard == "
+            f"...')[{key!r}]",
         )
     return int(numbers[0])
 
@@ -77,8 +79,9 @@ def split_ids(
     for name, chosen in ids.items():
         if not len(chosen):
             raise UsageError(
-                f"split: {name!r} gets none of {len(index)} samples. Give it a larger share"
-                + (f", or split by smaller groups than those of {by!r}." if by else ".")
+                f"split: {name!r} gets none of {len(index)} samples.",
+                "Give it a larger share"
+                + (f", or split by smaller groups than those of {by!r}." if by else "."),
             )
     return ids
 

@@ -204,9 +204,10 @@ def grouped(
                     is_torn = False
                     on_error(
                         ShardError(
-                            f"{shard} holds members of '{printable(key)}' in two places, the second "
-                            f"('{printable(member.name)}') at offset {member.start}; the fields of "
-                            f"a sample must be adjacent. Repack it from a sorted list."
+                            f"{shard} holds members of '{printable(key)}' in two places, the "
+                            f"second ('{printable(member.name)}') at offset {member.start}; the "
+                            "fields of a sample must be adjacent.",
+                            "Repack it from a sorted list.",
                         )
                     )
                 if name not in fields and name not in reserved:
@@ -215,7 +216,8 @@ def grouped(
                 on_error(
                     ShardError(
                         f"{shard} holds two members named '{printable(member.name)}'{also}, the "
-                        f"second at offset {member.start}. Repack it."
+                        f"second at offset {member.start}.",
+                        "Repack it.",
                     )
                 )
             keys.add(key)

@@ -87,7 +87,8 @@ def open_raw(path: str, cache: Cache | None = None) -> io.BufferedReader:
         return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))
     except OSError as error:
         raise StorageError(
-            f"{shown(path)} cannot be read: {error.strerror}. Check the address."
+            f"{shown(path)} cannot be read: {error.strerror}.",
+            "Check the address.",
         ) from error
 
 
@@ -99,8 +100,8 @@ def _decompressor(kind: str, shard: str) -> Callable[[BinaryIO], Any]:
         except ImportError:
             continue
     raise UsageError(
-        f"{shard} is compressed by {kind}, which this Python cannot read. Install it: "
-        f"pip install 'wdstrain[archives]'"
+        f"{shard} is compressed by {kind}, which this Python cannot read.",
+        "Install it: pip install 'wdstrain[archives]'",
     )
 
 
@@ -188,8 +189,9 @@ class _Forward(Window):
                 raise
             except Exception as error:  # each decompressor has its own classes
                 raise ShardError(
-                    f"{self._shard} is cut or damaged after byte {self._position} of its contents: "
-                    f"{error}. Copy it again."
+                    f"{self._shard} is cut or damaged after byte {self._position} of its "
+                    f"contents: {error}.",
+                    "Copy it again.",
                 ) from error
             if not data:
                 self.size = self._position + sum(len(part) for part in parts)

@@ -134,18 +134,23 @@ def parsed(text: str) -> ast.expr:
     """
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise UsageError(
-            f"where={str(text)[:80]!r}: must be a condition of at most {_LONGEST} characters, such "
-            f"as \"label != 'Other'\"."
+            f"must be a condition of at most {_LONGEST} characters, such as \"label != 'Other'\".",
+            option="where",
+            value=str(text)[:80],
         )
     if any(token[0] == "=" for token in _TOKENS.finditer(text)):
-        raise UsageError(f"{text!r}: = assigns a value. Use == to compare.")
+        raise UsageError(
+            f"{text!r}: = assigns a value.",
+            "Use == to compare.",
+        )
     try:
         tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
         return _WholeNames().visit(tree)  # type: ignore[no-any-return]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UsageError(
-            f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640. "
-            f"A name that is a word of Python stands in backticks: `class`, `json.class`"
+            f"{text!r} is no condition ({error}).",
+            "Write for example: cls < 3 and json.width > 640. A name that is a word of Python "
+            "stands in backticks: `class`, `json.class`",
         ) from None
 
 
@@ -198,10 +203,10 @@ class _Condition:
         self._text = text
         self.used: dict[str, Column] = {}
 
-    def _error(self, reason: str) -> UsageError:
+    def _error(self, reason: str, hint: str = "") -> UsageError:
         """Return the error for a condition. A condition may be only the name in the reason."""
         text = repr(self._text)
-        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
+        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.", hint)
 
     def named(self, name: str) -> Operand:
         """Return the values that a name stands for, one per sample. Raises UsageError."""
@@ -214,15 +219,15 @@ class _Condition:
         if base == "size" and part in rows.fields:
             return rows.offsets.extents[part][1]
         if isinstance(rows, TableRows) or name not in _BASE:
-            raise self._error(self._unknown(name))
+            raise self._error(*self._unknown(name))
         if name == "key":
             return rows.offsets.rows.column(0).cast(pa.large_string())
         if name == "size":
             return rows.offsets.rows.column(2)
         return rows.words("name" if name == "shard" else name).dictionary_decode()
 
-    def _unknown(self, name: str) -> str:
-        """Return the reason for a name that means no column, and the names that do."""
+    def _unknown(self, name: str) -> tuple[str, str]:
+        """Return the reason for a name that means no column, and a hint with the names that do."""
         rows, problem = self._rows, f"there is no column {name!r}"
         also = ""
         if isinstance(rows, TableRows):
@@ -231,9 +236,9 @@ class _Condition:
             labels = [label for own in rows.shard_labels for label in own]
             places = [label.place for label in labels if name in (label.name, label.stored_as)]
             if reason := next(filter(None, (rows.disagreement(*place) for place in places)), ""):
-                return (
-                    f"{problem}: {reason}. Name the classes of each set alike: wdstrain index SET "
-                    f"--label NAME --classes A,B"
+                return f"{problem}: {reason}", (
+                    "Name the classes of each set alike: wdstrain index SET "
+                    "--label NAME --classes A,B."
                 )
             columns = [column for column in rows.columns if column.kind != NOT_A_COLUMN]
             names = [*(column.name for column in columns), *_BASE]
@@ -242,8 +247,8 @@ class _Condition:
                 "names in a field become columns by `wdstrain index --columns`"
             )
         near = get_close_matches(name, names, 1)
-        meant = f" Did you mean {printable(near[0])}?" if near else ""
-        return f"{problem}.{meant} Use one of: {_listed(names)}{also}"
+        meant = f"Did you mean {printable(near[0])}? " if near else ""
+        return problem, f"{meant}Use one of: {_listed(names)}{also}."
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
@@ -255,7 +260,9 @@ class _Condition:
                 return pc.not_equal(value, 0)
             case "text" | "multi":
                 return pc.not_equal(_length(value), 0)
-        raise self._error(f"{ast.unparse(node)} is neither true nor false. Compare it with a value")
+        raise self._error(
+            f"{ast.unparse(node)} is neither true nor false", "Compare it with a value."
+        )
 
     def _value(self, node: ast.expr) -> Operand:
         match node:
@@ -281,14 +288,16 @@ class _Condition:
             case ast.Name():
                 return self.named(node.id)
         raise self._error(
-            f"{ast.unparse(node)} is not allowed in a condition. Use comparisons, and, or, not, in, "
-            f"+ - * / %, and names of columns"
+            f"{ast.unparse(node)} is not allowed in a condition",
+            "Use comparisons, and, or, not, in, + - * / %, and names of columns.",
         )
 
     def _constant(self, node: ast.expr) -> pa.Scalar:
         value = self._value(node)
         if not isinstance(value, pa.Scalar):
-            raise self._error(f"{ast.unparse(node)} is not a constant. A list holds constants only")
+            raise self._error(
+                f"{ast.unparse(node)} is not a constant", "A list holds constants only."
+            )
         return value
 
     def _compared(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
@@ -312,7 +321,7 @@ class _Condition:
                 known = classes.dictionary.to_pylist()
                 if name.as_py() not in known:  # a typing error would choose wrongly
                     unknown = f"there is no class {name.as_py()!r}"
-                    raise self._error(f"{unknown}. Use one of: {_listed(known)}")
+                    raise self._error(unknown, f"Use one of: {_listed(known)}.")
         return _OPERATIONS[operator](_as_text(a), _as_text(b))
 
     def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
@@ -355,8 +364,9 @@ class _Condition:
                 texts = value if _kind(value) == "multi" else _as_text(value)
                 return function(texts, *(argument.as_py() for argument in arguments))
         raise self._error(
-            f"{ast.unparse(node)} calls a function that is not allowed in a condition. Use only "
-            f"len() of a text or a list, and .startswith('...'), .endswith('...') and .lower() of a text"
+            f"{ast.unparse(node)} calls a function that is not allowed in a condition",
+            "Use only len() of a text or a list, and .startswith('...'), .endswith('...') and "
+            ".lower() of a text.",
         )
 
 

@@ -56,8 +56,8 @@ def expand(urls: Urls) -> list[str]:
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not addresses:
         raise UsageError(
-            "no address of shards was given. Name a folder, an index.json, a file, a glob or a "
-            "brace pattern."
+            "no address of shards was given.",
+            "Name a folder, an index.json, a file, a glob or a brace pattern.",
         )
     names = [part for address in addresses for part in alternatives(os.fspath(address))]
     return [path for name in names for path in _expand(name)]
@@ -72,8 +72,8 @@ def alternatives(address: str) -> list[str]:
         return list(braceexpand(address, escape=False))
     except ValueError:
         raise UsageError(
-            f"{shown_path(address)}: its braces do not pair up. "
-            f"Write for example train-{{000000..000007}}.tar"
+            f"{shown_path(address)}: its braces do not pair up.",
+            "Write for example train-{000000..000007}.tar",
         ) from None
 
 
@@ -82,8 +82,8 @@ def check_finished(folder: str) -> None:
     has_index = os.path.exists(os.path.join(folder, INDEX_NAME))
     if os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index:
         raise ShardError(
-            f"{folder}: a conversion into this folder was not finished. Run it again with "
-            f"resume=True (--resume)."
+            f"{folder}: a conversion into this folder was not finished.",
+            "Run it again with resume=True (--resume).",
         )
 
 
@@ -96,7 +96,8 @@ def check_no_change(path: str) -> None:
     if not is_remote(path) and os.path.exists(os.path.join(folder, UNFINISHED)):
         raise ShardError(
             f"{path} is not in the index of its folder, and a command that changes this set is "
-            f"running or was killed. Wait for it, or run it again, or name the folder instead."
+            "running or was killed.",
+            "Wait for it, or run it again, or name the folder instead.",
         )
 
 
@@ -128,12 +129,14 @@ def _expand(address: str) -> list[str]:
         return _expand_remote(address)
     if address.startswith("pipe:"):
         raise UsageError(
-            f"{address}: an address is never run as a command. Name a file or a server."
+            f"{address}: an address is never run as a command.",
+            "Name a file or a server.",
         )
     path = address.removeprefix("file://")
     if scheme := _SCHEME.match(path):
         raise UsageError(
-            f"{redacted(address)}: addresses {scheme[0]} cannot be read. Copy the shards to a disk."
+            f"{redacted(address)}: addresses {scheme[0]} cannot be read.",
+            "Copy the shards to a disk.",
         )
     return _expand_local(path)
 
@@ -146,24 +149,27 @@ def _expand_local(address: str) -> list[str]:
         if path.exists():
             if kind := SOURCES.get(path.suffix.lower()):
                 raise UsageError(
-                    f"{address} is not a shard, but the source of a conversion. Make shards of it: "
-                    f"wdstrain convert {kind} --help"
+                    f"{address} is not a shard, but the source of a conversion.",
+                    f"Make shards of it: wdstrain convert {kind} --help",
                 )
             return [address]
         if glob.has_magic(address):
             paths = matching_paths(address)
             if not paths:
                 raise UsageError(
-                    f"{address}: no file matches this pattern. Check the folder and the quotes "
-                    f"around it."
+                    f"{address}: no file matches this pattern.",
+                    "Check the folder and the quotes around it.",
                 )
             return [path for match in paths for path in _expand_local(match)]
     except OSError as error:
         raise StorageError(
-            f"{error.filename or address} cannot be read: {error.strerror}. Check the permissions "
-            f"of the folder."
+            f"{error.filename or address} cannot be read: {error.strerror}.",
+            "Check the permissions of the folder.",
         ) from error
-    raise UsageError(f"{address}: there is no such file or folder. Check the address.")
+    raise UsageError(
+        f"{address}: there is no such file or folder.",
+        "Check the address.",
+    )
 
 
 def matching_paths(pattern: str) -> list[str]:
@@ -190,12 +196,13 @@ def _expand_folder(path: Path) -> list[str]:
     compressed = sorted(entry.name for entry in path.iterdir() if COMPRESSED.search(entry.name))
     if compressed:
         raise UsageError(
-            f"{path}: {compressed[0]} is compressed, and offsets need plain tars. Unpack it first, "
-            f"to .tar."
+            f"{path}: {compressed[0]} is compressed, and offsets need plain tars.",
+            "Unpack it first, to .tar.",
         )
     raise UsageError(
-        f"{path}: this folder holds no index.json and no .tar file. Name a folder of "
-        f"shards, or make shards of its images: wdstrain convert folder {path} OUT"
+        f"{path}: this folder holds no index.json and no .tar file.",
+        f"Name a folder of shards, or make shards of its images: wdstrain convert folder {path} "
+        "OUT",
     )
 
 
@@ -210,8 +217,8 @@ def _expand_remote(address: str) -> list[str]:
     is_file = path.endswith((".tar", ".json")) or COMPRESSED.search(path)
     if any(character in path for character in "*[") or (query.endswith(".tar") and not is_file):
         raise UsageError(
-            f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or "
-            f"name its index.json."
+            f"{redacted(address)}: a server cannot be asked what matches * or ?.",
+            "Use braces, or name its index.json.",
         )
     if is_file:
         return [address]
@@ -243,7 +250,8 @@ def _matching_objects(address: str) -> list[str]:
     names = [name for name in list_folder_of(address) if fnmatchcase(name, pattern)]
     if not names:
         raise UsageError(
-            f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder."
+            f"{redacted(address)}: no object matches this pattern.",
+            "Check the bucket and the folder.",
         )
     return [beside(address, name) for name in names]
 
@@ -262,8 +270,9 @@ def list_hub_files(address: str) -> tuple[str, list[str]]:
     parsed = _HUB.fullmatch(address)
     if parsed is None:
         raise UsageError(
-            f"{address}: not a valid address of the Hub. Write hf://datasets/OWNER/NAME, "
-            f"hf://datasets/OWNER/NAME@REVISION or hf://datasets/OWNER/NAME/data/train-*.tar"
+            f"{address}: not a valid address of the Hub.",
+            "Write hf://datasets/OWNER/NAME, hf://datasets/OWNER/NAME@REVISION or "
+            "hf://datasets/OWNER/NAME/data/train-*.tar",
         )
     name, revision = parsed["name"], quote(parsed["revision"] or "main", safe="")
     pattern = (parsed["pattern"] or "").rstrip("/")
@@ -271,8 +280,8 @@ def list_hub_files(address: str) -> tuple[str, list[str]]:
     paths = sorted(path for path in everything if _matches(path, pattern))
     if not paths:
         raise UsageError(
-            f"{address}: none of the {len(everything)} files of this data set matches. Check the "
-            f"path behind OWNER/NAME."
+            f"{address}: none of the {len(everything)} files of this data set matches.",
+            "Check the path behind OWNER/NAME.",
         )
     base = f"{hub_endpoint()}/datasets/{name}/resolve/{revision}"
     return base, [f"{base}/{quote(path)}" for path in paths]
@@ -292,15 +301,15 @@ def _listed(tree: str, address: str) -> list[str]:
         body, following = read_page(page, _MISSING)
         if body is None:
             raise StorageError(
-                f"{address}: the Hub has no such data set or revision, or it may not be read. "
-                f"Check the name; HF_TOKEN gives access to private data sets."
+                f"{address}: the Hub has no such data set or revision, or it may not be read.",
+                "Check the name; HF_TOKEN gives access to private data sets.",
             )
         try:
             paths += [entry["path"] for entry in json.loads(body) if entry["type"] == "file"]
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"{address}: {urlsplit(tree).netloc} did not send a list of files ({error!r}). "
-                f"Check HF_ENDPOINT."
+                f"{address}: {urlsplit(tree).netloc} did not send a list of files ({error!r}).",
+                "Check HF_ENDPOINT.",
             ) from None
         page = following and urljoin(page, following)
     return paths

@@ -118,7 +118,8 @@ class Cache:
         except OSError as error:
             if not os.path.isdir(folder):
                 raise UsageError(
-                    f"cache_dir={folder} cannot be made: {error}. Name another folder."
+                    f"cache_dir={folder} cannot be made: {error}.",
+                    "Name another folder.",
                 ) from None
             self._stop_writing(error)
 

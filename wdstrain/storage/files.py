@@ -76,7 +76,10 @@ def disk_errors(path: str, advice: str = _ADVICE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}. {advice}") from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}.",
+            advice,
+        ) from error
 
 
 @contextmanager
@@ -108,7 +111,10 @@ def check_folder_output(folder: str) -> None:
 def check_file_output(path: str) -> None:
     """Raise StorageError if a file cannot be written in its folder. Nothing stays of it."""
     if os.path.isdir(path):
-        raise StorageError(f"{path} cannot be written: it is a folder. Name a file.")
+        raise StorageError(
+            f"{path} cannot be written: it is a folder.",
+            "Name a file.",
+        )
     _check_space(os.path.dirname(path) or ".", path, "Name a file in another folder.")
 
 
@@ -184,14 +190,16 @@ class LocalFile(AbstractContextManager["LocalFile"]):
             ) from error
         if self._state and not is_state(self._state, os.fstat(self._file.fileno())):
             raise ShardError(
-                f"{self.path} was written to or replaced since it was opened first, so its samples "
-                f"may differ. Start again to use the new shard."
+                f"{self.path} was written to or replaced since it was opened first, so its "
+                "samples may differ.",
+                "Start again to use the new shard.",
             )
         if count < len(target):
             raise ShardError(
-                f"{self.path} ends at offset {offset + count}, {len(target) - count} bytes before "
-                f"the end that it had when it was indexed or opened. Copy it again, or accept it as "
-                f"it is: wdstrain index {os.path.dirname(self.path) or '.'}"
+                f"{self.path} ends at offset {offset + count}, {len(target) - count} bytes "
+                "before the end that it had when it was indexed or opened.",
+                "Copy it again, or accept it as it is: wdstrain index "
+                f"{os.path.dirname(self.path) or '.'}",
             )
 
     def close(self) -> None:

@@ -94,8 +94,8 @@ def check_address(address: str) -> None:
             raise ValueError("it has no host")
     except ValueError as error:
         raise UsageError(
-            f"{redacted(address)}: not a valid address, {error}. Check its host and port. "
-            f"Write for example http://host/shards"
+            f"{redacted(address)}: not a valid address, {error}.",
+            "Check its host and port. Write for example http://host/shards",
         ) from None
 
 
@@ -163,8 +163,9 @@ class HttpResponse:
         match = _RANGE.fullmatch(header)
         if match is None or int(match[1] or start) != start:
             raise StorageError(
-                f"{self._shown}: the server sent the range {header!r} for a request that begins at "
-                f"byte {start}. Check the server."
+                f"{self._shown}: the server sent the range {header!r} for a request that begins "
+                f"at byte {start}.",
+                "Check the server.",
             )
         stop = int(match[2]) + 1 if match[2] else start  # "*": the object has no such byte
         return start, stop, None if match[3] == "*" else int(match[3])
@@ -176,12 +177,14 @@ class HttpResponse:
         transfer = self._headers.get("Transfer-Encoding", "chunked")
         if transfer.lower() not in ("chunked", "identity"):
             raise StorageError(
-                f"{self._shown}: the server sent the transfer coding {transfer[:80]!r}; only chunked "
-                f"can be read. Check the server."
+                f"{self._shown}: the server sent the transfer coding {transfer[:80]!r}; only "
+                "chunked can be read.",
+                "Check the server.",
             )
         if is_tar and kind.startswith("text/html"):
             raise StorageError(
-                f"{self._shown}: the server sent an HTML page instead of a shard. Check the address."
+                f"{self._shown}: the server sent an HTML page instead of a shard.",
+                "Check the address.",
             )
         # An object that is stored compressed has ranges of its compressed bytes.
         if coding.lower() != "identity" and (is_tar or not self.ranged):
@@ -243,8 +246,9 @@ def get(
             "the same position (--resume)."
         )
     raise StorageError(
-        f"{redacted(address)}: the server answered {response.status} {response.reason or ''}"
-        f"{reason}. {advice}"
+        f"{redacted(address)}: the server answered {response.status} "
+        f"{response.reason or ''}{reason}.",
+        advice,
     )
 
 
@@ -329,8 +333,8 @@ def _read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, st
             data += chunk
             if len(data) > most:
                 raise StorageError(
-                    f"{redacted(address)} has more than {most} bytes, too many to hold at once. "
-                    f"Check the address."
+                    f"{redacted(address)} has more than {most} bytes, too many to hold at once.",
+                    "Check the address.",
                 )
     is_page = response.headers.get("Content-Type", "").startswith("text/html")
     # Some servers send a page with status 200 for a missing object.
@@ -377,7 +381,10 @@ def _secret_headers(address: str) -> dict[str, str]:
     token = os.environ.get("HF_TOKEN", "").strip()
     text = "".join([token, *headers, *headers.values()])
     if not (text.isascii() and text.isprintable()):
-        raise UsageError(f"{_HEADERS}, HF_TOKEN: must be printable ASCII. Correct them.")
+        raise UsageError(
+            f"{_HEADERS}, HF_TOKEN: must be printable ASCII.",
+            "Correct them.",
+        )
     if token and address.startswith(f"{hub_endpoint()}/"):
         headers["Authorization"] = f"Bearer {token}"
     if user := urlsplit(address).netloc.rpartition("@")[0]:
@@ -466,7 +473,8 @@ def _renew(address: str, sent: float) -> bool:
             except Exception as error:
                 raise StorageError(
                     f"{redacted(address)} has expired, and its renewal failed: "
-                    f"{describe_error(error)}. Check the function of wt.renew_addresses, or {_COMMAND}."
+                    f"{describe_error(error)}.",
+                    f"Check the function of wt.renew_addresses, or {_COMMAND}.",
                 ) from error
             _renewed[key] = fresh, time.monotonic()
     return True

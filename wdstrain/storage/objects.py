@@ -111,7 +111,8 @@ def _obstore() -> Any:
         import obstore.store
     except ImportError:
         raise UsageError(
-            "s3://, gs:// and az:// need obstore. Install it: pip install 'wdstrain[s3]'"
+            "s3://, gs:// and az:// need obstore.",
+            "Install it: pip install 'wdstrain[s3]'",
         ) from None
     return obstore
 
@@ -149,15 +150,15 @@ def _errors(path: str, failed: str, *, writes: bool = False) -> Iterator[None]:
     except WdstrainError:
         raise
     except FileNotFoundError:
-        raise MissingError(f"{path} is not there. Check the address.") from None
+        raise MissingError(f"{path} is not there.", "Check the address.") from None
     except Exception as error:
         reason = " ".join(str(error).split("Debug source")[0].split())[:300]
         if not writes and _TEMPORARY.search(str(error)):
             raise TemporaryError(reason) from None
         advice = " A conversion goes on with resume=True (--resume)." if writes else ""
         raise StorageError(
-            f"{path}: {failed}: {reason}. Check the credentials in the environment and the network."
-            f"{advice}"
+            f"{path}: {failed}: {reason}.",
+            f"Check the credentials in the environment and the network.{advice}",
         ) from None
 
 

@@ -151,7 +151,8 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         if stop > self.size:
             raise ShardError(
                 f"{self._shown} ends at byte {self.size}, {stop - self.size} bytes before the "
-                f"index says. Copy it again."
+                "index says.",
+                "Copy it again.",
             )
         while offset < stop:
             attempt = partial(self._read_some, target, offset, max(stop, last or 0))
@@ -224,19 +225,20 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         if self.size < 0:
             if total is None:
                 raise StorageError(
-                    f"{self._shown}: the server does not send the size. Make an index beside the "
-                    f"shards and name the index."
+                    f"{self._shown}: the server does not send the size.",
+                    "Make an index beside the shards and name the index.",
                 )
             self.size = total
         if total not in (None, self.size):
             raise ShardError(
                 f"{self._shown} has {total} bytes, its index says {self.size}: it was cut or "
-                f"changed. Copy it again, or make its index again: wdstrain index"
+                "changed.",
+                "Copy it again, or make its index again: wdstrain index",
             )
         if self.tag and not response.is_version(self.tag):
             raise ShardError(
-                f"{self._shown} changed while it was read. Start again; if it has an index, make "
-                f"the index again: wdstrain index"
+                f"{self._shown} changed while it was read.",
+                "Start again; if it has an index, make the index again: wdstrain index",
             )
         self.version = self.version or response.version
         self.tag = self.version if self.tag is None else self.tag
@@ -288,9 +290,15 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
     raises ShardError or StorageError.
     """
     if mode != "rb":
-        raise UsageError(f'{redacted(url)}: mode={mode!r} is not supported. Use mode="rb".')
+        raise UsageError(
+            f"{redacted(url)}: mode={mode!r} is not supported.",
+            'Use mode="rb".',
+        )
     if not is_remote(url):
-        raise UsageError(f"{url}: not an address of a server. Use open() for a local file.")
+        raise UsageError(
+            f"{url}: not an address of a server.",
+            "Use open() for a local file.",
+        )
     return io.BufferedReader(RemoteStream(RemoteFile(url)), max(bufsize, _BUFFER))
 
 
@@ -299,7 +307,8 @@ def _read_object(path: str) -> bytes | None:
     with suppress(MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
         if file.size > memory() // 4:
             raise StorageError(
-                f"{path} has {file.size} bytes, too many to hold at once. Check the address."
+                f"{path} has {file.size} bytes, too many to hold at once.",
+                "Check the address.",
             )
         return file.read(0, file.size)
     return None

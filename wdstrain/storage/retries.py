@@ -123,15 +123,15 @@ def retry(
         attempts += not asked
         if "CERTIFICATE_VERIFY_FAILED" in problem:
             raise StorageError(
-                f"{redacted(address)}: {problem}. Check the address; SSL_CERT_FILE names certificates "
-                f"to trust."
+                f"{redacted(address)}: {problem}.",
+                "Check the address; SSL_CERT_FILE names certificates to trust.",
             )
         if silent >= limit and not asked:
             raise StorageError(
                 f"{redacted(address)}: {missing} did not arrive in {attempts} attempts over "
-                f"{silent:.0f} s; last error: {problem}. Check the server, the network and the "
-                f"credentials; {TIMEOUT} sets after how many seconds without a byte reading "
-                f"fails."
+                f"{silent:.0f} s; last error: {problem}.",
+                f"Check the server, the network and the credentials; {TIMEOUT} sets after how "
+                "many seconds without a byte reading fails.",
             )
         pause = seconds_setting(PAUSE, _FIRST_PAUSE) * min(_GROWTH, 2.0 ** min(attempts - 1, 20))
         pause = asked + min(pause * (0.5 + _jitter.random()), max(0.0, limit - silent))

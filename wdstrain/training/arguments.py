@@ -217,13 +217,16 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
         )
     if config.class_weights != "none" and config.balance in task.label_names:
         raise UsageError(
-            f"class_weights={config.class_weights} and balance={config.balance} both correct for rare "
-            f"classes. Give one of them."
+            f"class_weights={config.class_weights} and balance={config.balance} both correct for "
+            "rare classes.",
+            "Give one of them.",
         )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
-            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
-            f'{{"kappa": torchmetrics.CohenKappa(...)}}.'
+            'must be a dict of torchmetrics by name, such as {"kappa": '
+            "torchmetrics.CohenKappa(...)}.",
+            option="metrics",
+            value=metrics,
         )
     is_only_criterion = criterion is not None and (
         not isinstance(criterion, Mapping) or len(own) >= len(labels)
@@ -238,7 +241,8 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
         for name in names:
             if is_given and getattr(config, name) != OPTIONS[name].default:
                 raise UsageError(
-                    f"{name} has no effect with {owner}=. Give it to your {owner} instead."
+                    f"{name} has no effect with {owner}=.",
+                    f"Give it to your {owner} instead.",
                 )
     for callback in arguments.callbacks:
         check_callback(callback)
@@ -253,7 +257,8 @@ def check_validation(arguments: TrainArguments, config: Config) -> None:
         or arguments.val_fields is not None
     ):
         raise UsageError(
-            "patience, monitor, val_fields and the schedule plateau need validation data. Give val=."
+            "patience, monitor, val_fields and the schedule plateau need validation data.",
+            "Give val=.",
         )
 
 
@@ -263,7 +268,10 @@ def _class_names(classes: Any) -> Any:
         return classes
     names = [str(name) for name in (classes if isinstance(classes, (list, tuple)) else [classes])]
     if any("," in name for name in names):
-        raise UsageError("classes: a name holds a comma. Give a file with a name on each line.")
+        raise UsageError(
+            "classes: a name holds a comma.",
+            "Give a file with a name on each line.",
+        )
     return ",".join(names)
 
 

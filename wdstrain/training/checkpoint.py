@@ -115,7 +115,10 @@ def _check_bytes(path: str) -> None:
     except (zipfile.BadZipFile, NotImplementedError):
         return  # torch has its own words for other files
     if damaged is not None:
-        raise UsageError(f"{path} is damaged: the checksum of {damaged} differs. Use another file.")
+        raise UsageError(
+            f"{path} is damaged: the checksum of {damaged} differs.",
+            "Use another file.",
+        )
 
 
 def load_file(path: str, other: str) -> Any:
@@ -128,7 +131,8 @@ def load_file(path: str, other: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror or error}. Check the path."
+            f"{path} cannot be read: {error.strerror or error}.",
+            "Check the path.",
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UsageError(f"{path} {other}") from error

@@ -60,14 +60,15 @@ class Config(RunOptions):
     def _check_combinations(self) -> None:
         """Raise UsageError for options that do not go together."""
         is_own = is_made(self.optimizer)  # which has its own rate
-        for is_broken, rule in (
+        for is_broken, *texts in (
             (
                 self.warmup >= self.epochs,
                 f"warmup={self.warmup}: must be shorter than the {self.epochs} epochs.",
             ),
             (
                 self.warmup and self.schedule == "onecycle",
-                "schedule=onecycle has its own warm-up. Leave warmup out, or use schedule=cosine.",
+                "schedule=onecycle has its own warm-up.",
+                "Leave warmup out, or use schedule=cosine.",
             ),
             (
                 self.min_lr > self.lr and not is_own,
@@ -88,7 +89,7 @@ class Config(RunOptions):
             ),
         ):
             if is_broken:
-                raise UsageError(rule)
+                raise UsageError(*texts)
         mixes = bool(self.mixup or self.cutmix)
         for name, is_used, owner in (
             ("step_epochs", self.schedule == "step", "schedule=step"),
@@ -210,8 +211,8 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     lists = [urls if isinstance(urls, list) else [urls] for urls in dict(data).values()]
     if not set(data) <= set(_DATA) or not all(isinstance(u, str) for urls in lists for u in urls):
         raise UsageError(
-            f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only. Write for "
-            f"example: [data] train = 'shards/train-*.tar'"
+            f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only.",
+            "Write for example: [data] train = 'shards/train-*.tar'",
         )
     return options, data
 
@@ -221,7 +222,8 @@ def _read_table(path: str) -> dict[Any, Any]:
     kind = os.path.splitext(path)[1].lower()
     if kind not in (".toml", ".yaml", ".yml"):
         raise UsageError(
-            f"{path} is neither .toml nor .yaml. Name a file of options such as config.toml."
+            f"{path} is neither .toml nor .yaml.",
+            "Name a file of options such as config.toml.",
         )
     try:
         with open(path, "rb") as file:
@@ -232,7 +234,10 @@ def _read_table(path: str) -> dict[Any, Any]:
 
         return dict(yaml.safe_load(raw) or {})
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}.",
+            "Check the path.",
+        ) from None
     except Exception as error:  # each parser has errors of its own
         cause = " ".join(str(error).split())
         raise UsageError(f"{path} is no {kind[1:].upper()} table of options: {cause}.") from None
@@ -247,7 +252,10 @@ def check_known(name: str, known: Collection[str], title: str) -> None:
         return
     near = get_close_matches(name, known, 1, 0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(known)}."
-    raise UsageError(f"{name!r} is none of the {title}. {hint}")
+    raise UsageError(
+        f"{name!r} is none of the {title}.",
+        hint,
+    )
 
 
 # Types of options by the first word of their annotation, and their names in errors.
@@ -284,5 +292,8 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
         raise UsageError(f"{name}={value!r} is not {words}.")
     choices = field.metadata.get("choices")
     if choices and plain not in choices:
-        raise UsageError(f"{name}={plain!r} is none of the choices. Use {' or '.join(choices)}.")
+        raise UsageError(
+            f"{name}={plain!r} is none of the choices.",
+            f"Use {' or '.join(choices)}.",
+        )
     return plain

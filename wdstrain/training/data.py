@@ -58,8 +58,8 @@ def open_data(
     """
     if config.fold is not None and val is not None:
         raise UsageError(
-            f"fold={config.fold} takes the validation data from the training shards. "
-            f"Give either fold or val."
+            f"fold={config.fold} takes the validation data from the training shards.",
+            "Give either fold or val.",
         )
     train, val_set = _open_sets(urls, val, is_whole=config.fold is not None)
     train, label = _with_label(train, config)
@@ -106,16 +106,17 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
     if is_image(field) and field in index.fields:
         if classes is None:
             raise UsageError(
-                f"label={label}: it holds masks. Name their classes in the order of their numbers, "
-                f"such as classes=background,cat,dog, or give their number, such as classes=21."
+                f"label={label}: it holds masks.",
+                "Name their classes in the order of their numbers, such as "
+                "classes=background,cat,dog, or give their number, such as classes=21.",
             )
         index = with_mask(index, field, classes)
     elif label is not None and not index.labels and not index.shard_labels:
         index = with_label(index, label, classes)
     elif classes is not None:
         raise UsageError(
-            "classes= names the classes of a field that no index declares as a label. Leave it "
-            "out, or name such a field with label=."
+            "classes= names the classes of a field that no index declares as a label.",
+            "Leave it out, or name such a field with label=.",
         )
     else:
         return index, label
@@ -157,8 +158,8 @@ def run_loader(
     """
     if config.batch_size % distributed.size:
         raise UsageError(
-            f"batch_size={config.batch_size} cannot be shared by {distributed.size} processes. "
-            f"Use a multiple of {distributed.size}."
+            f"batch_size={config.batch_size} cannot be shared by {distributed.size} processes.",
+            f"Use a multiple of {distributed.size}.",
         )
     order = {"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})}
     return Loader(
@@ -234,7 +235,10 @@ def label_column(index: Index, label: ColumnInfo, most: int | None = None) -> Co
     if column is not None and len(column) and (most is None or not column.values.null_count):
         return column
     if reason := index.disagreement(*label.place):  # a number means another class in each set
-        raise UsageError(f"{reason}. Pack the sets with one numbering.")
+        raise UsageError(
+            f"{reason}.",
+            "Pack the sets with one numbering.",
+        )
     part = index if most is None else index.take(even_part(index, most))
     return as_label(read_columns(part, [label.place]).columns[0], label)
 
@@ -253,7 +257,8 @@ def class_weights(index: Index, head: Head, option: str, device: torch.device) -
         counts, samples = {name: found.get(name, 0) for name in head.classes}, len(values)
     if not any(counts.values()):
         raise UsageError(
-            f"class_weights={option}: no label {head.name!r} could be read. Leave it out."
+            f"class_weights={option}: no label {head.name!r} could be read.",
+            "Leave it out.",
         )
     return head.class_weights(counts, samples).to(device)
 
@@ -263,7 +268,8 @@ def _scaled(head: NumberHead, index: Index) -> NumberHead:
     numbers = label_column(index, head.label, _AVERAGED_LABELS).values.drop_null()
     if not len(numbers) and head.target.kind != "number":
         raise UsageError(
-            f"label {head.name!r} cannot be learned as 'number': its values are names. Use class."
+            f"label {head.name!r} cannot be learned as 'number': its values are names.",
+            "Use class.",
         )
     values = numbers.to_numpy(zero_copy_only=False) if len(numbers) else np.zeros(1)
     finite = values[np.isfinite(values)]
@@ -285,8 +291,8 @@ def count_pixels(index: Index, head: MaskHead, *, is_strict: bool = False) -> di
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != head.ignored]
     if is_strict and others:
         raise UsageError(
-            f"masks in {head.target.field} have the class number {others[0]}, and {learned} classes "
-            f"are learned, 0 to {learned - 1}. Name all of them with classes=, or store "
-            f"{head.ignored} where a pixel has no class."
+            f"masks in {head.target.field} have the class number {others[0]}, and {learned} "
+            f"classes are learned, 0 to {learned - 1}.",
+            f"Name all of them with classes=, or store {head.ignored} where a pixel has no class.",
         )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

@@ -106,7 +106,8 @@ class DistributedContext:
             cause = re.sub(r"^\[[^]]*\] ", "", line)[:200]  # without torch's own file and line
             raise WdstrainError(
                 f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
-                f"Its own message stands above. Run the job again with resume=True."
+                "Its own message stands above.",
+                "Run the job again with resume=True.",
             ) from error
 
     @property
@@ -202,7 +203,8 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
-            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
+            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}).",
+            "Use cpu, cuda or auto.",
         ) from error
     return device
 

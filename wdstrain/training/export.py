@@ -151,7 +151,10 @@ def _program(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
 def _onnx(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"ONNX needs {name}. Run: pip install onnx onnxscript")
+            raise UsageError(
+                f"ONNX needs {name}.",
+                "Run: pip install onnx onnxscript",
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program: Any = torch.onnx.export(

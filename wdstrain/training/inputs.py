@@ -95,8 +95,8 @@ class InputSpec:
         kind = next((kind for kind, source in _SOURCES.items() if source == self.source), None)
         if kind is None:
             raise UsageError(
-                f"the checkpoint was trained on a field of your own, {self.source}(...). "
-                f"Give it again: fields=."
+                f"the checkpoint was trained on a field of your own, {self.source}(...).",
+                "Give it again: fields=.",
             )
         return LabelField(self.names, kind, self.column, self.classes, is_bound=True)
 
@@ -131,7 +131,8 @@ class ModelInputs:
         for spec in self.specs.values():
             if spec.dtype.startswith("complex"):  # as floats they would lose their imaginary part
                 raise UsageError(
-                    f"{spec.kind}: must be real numbers. Give two channels for complex numbers."
+                    f"{spec.kind}: must be real numbers.",
+                    "Give two channels for complex numbers.",
                 )
 
     @classmethod

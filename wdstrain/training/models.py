@@ -78,8 +78,10 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
     if name not in known:
         near = ", ".join(get_close_matches(name, known, 8, 0.4) or known[:8])
         raise UsageError(
-            f"model={name!r}: no model{' for masks' if is_dense else ''} has this name. Use small, a "
-            f"model of torchvision such as {near}, timm:NAME, or module:function."
+            f"no model{' for masks' if is_dense else ''} has this name.",
+            f"Use small, a model of torchvision such as {near}, timm:NAME, or module:function.",
+            option="model",
+            value=name,
         )
     options: dict[str, Any] = {"weights_backbone": None} if is_dense else {}
     options |= {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
@@ -88,8 +90,8 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
         model = models.get_model(name, weights=None, num_classes=outputs, **options)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"model={name} cannot be built for images of {image_size} pixels ({error}). "
-            f"Use image_size=224."
+            f"model={name} cannot be built for images of {image_size} pixels ({error}).",
+            "Use image_size=224.",
         ) from error
     return cast(nn.Module, model)
 
@@ -99,7 +101,8 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         import timm
     except ImportError as error:
         raise UsageError(
-            f"model={TIMM}{name} needs timm ({error}). Install it: pip install 'wdstrain[timm]'"
+            f"model={TIMM}{name} needs timm ({error}).",
+            "Install it: pip install 'wdstrain[timm]'",
         ) from None
     plain = name.partition(".")[0]
     if not timm.is_model(plain):
@@ -114,8 +117,8 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         return cast(nn.Module, timm.create_model(name, **options))
     except Exception as error:  # timm and its hub client raise errors of many types
         raise UsageError(
-            f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}. Try "
-            f"another image_size, or without a network weights=FILE."
+            f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}.",
+            "Try another image_size=, or without a network weights=FILE.",
         ) from error
 
 
@@ -154,13 +157,13 @@ def check_shapes(
         if len(inputs.specs) > 1:
             what = f"the keyword arguments {', '.join(inputs.specs)}"
         raise UsageError(
-            f"the model {name} does not take {what} ({' '.join(str(error).split())[:300]}). "
-            f"Use images of another size, such as image_size=224, or a model for these inputs."
+            f"the model {name} does not take {what} ({' '.join(str(error).split())[:300]}).",
+            "Use images of another size, such as image_size=224, or a model for these inputs.",
         ) from error
     if shape != (2, *outputs):
         raise UsageError(
-            f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}. "
-            f"Use a model for this kind of label that takes the number of outputs."
+            f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}.",
+            "Use a model for this kind of label that takes the number of outputs.",
         )
     return model.train(was_training)
 
@@ -194,8 +197,8 @@ def import_function(name: str) -> Callable[..., Any]:
         value = pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's
         raise UsageError(
-            f"{name}: {type(error).__name__}: {error}. Use module:function, for example "
-            f"models:make_net, in {here} or on Python's path."
+            f"{name}: {type(error).__name__}: {error}.",
+            f"Use module:function, for example models:make_net, in {here} or on Python's path.",
         ) from error
     if not callable(value):
         raise UsageError(f"{name}: must be a function, not {type(value).__name__}.")
@@ -276,7 +279,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise UsageError(
             "grad_checkpointing: the model has no blocks in a torch.nn.Sequential or "
-            "torch.nn.ModuleList. Leave it out, or checkpoint in the model's own forward."
+            "torch.nn.ModuleList.",
+            "Leave it out, or checkpoint in the model's own forward.",
         )
     return blocks
 

@@ -80,15 +80,18 @@ def predict(arguments: PredictArguments) -> PredictResult:
         raise UsageError(f"out={path}: must end in {' or '.join(_TABLES)}.")
     if distributed.size > 1:
         raise UsageError(
-            f"predict writes its table in one process, and this job has {distributed.size}. "
-            f"Start it without torchrun or srun."
+            f"predict writes its table in one process, and this job has {distributed.size}.",
+            "Start it without torchrun or srun.",
         )
     check_file_output(path)
     options = given_options(arguments)
     loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
     for option in ("probabilities", "embeddings"):
         if getattr(arguments, option) and loaded.task.is_dense:
-            raise UsageError(f"{option}: not available for masks. Leave it out.")
+            raise UsageError(
+                f"{option}: not available for masks.",
+                "Leave it out.",
+            )
     device = device_of(loaded.config.device, distributed)
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(arguments.urls, reporter)
@@ -287,8 +290,8 @@ class _MaskFolder:
             os.path.isfile(self._folder) or os.listdir(self._folder)
         ):
             raise UsageError(
-                f"{self._folder} has files already, and predicted masks would be written there. "
-                f"Name another out, or empty the folder."
+                f"{self._folder} has files already, and predicted masks would be written there.",
+                "Name another out, or empty the folder.",
             )
         os.makedirs(self._folder, exist_ok=True)
 
@@ -363,8 +366,8 @@ def _batches_of_images(
     names = loaded.inputs.specs
     if len(names) > 1:
         raise UsageError(
-            f"image files give one input, and the model has {len(names)}: {', '.join(names)}. "
-            f"Convert the files to shards."
+            f"image files give one input, and the model has {len(names)}: {', '.join(names)}.",
+            "Convert the files to shards.",
         )
     sized = loaded.task.is_dense and loaded.inputs.image is not None
     read = partial(_read_image, fields=fields, sized=sized)

@@ -152,8 +152,8 @@ class Run:
         if any(other != facts for other in distributed.gather(facts)):
             raise UsageError(
                 f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
-                f"different checkpoints in {self.folder}, different shards or different options. "
-                f"Give all of them the same, and a folder that all of them share."
+                f"different checkpoints in {self.folder}, different shards or different options.",
+                "Give all of them the same, and a folder that all of them share.",
             )
 
     def start(self) -> None:
@@ -357,7 +357,8 @@ def resume(run: Run) -> None:
     except (RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())[:300]
         raise UsageError(
-            f"the checkpoint is of another model: {cause}. Use the same model, or another folder."
+            f"the checkpoint is of another model: {cause}.",
+            "Use the same model, or another folder.",
         ) from error
     run.scaler.load_state_dict(checkpoint["scaler"])
     for callback, (_, state) in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
@@ -395,6 +396,6 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     differences += [text.format(was, now) for text, is_same, was, now in parts if not is_same]
     if differences:
         raise UsageError(
-            f"the checkpoint is of another run: {'; '.join(differences)}. "
-            f"Use the same values, or another folder."
+            f"the checkpoint is of another run: {'; '.join(differences)}.",
+            "Use the same values, or another folder.",
         )

@@ -29,15 +29,21 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
     Raises StorageError if it cannot be written.
     """
     if resume and overwrite:
-        raise UsageError("resume and overwrite exclude each other. Give one of them.")
+        raise UsageError(
+            "resume and overwrite exclude each other.",
+            "Give one of them.",
+        )
     names = os.listdir(folder) if os.path.isdir(folder) else []
     there = [name for name in names if name != _LOCK and not _is_incomplete(name)]
     if there and CONFIG not in there:
-        raise UsageError(f"{folder} holds files that are not of a run. Choose another folder.")
+        raise UsageError(
+            f"{folder} holds files that are not of a run.",
+            "Choose another folder.",
+        )
     if there and not overwrite and not resume:
         raise UsageError(
-            f"{folder} holds a run already. Choose another folder, continue with resume=True, or "
-            f"replace it with overwrite=True."
+            f"{folder} holds a run already.",
+            "Choose another folder, continue with resume=True, or replace it with overwrite=True.",
         )
     check_folder_output(folder)
 
@@ -64,7 +70,8 @@ class RunDir:
             if not isinstance(error, OSError):
                 raise
             raise StorageError(
-                f"{folder} cannot be written: {error.strerror}. Choose another folder."
+                f"{folder} cannot be written: {error.strerror}.",
+                "Choose another folder.",
             ) from error
 
     def path(self, name: str) -> str:
@@ -103,7 +110,8 @@ class RunDir:
         self._fd = lock_file(self.path(_LOCK))
         if self._fd is None:
             raise UsageError(
-                f"another process is training into {self.folder}. Wait for it, or choose another folder."
+                f"another process is training into {self.folder}.",
+                "Wait for it, or choose another folder.",
             )
 
     def _clear(self) -> None:

@@ -39,7 +39,10 @@ def specs_of(fields: Fields) -> dict[str, InputSpec]:
 def example_of(field: Field) -> Example:
     """Return the example of an input. Raises UsageError for one without a fixed size."""
     if field.example is None:
-        raise UsageError(f"{field} is an input without a fixed size. Give it a size.")
+        raise UsageError(
+            f"{field} is an input without a fixed size.",
+            "Give it a size.",
+        )
     return field.example
 
 
@@ -81,8 +84,8 @@ def input_fields(
     inputs = {n: _numbered(f, index, known.get(n)) for n, f in fields.items() if n not in heads}
     if not inputs:
         raise UsageError(
-            f'{title}= gives no input of the model. Add one, such as "image". '
-            f"Labels are named {' or '.join(heads)}."
+            f"{title}= gives no input of the model.",
+            f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
         )
     for name, field in inputs.items():
         example_of(field)
@@ -98,8 +101,8 @@ def input_fields(
         learned = targets[f"target {heads[name].name}"]
         if _reads(given, learned) != _reads(learned, learned):
             raise UsageError(
-                f"{title}[{name!r}] reads another value than the label that is learned: {learned}. "
-                f"Leave the entry out: the label is read as the shards declare it."
+                f"{title}[{name!r}] reads another value than the label that is learned: {learned}.",
+                "Leave the entry out: the label is read as the shards declare it.",
             )
     return inputs
 
@@ -144,8 +147,9 @@ def run_fields(
     specs = specs_of(train)
     if augments_batches(config) and (len(specs) > 1 or not next(iter(specs.values())).is_rgb):
         raise UsageError(
-            f"fields= gives {_listed(specs)}: mixup, cutmix, color_jitter and random_erasing need a "
-            f"single input uint8[3, height, width]. Leave them out."
+            f"fields= gives {_listed(specs)}: mixup, cutmix, color_jitter and random_erasing "
+            "need a single input uint8[3, height, width].",
+            "Leave them out.",
         )
     val = plain = {name: _without_randomness(field) for name, field in train.items()}
     if val_set is None or (not given and arguments.val_fields is None):
@@ -159,8 +163,9 @@ def run_fields(
     for name in val:
         if val[name] != plain[name] or len({batch[name].numpy().tobytes() for batch in epochs}) > 1:
             raise UsageError(
-                f"the input {name!r} differs between epochs, and validation needs the same images "
-                f"every time. Give fields without augmentation: val_fields=."
+                f"the input {name!r} differs between epochs, and validation needs the same "
+                "images every time.",
+                "Give fields without augmentation: val_fields=.",
             )
     return train, val
 
@@ -175,7 +180,8 @@ def _check_image_options(specs: Mapping[str, InputSpec], config: Config) -> None
     for name, value in unused.items():
         if value != OPTIONS[name].default:
             raise UsageError(
-                f"{name}={value} has no effect with fields=. Leave it out, and let your fields do it."
+                f"{name}={value} has no effect with fields=.",
+                "Leave it out, and let your fields do it.",
             )
 
 
@@ -198,7 +204,8 @@ def check_same_inputs(
     given = specs_of(fields)
     if kinds(wanted) != kinds(given):
         raise UsageError(
-            f"the fields give {_listed(given)}, and {owner} {_listed(wanted)}. Give the same inputs."
+            f"the fields give {_listed(given)}, and {owner} {_listed(wanted)}.",
+            "Give the same inputs.",
         )
 
 

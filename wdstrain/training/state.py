@@ -111,8 +111,10 @@ class Monitor:
             maximizes = getattr(metrics[self.name], "higher_is_better", None)
         if maximizes is None:
             raise UsageError(
-                f"monitor={self.name!r}: the metric has no higher_is_better. Say whether less or "
-                f"more is better: {self.name}:min or {self.name}:max."
+                "the metric has no higher_is_better.",
+                f"Say whether less or more is better: {self.name}:min or {self.name}:max.",
+                option="monitor",
+                value=self.name,
             )
         self.maximizes = maximizes
 
@@ -163,7 +165,7 @@ class Monitor:
             return None
         if self._config.monitor is not None:
             raise UsageError(
-                f"monitor={self.name!r} is not among the metrics of validation. Use one of: "
-                f"{', '.join(sorted(val))}."
+                f"monitor={self.name!r} is not among the metrics of validation.",
+                f"Use one of: {', '.join(sorted(val))}.",
             )
         return f"{self.name} is undefined on this validation data."

@@ -53,14 +53,14 @@ class Task:
         _check_numbering(index, known, labels)
         if not known:
             raise UsageError(
-                "the index declares no labels. Name the field or the JSON entry that holds them, "
-                "such as label=cls or label=json.kind, or declare it once: "
-                "wdstrain index URL --label cls"
+                "the index declares no labels.",
+                "Name the field or the JSON entry that holds them, such as label=cls or "
+                "label=json.kind, or declare it once: wdstrain index URL --label cls",
             )
         if labels is None and len(known) > 1:
             raise UsageError(
-                f"the index has several labels: {', '.join(known)}. "
-                f"Name those to learn, such as label={','.join(known)}."
+                f"the index has several labels: {', '.join(known)}.",
+                f"Name those to learn, such as label={','.join(known)}.",
             )
         heads = tuple(
             _parse_head(known, w.strip()) for w in (labels or next(iter(known))).split(",")
@@ -68,7 +68,11 @@ class Task:
         if len({head.name for head in heads}) < len(heads):
             raise UsageError(f"label={labels!r} names a label twice.")
         if len(heads) > 1 and any(isinstance(head, MaskHead) for head in heads):
-            raise UsageError(f"label={labels!r}: masks must be the only label that is learned.")
+            raise UsageError(
+                "masks must be the only label that is learned.",
+                option="label",
+                value=labels,
+            )
         return cls(heads)
 
     @property
@@ -155,17 +159,20 @@ class Task:
             other, learned = given.get(head.name), head.target.numbering
             if other is None and (reason := index.disagreement(*head.target.place)):
                 raise UsageError(
-                    f"{reason}. The model learns: {learned}. Pack the sets with one numbering."
+                    f"{reason}. The model learns: {learned}.",
+                    "Pack the sets with one numbering.",
                 )
             if other is None:
                 raise UsageError(
-                    f"these shards have no label {head.name!r}, but {', '.join(given) or 'none'}. "
-                    f"The model learns: {learned}. Convert them with this label."
+                    f"these shards have no label {head.name!r}, but "
+                    f"{', '.join(given) or 'none'}. The model learns: {learned}.",
+                    "Convert them with this label.",
                 )
             if other.task != head.target.task or not set(other.classes) <= set(head.classes):
                 raise UsageError(
-                    f"the classes of these shards are {other.numbering}, the model learns {learned}: "
-                    f"every class must be learned. Convert the shards with the same class names."
+                    f"the classes of these shards are {other.numbering}, the model learns "
+                    f"{learned}: every class must be learned.",
+                    "Convert the shards with the same class names.",
                 )
 
     def equals(self, other: Task) -> bool:
@@ -206,7 +213,8 @@ def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str 
         is_asked = label.name == (labels or "").strip() or (not known and labels is None)
         if label.name not in known and is_asked:
             raise UsageError(
-                f"{index.disagreement(*label.place)}. Pack them together, or leave some out."
+                f"{index.disagreement(*label.place)}.",
+                "Pack them together, or leave some out.",
             )
 
 
@@ -214,7 +222,10 @@ def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     """Return the head that NAME or NAME:KIND describes."""
     name, kind = (word, "") if word in known else map(str.strip, word.partition(":")[::2])
     if name not in known:
-        raise UsageError(f"the index has no label {name!r}. Use one of: {', '.join(known)}.")
+        raise UsageError(
+            f"the index has no label {name!r}.",
+            f"Use one of: {', '.join(known)}.",
+        )
     return _make_head(known[name], kind)
 
 
@@ -257,8 +268,8 @@ def _make_head(target: ColumnInfo, kind: str) -> Head:
         count = len(target.classes)
         reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
         raise UsageError(
-            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. Use {' or '.join(possible)}. Kinds are "
-            f"{', '.join(HEADS)}."
+            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}.",
+            f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
         )
     fewest = 1 if target.kind == "multi" else 2
     if target.kind != "number" and kind != "number" and len(target.classes) < fewest:

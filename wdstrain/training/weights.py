@@ -66,7 +66,8 @@ def load(
         return _timm_weights(model, weights)
     if model_name == "small" or ":" in model_name:
         raise UsageError(
-            f"weights={weights}: the model {model_name} has none by name. Give a file."
+            f"weights={weights}: the model {model_name} has none by name.",
+            "Give a file.",
         )
     return _load_torchvision(model, model_name, weights)
 
@@ -78,8 +79,8 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     if weights not in members.__members__:
         names = ", ".join(members.__members__) or "none"
         raise UsageError(
-            f"weights={weights}: {model_name} has no such weights and no such file exists. "
-            f"Use one of: {names}."
+            f"weights={weights}: {model_name} has no such weights and no such file exists.",
+            f"Use one of: {names}.",
         )
     member = members[weights]
     try:
@@ -87,8 +88,8 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     except (OSError, RuntimeError) as error:
         cache = os.path.join(torch.hub.get_dir(), "checkpoints")
         raise UsageError(
-            f"weights={weights} of {model_name} cannot be downloaded ({error}). Download {member.url} "
-            f"elsewhere, and put it into {cache} or give it as weights=FILE."
+            f"weights={weights} of {model_name} cannot be downloaded ({error}).",
+            f"Download {member.url} elsewhere, and put it into {cache} or give it as weights=FILE.",
         ) from error
     transforms = member.transforms()
     normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
@@ -98,8 +99,8 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
 def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
     if weights != "DEFAULT":
         raise UsageError(
-            f"weights={weights}: timm's weights are DEFAULT. Name others in the model, as in "
-            f"timm:vit_small_patch16_224.augreg_in1k."
+            f"weights={weights}: timm's weights are DEFAULT.",
+            "Name others in the model, as in timm:vit_small_patch16_224.augreg_in1k.",
         )
     config = cast(Any, model).pretrained_cfg
     normalization = Normalization(tuple(config["mean"]), tuple(config["std"]))
@@ -162,8 +163,8 @@ def _copy_weights(
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(
-            f"weights={source} are of another model: {'; '.join(differences[:3])}{more}. "
-            f"Give the model that they are of."
+            f"weights={source} are of another model: {'; '.join(differences[:3])}{more}.",
+            "Give the model that they are of.",
         )
     kept = {n: value for n, value in given.items() if n in wanted and n not in fresh}
     model.load_state_dict({**wanted, **kept})
@@ -279,8 +280,9 @@ class LoadedCheckpoint:
         task, inputs = Task.from_state(state["task"]), ModelInputs.from_state(state["inputs"])
         if model is None and is_made(config.model):
             raise UsageError(
-                f"{path} holds a model that a function made ({config.model}), and functions that a "
-                f"checkpoint names are not called. Give it: model=module:function."
+                f"{path} holds a model that a function made ({config.model}), and functions that "
+                "a checkpoint names are not called.",
+                "Give it: model=module:function.",
             )
         given = config.model if model is None else model
         size = inputs.image_size or max(config.image_shape)

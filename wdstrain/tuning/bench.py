@@ -161,7 +161,10 @@ def bench(options: BenchOptions) -> Bench:
     """
     index = open_shards(options.urls)
     if not len(index):
-        raise UsageError("there are no samples in these shards. Check the address.")
+        raise UsageError(
+            "there are no samples in these shards.",
+            "Check the address.",
+        )
     fields = options.fields
     if fields is None and options.transform is None and not options.as_bytes:
         fields = usual_fields(index, options.image_size, options.augment)

@@ -102,7 +102,11 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
         if repeat:
             warnings.warn("WebDataset(repeat=True) changes nothing. Use .repeat()", stacklevel=2)
         if mode not in (None, "resampled"):
-            raise UsageError(f'mode={mode!r}: must be None or "resampled".')
+            raise UsageError(
+                'must be None or "resampled".',
+                option="mode",
+                value=mode,
+            )
         is_resampled = resampled or mode == "resampled"
         reasons = {
             "nodesplitter splits shards": nodesplitter not in (None, *_BY_COUNT),
@@ -329,7 +333,8 @@ def _addresses(urls: Any) -> list[str]:
         except AssertionError as error:  # "missing environment variable wds_NAME"
             name = str(error).rpartition("wds_")[2]
             raise UsageError(
-                f"${{{name}}}: WDS_{name} is not in the environment. Set it."
+                f"${{{name}}}: WDS_{name} is not in the environment.",
+                "Set it.",
             ) from None
         except ValueError:  # braces that do not pair up: opening the shard is an error
             addresses = [os.fspath(urls)]
@@ -337,16 +342,18 @@ def _addresses(urls: Any) -> list[str]:
         addresses = [os.fspath(url) for url in urls]
     else:
         raise UsageError(
-            f"urls={urls!r}: must be an address, or a list of them. Write for example "
-            f'"shards/train-{{000000..000041}}.tar".'
+            "must be an address, or a list of them.",
+            'Write for example "shards/train-{000000..000041}.tar".',
+            option="urls",
+            value=urls,
         )
     for address in addresses:
         if address.startswith("pipe:"):
             raise UsageError(
-                f"{address.split(' ')[0]} ...: an address is never run as a command. Name the file "
-                f"or the address itself, for example "
-                f'"https://host/train-{{000000..000041}}.tar"; credentials come from the '
-                f"environment. For other commands use wds.WebDataset."
+                f"{address.split(' ')[0]} ...: an address is never run as a command.",
+                "Name the file or the address itself, for example "
+                '"https://host/train-{000000..000041}.tar"; credentials come from the '
+                "environment. For other commands use wds.WebDataset.",
             )
     return [address.removeprefix("file://").removeprefix("file:") for address in addresses]
 

@@ -205,8 +205,8 @@ def stream(
     for place in {place for labels in own for place in labels}:
         if len({labels[place].classes if place in labels else None for labels in own}) > 1:
             raise UsageError(
-                f"{index.numberings(*place)}. Use wt.Loader, which gives one numbering, or pack the "
-                f"sets together."
+                f"{index.numberings(*place)}.",
+                "Use wt.Loader, which gives one numbering, or pack the sets together.",
             )
     return Stream(
         index,

@@ -86,7 +86,10 @@ def stream_hdf5(
     try:
         import h5py
     except ImportError:
-        raise UsageError("HDF5 needs h5py. Install it: pip install 'wdstrain[hdf5]'") from None
+        raise UsageError(
+            "HDF5 needs h5py.",
+            "Install it: pip install 'wdstrain[hdf5]'",
+        ) from None
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401, registers its filters
     check_there(file)
@@ -95,11 +98,15 @@ def stream_hdf5(
         data_sets = {name: _find(opened, file, path) for name, path in fields.items()}
         keys = _find(opened, file, key) if key else None
     except (OSError, RuntimeError) as error:  # RuntimeError: for links in a circle
-        raise SourceError(f"{file} cannot be read as HDF5 ({error}). Check the file.") from error
+        raise SourceError(
+            f"{file} cannot be read as HDF5 ({error}).",
+            "Check the file.",
+        ) from error
     if not fields:
         raise UsageError(
-            f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. '
-            f"Use one of its data sets: {_known(opened)}"
+            f"{file}: no data sets were named.",
+            'Give for example fields={"image": "/images"}. Use one of its data sets: '
+            f"{_known(opened)}",
         )
     about: dict[str, Any] = {"kind": "hdf5", "fields": dict(fields), "labels": list(labels)}
     about["key"] = key
@@ -174,7 +181,10 @@ def _stream_rows(
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
     """Return the number of rows. Raises UsageError if the arrays differ in it."""
     if not arrays:
-        raise UsageError('no array was named. Give arrays={"NAME": array}.')
+        raise UsageError(
+            "no array was named.",
+            'Give arrays={"NAME": array}.',
+        )
     lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
     if -1 in lengths or len(lengths) > 1:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -189,11 +199,14 @@ def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
     try:
         fields = {name: array_field(name, array) for name, array in arrays.items()}
     except SampleError as error:
-        raise UsageError(f"{error}. Choose another name.") from None
+        raise UsageError(
+            f"{error}.",
+            "Choose another name.",
+        ) from None
     if len(set(fields.values())) < len(fields):
         raise UsageError(
-            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename "
-            "one."
+            f"{title}: two fields would have the same name: {', '.join(fields.values())}.",
+            "Rename one.",
         )
     return fields
 
@@ -276,7 +289,10 @@ def _scalar(
     is_stated = kind in ("class", "number") and before in arrays
     name = before if is_stated else asked
     if name not in fields:
-        raise UsageError(f"the label '{name}' is not a field. Use one of: {', '.join(fields)}.")
+        raise UsageError(
+            f"the label '{name}' is not a field.",
+            f"Use one of: {', '.join(fields)}.",
+        )
     array = arrays[name]
     type_ = np.dtype(array.dtype).kind
     if len(array.shape) != 1 or type_ not in "biuf":
@@ -340,11 +356,13 @@ def _open(name: str, array: Any) -> Rows:
                 return np.asarray(archive[member])
     except Exception as error:  # numpy's parsers raise many types for damaged files
         raise SourceError(
-            f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
+            f"{name}={os.fspath(array)} cannot be read as an array: {error}.",
+            "Check the file.",
         ) from error
     raise UsageError(
-        f"{path} has no member '{member}'. Name one of its arrays, such as "
-        f"{name}={path}:{members[0] if members else 'NAME'}: {', '.join(members)}"
+        f"{path} has no member '{member}'.",
+        f"Name one of its arrays, such as {name}={path}:{members[0] if members else 'NAME'}: "
+        f"{', '.join(members)}",
     )
 
 
@@ -365,8 +383,9 @@ class _DataSet:
             # rows are those of the existing ones.
             if "%" not in name and not any(map(os.path.exists, (name, os.path.join(folder, name)))):
                 raise SourceError(
-                    f"{file}{opened.name} is virtual, and {name} cannot be read (there is no such "
-                    f"file). Its rows would be fill values. Put the file beside {file}."
+                    f"{file}{opened.name} is virtual, and {name} cannot be read (there is no "
+                    "such file). Its rows would be fill values.",
+                    f"Put the file beside {file}.",
                 )
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
@@ -395,7 +414,10 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
     if hasattr(table, "dtype") and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
     reason = "does not exist" if node is None else "is a group, or a table of several columns"
-    raise UsageError(f"{file}: {path} {reason}. Use one of its data sets: {_known(opened)}")
+    raise UsageError(
+        f"{file}: {path} {reason}.",
+        f"Use one of its data sets: {_known(opened)}",
+    )
 
 
 def _known(opened: Any) -> str:

@@ -33,9 +33,15 @@ def list_folder(
     SourceError for one without images or class folders.
     """
     if not os.path.isdir(source):
-        raise UsageError(f"{source}: there is no such folder. Check the path.")
+        raise UsageError(
+            f"{source}: there is no such folder.",
+            "Check the path.",
+        )
     if fixed and flat:
-        raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
+        raise UsageError(
+            "classes and like name classes, and flat=True packs none.",
+            "Choose one.",
+        )
     ignored = Counter[str]()
     roots = _splits(source, ignored, alone=flat) or {"": source}
     images = _find_images(source, roots, ignored, flat=flat)
@@ -44,8 +50,8 @@ def list_folder(
     if other := [kind for kind in classes if fixed and kind not in fixed]:
         raise UsageError(
             f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
-            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at "
-            "the end of the classes."
+            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}).",
+            "Rename it, or add it at the end of the classes.",
         )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
     keys, items = Keys(), list[Sample]()
@@ -118,13 +124,13 @@ def _find_images(
         return images
     if outside:
         raise SourceError(
-            f"{source} holds {outside} images and no class folders. Make a folder for each class, "
-            "or use flat=True for images without labels."
+            f"{source} holds {outside} images and no class folders.",
+            "Make a folder for each class, or use flat=True for images without labels.",
         )
     seen = ", ".join(f"{count} x {name}" for name, count in sorted((+ignored).items()))
     raise SourceError(
-        f"{source} holds no images (found: {seen or 'nothing'}). Check the path. Images end in "
-        f"{', '.join(EXTENSIONS)}."
+        f"{source} holds no images (found: {seen or 'nothing'}).",
+        f"Check the path. Images end in {', '.join(EXTENSIONS)}.",
     )
 
 
@@ -137,12 +143,15 @@ def _find_masks(
     is that of images/a/1.jpg. Raises SourceError for JPEGs and for two masks of an image.
     """
     if not os.path.isdir(masks):
-        raise UsageError(f"{masks}: there is no such folder. Check the path.")
+        raise UsageError(
+            f"{masks}: there is no such folder.",
+            "Check the path.",
+        )
     root = os.path.realpath(source)
     if os.path.commonpath([root, os.path.realpath(masks)]) == root:
         raise UsageError(
-            f"masks={masks}: it is inside of {source}, so masks would be packed as images. Name "
-            "the folder of the images alone."
+            f"masks={masks}: it is inside of {source}, so masks would be packed as images.",
+            "Name the folder of the images alone.",
         )
     by_stem: dict[str, tuple[str, str]] = {}
     for below, folder, _, names, _ in walk(masks):
@@ -153,8 +162,9 @@ def _find_masks(
             stem = f"{below}/{name}".lstrip("/").rpartition(".")[0]
             if field in JPEG.extensions or stem in by_stem:
                 raise SourceError(
-                    f"{path} cannot be the mask of an image: a JPEG changes class numbers, and an "
-                    "image has one mask. Store one PNG for each image."
+                    f"{path} cannot be the mask of an image: a JPEG changes class numbers, and "
+                    "an image has one mask.",
+                    "Store one PNG for each image.",
                 )
             by_stem[stem] = (f"mask.{field}", path)
     paths = [str(image.parts[0][1]) for image in images]
@@ -184,8 +194,8 @@ def _splits(source: str, ignored: Counter[str], *, alone: bool) -> dict[str, str
         return {}
     if len(set(named.values())) < len(named):
         raise SourceError(
-            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. "
-            "Keep one folder for each split."
+            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split.",
+            "Keep one folder for each split.",
         )
     ignored["folders beside the splits"] += beside
     ignored["files beside the splits"] += len(files)

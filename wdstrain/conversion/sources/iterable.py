@@ -151,8 +151,8 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
     if len(names) != len(values):
         raise UsageError(
-            f"a sample has {len(values)} values, but {len(names)} are named ({', '.join(names)}). "
-            f"Name each value: fields=(...)"
+            f"a sample has {len(values)} values, but {len(names)} are named ({', '.join(names)}).",
+            "Name each value: fields=(...)",
         )
     return dict(zip(names, values, strict=True))
 
@@ -176,12 +176,18 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     import torchvision.datasets  # takes half a second
 
     if name not in torchvision.datasets.__all__:
-        raise UsageError(f"torchvision.datasets has no data set '{name}'. Check its name.")
+        raise UsageError(
+            f"torchvision.datasets has no data set '{name}'.",
+            "Check its name.",
+        )
     kind: Any = getattr(torchvision.datasets, name)
     check_there(root, kind="folder")
     parameter, known = _splits_of(kind, root)
     if strange := sorted(set(splits) - set(known)):
-        raise UsageError(f"{name} has no split '{strange[0]}'. Use {' or '.join(known)}.")
+        raise UsageError(
+            f"{name} has no split '{strange[0]}'.",
+            f"Use {' or '.join(known)}.",
+        )
     has_parts = {"train", "val"} & set(known)  # of trainval
     wanted = list(splits) or [one for one in known if one != "trainval" or not has_parts]
     data_sets: dict[str, Any] = {}
@@ -191,9 +197,10 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
             data = kind(root, **({parameter: value} if parameter else {}))
         except Exception as error:  # data sets raise any type for missing files
             raise SourceError(
-                f"{name} in {root}: the split '{split}' is missing or cannot be read as torchvision "
-                f"expects it ({str(error).partition(chr(10))[0] or type(error).__name__}). Download "
-                "it first, or name the splits to convert: splits=[...]"
+                f"{name} in {root}: the split '{split}' is missing or cannot be read as "
+                "torchvision expects it "
+                f"({str(error).partition(chr(10))[0] or type(error).__name__}).",
+                "Download it first, or name the splits to convert: splits=[...]",
             ) from None
         data_sets["val" if split == "valid" else split] = data
     files = {split: _Files(data.samples) for split, data in data_sets.items() if _has_files(data)}

@@ -58,7 +58,10 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     given = options.urls
     urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
     if options.classes is not None and options.label is None:
-        raise UsageError("classes=... needs label=..., whose values it names. Give both.")
+        raise UsageError(
+            "classes=... needs label=..., whose values it names.",
+            "Give both.",
+        )
     wanted = None if options.keys is None else read_keys(options.keys)
     source = _stated(options, wanted)
     paths = [path for url in urls for path in _paths(url)]
@@ -139,12 +142,16 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
     for field in [*options.keep, *options.drop, *(options.rename or {})]:
         if field not in index.fields:
             raise UsageError(
-                f"no shard has a field '{field}'. Use one of: {', '.join(index.fields)}"
+                f"no shard has a field '{field}'.",
+                f"Use one of: {', '.join(index.fields)}",
             )
     try:
         return _new_names(index.fields, options)
     except SampleError as error:
-        raise UsageError(f"the samples cannot be packed: {error}. Choose others.") from None
+        raise UsageError(
+            f"the samples cannot be packed: {error}.",
+            "Choose others.",
+        ) from None
 
 
 def _new_names(fields: Iterable[str], options: TarsOptions) -> dict[str, str]:
@@ -163,8 +170,8 @@ def _check_keys(options: TarsOptions, wanted: set[str], keys: Iterable[str]) -> 
     if missing := wanted.difference(keys):
         raise SourceError(
             f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
-            f"'{min(missing)}'. A key is the name of a member up to its first dot. Remove the keys "
-            "that do not exist."
+            f"'{min(missing)}'. A key is the name of a member up to its first dot.",
+            "Remove the keys that do not exist.",
         )
 
 
@@ -196,8 +203,8 @@ def _check_apart(index: Index, out: str) -> None:
     for shard in index.shards:
         if _real(folder_of(shard.path) or ".") == _real(out):
             raise UsageError(
-                f"{out} holds {shard.name}, which is being converted. Put the shards into another "
-                f"folder."
+                f"{out} holds {shard.name}, which is being converted.",
+                "Put the shards into another folder.",
             )
 
 
@@ -217,7 +224,8 @@ def _labels(
     if len(kept) > 1:
         raise UsageError(
             "these sets have different labels, or some have none: a class number would mean two "
-            "classes. Convert each set by itself, or drop the field of the label."
+            "classes.",
+            "Convert each set by itself, or drop the field of the label.",
         )
     labels = kept.pop()
     if options.label is None:
@@ -226,8 +234,10 @@ def _labels(
     declared = index.labels[-1]
     if declared.field not in names:
         raise UsageError(
-            f"label={options.label!r}: its field would be left out. Keep the field "
-            f"{declared.field!r}."
+            "its field would be left out.",
+            f"Keep the field {declared.field!r}.",
+            option="label",
+            value=options.label,
         )
     others = (o for o in labels if declared.place != o.place and declared.name != o.name)
     return index, (*others, declared)
@@ -240,9 +250,15 @@ def read_keys(path: str) -> set[str]:
         with readable(path), open(path, encoding="utf-8") as file:
             keys = {line.strip() for line in file if line.strip()}
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path} is not UTF-8. Write one key on each line, in UTF-8.") from error
+        raise SourceError(
+            f"{path} is not UTF-8.",
+            "Write one key on each line, in UTF-8.",
+        ) from error
     if not keys:
-        raise SourceError(f"{path} holds no keys. Write one key on each line.")
+        raise SourceError(
+            f"{path} holds no keys.",
+            "Write one key on each line.",
+        )
     return keys
 
 
@@ -271,8 +287,9 @@ def _stream_compressed(
     """
     if options.where is not None or options.label is not None:
         raise UsageError(
-            "where and label need the columns of an index, and archives have none. Convert the "
-            "archives first, then the new shards: wdstrain convert tars OUT NEW --where CONDITION"
+            "where and label need the columns of an index, and archives have none.",
+            "Convert the archives first, then the new shards: wdstrain convert tars OUT NEW "
+            "--where CONDITION",
         )
     ignored: dict[str, int] = {}
 

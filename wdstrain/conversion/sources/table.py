@@ -105,8 +105,8 @@ class _Rows:
         bad = [np.isin(label.codes, list(label.bad)) for label in self._labels.values()]
         if bad and np.any(bad, axis=0)[self._chosen].all():
             raise SourceError(
-                f"{table.name}: no row has values for all labels ({', '.join(self._labels)}). Name "
-                "other columns."
+                f"{table.name}: no row has values for all labels ({', '.join(self._labels)}).",
+                "Name other columns.",
             )
         labels = [decision.label for decision in self._labels.values()]
         classes = next((label for label in labels if label.is_class), None)
@@ -326,7 +326,11 @@ def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict
         name, _, kind = label.rpartition(":")
         is_stated = name in table.columns and label not in table.columns
         if is_stated and kind not in KINDS:
-            raise UsageError(f"label={label!r}: the kind must be one of {', '.join(KINDS)}.")
+            raise UsageError(
+                f"the kind must be one of {', '.join(KINDS)}.",
+                option="label",
+                value=label,
+            )
         names.append(name if is_stated else label)
         asked[names[-1]] = kind if is_stated else None
     if len(set(names)) < len(names):
@@ -350,7 +354,8 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
     if not chosen.any():
         raise SourceError(
-            f"{table.name}: none of {len(table)} rows meets where={where!r}. Change the condition."
+            f"{table.name}: none of {len(table)} rows meets where={where!r}.",
+            "Change the condition.",
         )
     return chosen
 

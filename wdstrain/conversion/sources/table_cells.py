@@ -165,8 +165,8 @@ def _plain(value: Any, changes: Changes) -> Any:
     if isinstance(value, dict):
         return _plain_dict(value, changes)
     raise UsageError(
-        f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, "
-        "numbers, bytes, lists or dicts."
+        f"a cell of the table is {type(value).__name__}, which cannot be stored.",
+        "Give text, numbers, bytes, lists or dicts.",
     )
 
 

@@ -75,14 +75,15 @@ def find_files(table: Any) -> TableFiles:
     paths = list(dict.fromkeys(path for paths in matches for path in paths))
     if not paths:
         raise SourceError(
-            f"{name} holds no tables. Check the path. Tables end in {', '.join(FORMS)}. Shards of "
-            f"webdataset need no conversion: wdstrain info {name}"
+            f"{name} holds no tables.",
+            f"Check the path. Tables end in {', '.join(FORMS)}. Shards of webdataset need no "
+            f"conversion: wdstrain info {name}",
         )
     forms = {form_of(path): path for path in paths}
     if len(forms) > 1:
         raise SourceError(
-            f"{name} holds tables of several formats, such as {' and '.join(forms.values())}. Name "
-            "the files of one format."
+            f"{name} holds tables of several formats, such as {' and '.join(forms.values())}.",
+            "Name the files of one format.",
         )
     base = bases[0] if len(set(bases)) == 1 else os.path.commonpath(map(os.path.abspath, bases))
     return TableFiles(name, paths, base)
@@ -116,7 +117,10 @@ def _find(address: str) -> tuple[str, list[str]]:
         with readable(address, "the permissions of the folder"):
             paths = list(filter(os.path.isfile, matching_paths(address)))
         if not paths:
-            raise UsageError(f"{address}: no file matches this pattern. Check the path.")
+            raise UsageError(
+                f"{address}: no file matches this pattern.",
+                "Check the path.",
+            )
         return os.path.commonpath(map(os.path.dirname, paths)), paths
     check_there(address)
     return os.path.dirname(address), [address]
@@ -148,7 +152,10 @@ def unchanged(path: str, states: dict[str, Any]) -> Iterator[None]:
     states.setdefault(path, _state(path))
     yield
     if _state(path) != states[path]:
-        raise SourceError(f"{path} changed while it was converted. Convert it again.")
+        raise SourceError(
+            f"{path} changed while it was converted.",
+            "Convert it again.",
+        )
 
 
 def _state(path: str) -> tuple[int, int, int] | None:

@@ -127,8 +127,8 @@ class Table:
         """Raise UsageError if the table lacks a column."""
         if name not in self.columns:
             raise UsageError(
-                f"{self.name} has no column '{name}'. Use one of its columns: "
-                f"{', '.join(self.columns)}."
+                f"{self.name} has no column '{name}'.",
+                f"Use one of its columns: {', '.join(self.columns)}.",
             )
 
 
@@ -167,7 +167,8 @@ def read_files(files: TableFiles, options: TableOptions, bad: BadSamples) -> Tab
     form = form_of(files.paths[0])
     if not options.header and form != "csv":
         raise UsageError(
-            f"{files.name}: only CSV and TSV files can be without a header. Leave out header=False."
+            f"{files.name}: only CSV and TSV files can be without a header.",
+            "Leave out header=False.",
         )
     parts, states, untyped = list[Part](), dict[str, Any](), set[str]()
     for path in files.paths:
@@ -224,9 +225,9 @@ def _check_columns(first: Part, part: Part) -> None:
         differing.append("names the classes of its numbers differently")
     if differing:
         raise SourceError(
-            f"{shown_path(part.path)} {differing[0]}, unlike {shown_path(first.path)}. Files of one "
-            "table must have the same columns, types and class names. Convert each by itself, or "
-            "write them again."
+            f"{shown_path(part.path)} {differing[0]}, unlike {shown_path(first.path)}. Files of "
+            "one table must have the same columns, types and class names.",
+            "Convert each by itself, or write them again.",
         )
 
 
@@ -235,8 +236,8 @@ def _by_name(path: str, names: Iterable[str], columns: Iterable[Cells]) -> dict[
     pairs = list(zip(names, columns, strict=True))
     if len(dict(pairs)) < len(pairs):
         raise SourceError(
-            f"{shown_path(path)} names a column twice: {', '.join(name for name, _ in pairs)}. "
-            "Give each its own name."
+            f"{shown_path(path)} names a column twice: {', '.join((name for name, _ in pairs))}.",
+            "Give each its own name.",
         )
     return dict(pairs)
 
@@ -249,8 +250,8 @@ def _reading(path: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise SourceError(
-            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}). Check the "
-            "file and its permissions, or copy or write it again."
+            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}).",
+            "Check the file and its permissions, or copy or write it again.",
         ) from error
 
 
@@ -266,8 +267,8 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
         names, rows = list(map(str, range(len(names)))), chain([first], rows)
     elif any(NUMBER.fullmatch(name) or image_field(name) for name in names):
         raise SourceError(
-            f"{path}: its first line looks like data ({names[0][:40]!r} ...). Add a line that names "
-            "the columns, or use header=False, which names them 0, 1, ..."
+            f"{path}: its first line looks like data ({names[0][:40]!r} ...).",
+            "Add a line that names the columns, or use header=False, which names them 0, 1, ...",
         )
     while batch := list(islice(rows, BATCH)):
         good = [(line, row) for line, row in batch if len(row) == len(names)]
@@ -306,8 +307,9 @@ def _csv_rows(path: str, data: bytes, options: TableOptions) -> Iterator[tuple[i
         yield from ((reader.line_num + is_named, row) for row in reader if row)
     except csv.Error as error:
         raise SourceError(
-            f"{path} is not a CSV table ({error}). Look for a quote that is not closed. If quotes "
-            f"are escaped by backslashes, give escape='\\\\'. {_NEXT_STEP}"
+            f"{path} is not a CSV table ({error}).",
+            "Look for a quote that is not closed. If quotes are escaped by backslashes, give "
+            f"escape='\\\\'. {_NEXT_STEP}",
         ) from error
     finally:
         csv.field_size_limit(before)
@@ -350,7 +352,8 @@ def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, d
             yield from enumerate(map(_object, _parsed("".join(lines))), 1)
         except (ValueError, RecursionError) as error:
             raise SourceError(
-                f"{path} is not a JSON array of objects ({error}). Check it."
+                f"{path} is not a JSON array of objects ({error}).",
+                "Check it.",
             ) from None
         return
     for line, text in enumerate(lines, 1):
