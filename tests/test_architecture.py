@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1226,
     "shards": 2259,
     "decode": 1359,
-    "storage": 1112,
+    "storage": 1113,
     "reader": 506,
     "cli": 659,
     "runtime": 398,

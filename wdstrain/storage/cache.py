@@ -272,10 +272,11 @@ class Cache:
         for entry in os.scandir(self.path):
             match = _CACHED_NAME.search(entry.name)
             if match and entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):
+                used, length = time.time_ns(), int(match[1] or 0)
+                with suppress(FileNotFoundError):  # a part that was just completed keeps its bytes
                     status = entry.stat()
-                    length = int(match[1] or status.st_size)
-                    cached.append((status.st_mtime_ns, length, entry.path))
+                    used, length = status.st_mtime_ns, length or status.st_size
+                cached.append((used, length, entry.path))
         total = sum(length for _, length, _ in cached)
         for _, length, path in sorted(cached):
             if total <= self.limit:
