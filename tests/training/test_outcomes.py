@@ -333,7 +333,7 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
         "Loss",
         "kind/accuracy",
         "light/mse",
-        "Training time by stage",
+        "Seconds by stage",
         "Samples per second",
         "Learning rate",
         "kind: Confusion matrix",

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import Reporter, print_result, print_table
+from wdstrain.report.terminal import Reporter, print_result, table_text
 from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list, types_of
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def result(
     if arguments.json:
         print_json(report)
     else:
-        print_table(rows)
+        print_result(table_text(rows))
 
 
 def print_json(report: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from wdstrain import __version__
 from wdstrain.cli.common import Parser, print_json
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.report.terminal import flush_results, print_error, quiet
+from wdstrain.report.terminal import print_error, quiet
 
 _VERBS = {  # the module that adds a verb, and what it does
     "convert": ("sets", "convert a data set into shards"),
@@ -65,9 +65,7 @@ def main(words: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     flags = {**arguments.parser.flags(), **getattr(arguments, "flags", {})}
     try:
-        status = int(arguments.verb(arguments))
-        flush_results()
-        return status
+        return int(arguments.verb(arguments))
     except WdstrainError as error:
         if arguments.debug:
             raise

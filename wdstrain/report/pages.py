@@ -53,12 +53,12 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-def bars(counts: Mapping[str, float], *, most: float | None = None) -> str:
-    """Return a bar for each name. most: value of a full bar; default: the largest."""
-    most = most or max(counts.values(), default=0) or 1
+def bars(counts: Mapping[str, float]) -> str:
+    """Return a bar for each name, as long as its share of the largest value."""
+    most = max(counts.values(), default=0) or 1
     rows = [
         f'<tr><th>{escape(name)}</th><td class="bar">'
-        f'<span style="width:{100 * value / most:.1f}%"></span></td><td>{_count(value)}</td></tr>'
+        f'<span style="width:{100 * value / most:.1f}%"></span></td><td>{value:.12g}</td></tr>'
         for name, value in counts.items()
     ]
     return f'<table class="bars">{"".join(rows)}</table>'
@@ -69,21 +69,17 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
 
     counts: a row for each class. A cell is as dark as its share of the row.
     """
+    text = '<td style="background:rgba({},{:.3f})" title="{}">{:.12g}</td>'.format
     head = "".join(f"<th><span>{escape(name)}</span></th>" for name in names)
-    rows = []
-    for i, (name, row) in enumerate(zip(names, counts, strict=True)):
-        whole = sum(row)
-        cells = []
-        for j, value in enumerate(row):
-            part = value / whole if whole else 0.0
-            color = "59,125,216" if i == j else "208,80,50"
-            title = f"{name} taken for {names[j]}: {_count(value)} of {_count(whole)} ({part:.1%})"
-            cells.append(
-                f'<td style="background:rgba({color},{part:.3f})" title="{escape(title)}">'
-                f"{_count(value)}</td>"
-            )
-        rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
-    return f'<table class="matrix"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    table = f'<table class="matrix"><tr><th></th>{head}</tr>'
+    for name, row in zip(names, counts, strict=True):
+        whole, cells = sum(row) or 1, ""
+        for other, value in zip(names, row, strict=True):
+            color = "59,125,216" if name == other else "208,80,50"
+            title = f"{name} taken for {other}: {value:.12g} of {whole:.12g} ({value / whole:.1%})"
+            cells += text(color, value / whole, escape(title), value)
+        table += f"<tr><th>{escape(name)}</th>{cells}</tr>"
+    return f"{table}</table>"
 
 
 def legend(colors: Mapping[str, str]) -> str:
@@ -111,11 +107,6 @@ def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
     small = ' class="small"' if is_small else ""
     size = f'width="{image.width}" height="{image.height}"'
     return f'<img{small} src="data:image/{kind.lower()};base64,{data}" {size} alt="">'
-
-
-def _count(value: float) -> str:
-    """Return a count as text, without decimals if it is whole."""
-    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 _STYLE = """

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BytesIO, TextIOWrapper
+from io import StringIO
 from shutil import get_terminal_size
 from typing import Any, cast
 
@@ -22,9 +22,8 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.report.printing import printable
 
 _PLAIN_SECONDS = 5.0  # between plain lines
-_REDRAW_SECONDS = 0.1  # between drawings of a terminal line
+_REDRAW_SECONDS = 0.4  # between lines that replace each other, in a terminal or notebook
 _quiet = False  # with --quiet, nothing but results and errors is printed
-_NOTEBOOK_SECONDS = 0.5  # between outputs in a notebook; each is a message to the browser
 
 
 def duration_text(seconds: float) -> str:
@@ -44,15 +43,12 @@ class Reporter:
     def __init__(self, *, is_silent: bool = False) -> None:
         ipython = sys.modules.get("IPython")  # which a program may import outside of a notebook
         self._in_notebook = hasattr(ipython and ipython.get_ipython(), "kernel")
+        self._replaces = self._in_notebook or sys.stderr.isatty()
         self._is_silent = is_silent
-        self._redraws = sys.stderr.isatty() and not self._in_notebook
-        self._interval = _REDRAW_SECONDS if self._redraws else _PLAIN_SECONDS
-        if self._in_notebook:
-            self._interval = _NOTEBOOK_SECONDS
         self._cell: Any = None  # the output in a notebook
-        self._shown = self._title = ""
-        self._start_time = self._report_time = 0.0
-        self._start_count = 0
+        self._title, self._is_shown = "", False
+        self._first = 0
+        self._start = self._reported = 0.0
 
     def step(
         self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps"
@@ -66,14 +62,20 @@ class Reporter:
         now = time.monotonic()
         if title != self._title:
             self.close()
-            self._title, self._start_count = title, done
-            self._start_time = self._report_time = now
-        if _quiet or self._is_silent or now - self._report_time < self._interval:
+            self._title, self._first, self._start, self._reported = title, done, now, now
+        interval = _REDRAW_SECONDS if self._replaces else _PLAIN_SECONDS
+        if _quiet or self._is_silent or now - self._reported < interval:
             return
-        self._report_time = now
-        line = f"{title}: {self._figures(done, total, text, unit, now - self._start_time)}"
-        if self._redraws or self._in_notebook:
-            self._show(line)
+        self._reported = now
+        rate = (done - self._first) / max(1e-9, now - self._start)
+        count = str(done) if total is None else f"{done}/{total}"
+        share = f"{done / max(1, total or 0):.0%}"
+        figures = [f"{count} {unit}", f"{rate:.0f}/s"] if unit else [share]
+        if total is not None:
+            figures.append(f"{duration_text((total - done) / max(1e-9, rate))} left")
+        line = f"{title}: {', '.join([*figures, *filter(None, [text])])}"
+        if self._replaces:
+            self._show(printable(line))
         else:
             print_message(line)
 
@@ -85,35 +87,22 @@ class Reporter:
 
     def close(self) -> None:
         """Remove the progress line."""
-        if self._shown:
+        if self._is_shown:
             self._show("")
         self._title = ""
 
-    def _figures(self, done: int, total: int | None, text: str, unit: str, seconds: float) -> str:
-        """Return count, rate and remaining time as text. seconds: since the first report."""
-        rate = (done - self._start_count) / max(1e-9, seconds)
-        if total is None:
-            figures = f"{done} {unit}, {rate:.0f}/s"
-        else:
-            left = f"{duration_text((total - done) / rate if rate else 0.0)} left"
-            share = f"{done / max(1, total):.0%}"
-            figures = f"{done}/{total} {unit}, {rate:.0f}/s, {left}" if unit else f"{share}, {left}"
-        return figures + (f", {text}" if text else "")
-
     def _show(self, line: str) -> None:
         """Replace the line in the terminal, or the output of the notebook cell."""
-        self._shown = line
+        self._is_shown = bool(line)
         if not self._in_notebook:
-            room = get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\x1b[2K{printable(line)[:room]}")
+            sys.stderr.write(f"\r\x1b[2K{line[: get_terminal_size().columns - 1]}")
             sys.stderr.flush()
-            return
-        from IPython.display import display
-
-        if self._cell is None:
-            self._cell = display({"text/plain": line}, raw=True, display_id=True)
-        else:
+        elif self._cell is not None:
             self._cell.update({"text/plain": line}, raw=True)
+        else:
+            from IPython.display import display
+
+            self._cell = display({"text/plain": line}, raw=True, display_id=True)
 
     def __enter__(self) -> Reporter:
         return self
@@ -163,20 +152,7 @@ def print_error(text: str) -> None:
 
 
 def print_result(text: str) -> None:
-    """Print lines of the result to stdout. Raises StorageError if they cannot be written."""
-    with _writing_stdout():
-        sys.stdout.write(f"{_printable_lines(text)}\n")
-
-
-def flush_results() -> None:
-    """Write buffered results to stdout. Raises StorageError if they cannot be written."""
-    with _writing_stdout():
-        sys.stdout.flush()
-
-
-@contextmanager
-def _writing_stdout() -> Iterator[None]:
-    """Turn errors of writing, such as a full disk, into StorageError. BrokenPipeError passes.
+    """Print lines of the result to stdout. Raises StorageError if they cannot be written.
 
     Characters that the encoding of stdout lacks are written as escapes.
     """
@@ -184,7 +160,8 @@ def _writing_stdout() -> Iterator[None]:
         # It writes the buffered text, so it can fail like any write.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
-        yield
+        sys.stdout.write(f"{_printable_lines(text)}\n")
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -201,25 +178,21 @@ def _printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def print_table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
-    """Print names and values to stdout. Raises StorageError if they cannot be written."""
+def table_text(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
+    """Return rows as aligned columns of plain text. The last column is folded to lines.
+
+    width: of the text; default: of the terminal, else 80. With a width each row is one line, and
+    what is too long is cut.
+    """
+    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title or None, show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table, text = Table.grid(padding=(0, 2)), StringIO()
+    for column in range(len(rows[0])):
+        is_folded = width is None and column == len(rows[0]) - 1
+        table.add_column(no_wrap=not is_folded, overflow="fold" if is_folded else "crop")
     for row in rows:
         table.add_row(*map(_printable_lines, row))
-    _print(table)
-
-
-def _print(table: Any) -> None:
-    """Print a table of rich to stdout as plain text, in a notebook too."""
-    from rich.console import Console
-
-    # An encoding without line-drawing characters gets others.
-    text = TextIOWrapper(BytesIO(), sys.stdout.encoding or "utf-8", "backslashreplace")
-    plain: dict[str, Any] = {"color_system": None, "force_jupyter": False}
-    Console(file=text, highlight=False, markup=False, **plain).print(table)
-    text.seek(0)
-    print_result(text.read().removesuffix("\n"))
+    plain: dict[str, Any] = {"color_system": None, "force_jupyter": False, "force_terminal": False}
+    Console(file=text, width=width, highlight=False, markup=False, **plain).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -124,12 +124,12 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
             yield _card(name, charts.lines(lines, across="epoch", share=is_share))
     loss = [Line("training", at, [line["loss"] for line in steps])]
     loss += [line for line in _epoch_lines(history, "loss") if line.name != "training"]
-    yield _card("Loss", charts.lines(loss, across="epoch", log=True))
+    yield _card("Loss", charts.lines(loss, across="epoch"))
     for title, name in (("Learning rate", "lr"), ("Samples per second", "samples_per_second")):
         line = Line("training", at, [line[name] for line in steps])
         yield _card(title, charts.lines([line], across="epoch"))
-    spent = {_STAGE_NAMES[s]: [line[f"{s}_seconds"] for line in steps] for s in STAGES}
-    yield _card("Training time by stage", charts.shares(at, spent, across="epoch"))
+    spent = [Line(_STAGE_NAMES[s], at, [line[f"{s}_seconds"] for line in steps]) for s in STAGES]
+    yield _card("Seconds by stage", charts.lines(spent, across="epoch"))
 
 
 def _epoch_lines(history: History, name: str) -> list[Line]:
@@ -168,7 +168,10 @@ def _results(task: Task, details: Mapping[str, Any]) -> Iterator[str]:
     for head in task.heads:
         own = details["heads"][head.name]
         if "points" in own:
-            shown = charts.scatter(own["points"], across="true value", up="prediction")
+            true, said = ([point[axis] for point in own["points"]] for axis in (0, 1))
+            points = Line("prediction", true, said, joined=False)
+            ideal = Line("prediction = true value", true, true)
+            shown = charts.lines([points, ideal], across="true value")
             cards.append(_card(f"{head.name}: Prediction by true value", shown))
         if "confusion" in own:
             cards.append(_confusion(head, own["confusion"]))
