@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import blake2b
 from itertools import groupby
 from random import Random
 from typing import Any
@@ -55,6 +56,7 @@ from wdstrain.shards import declare
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.offsets import arrow_file
 from wdstrain.shards.resolve import open_index, place_of, recall, scan
 from wdstrain.shards.tar import (
     NO_KEY,
@@ -457,9 +459,10 @@ def _rewritten(data: bytes, random: Random) -> bytes:
     reader = pa.ipc.open_file(pa.BufferReader(data))
     batch, metadata = reader.get_batch(0), reader.schema.metadata[b"wdstrain"]
     batch.validate(full=True)
-    if random.random() < 0.4 and metadata.startswith(b"{"):
+    identity, _, text = metadata.partition(b"\n")
+    if random.random() < 0.4 and text.startswith(b"{"):
         with suppress(RecursionError):
-            metadata = json.dumps(_with_odd(json.loads(metadata), random)).encode()
+            text = json.dumps(_with_odd(json.loads(text), random)).encode()
     else:
         integer_columns = [
             n for n, kind in enumerate(batch.schema.types) if pa.types.is_integer(kind)
@@ -468,8 +471,10 @@ def _rewritten(data: bytes, random: Random) -> bytes:
         values, kind = batch.column(place).to_pylist(), batch.schema.types[place]
         values[row] = random.choice([None, *_NUMBERS])
         batch = batch.set_column(place, batch.schema.names[place], pa.array(values, kind))
+        if random.random() < 0.8:
+            identity = blake2b(arrow_file(batch), digest_size=8).hexdigest().encode()
     sink = pa.BufferOutputStream()
-    schema = batch.schema.with_metadata({b"wdstrain": metadata})
+    schema = batch.schema.with_metadata({b"wdstrain": identity + b"\n" + text})
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
     file_bytes: bytes = sink.getvalue().to_pybytes()

@@ -275,7 +275,7 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
             new = staging.add(write_samples(path, shard.split, samples, tick))
             new = new.with_columns(old.take(local).columns)
             parts.append(replace(new, labels=index.labels))
-    made = replace(join(parts), labels=index.labels, shard_labels=())
+    made = replace(join(parts), labels=index.labels)
     entry = {"count": len(ids), "where": options.where}
     info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
     made = replace(made, info=_counted(info, made))

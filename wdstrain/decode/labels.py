@@ -28,7 +28,6 @@ from wdstrain.shards.kinds import (
     Array,
     Classes,
     ColumnInfo,
-    Place,
     classes_of,
     json_place,
     names_of,
@@ -199,14 +198,11 @@ def with_classes(field: Field, index: Index | None) -> Field:
         field = replace(field, kind="multi")
     if field.kind not in ("class", "multi"):
         return field
-    own = [
-        next((info for info in labels if info.place in places), None)
-        for labels in (index.shard_labels or (index.labels,))
-    ]
-    if len(set(own)) > 1:
-        field = _joined(field, index, own, places)
-    elif own[0] is not None and own[0].is_class == (field.kind == "class"):
-        field = numbered(field, own[0])
+    label = next((label for label in index.labels if label.place in places), None)
+    if why := next((why for one, why in index.differing.items() if one.place in places), ""):
+        field = _joined(field, index, label, why)
+    elif label is not None and label.is_class == (field.kind == "class"):
+        field = numbered(field, label)
     if field.kind == "multi" and not field.classes:
         raise UsageError(
             f"the index names no classes for {field.names[0]}.",
@@ -248,7 +244,7 @@ def _field(names: str, kind: str, **options: Any) -> LabelField:
 
 def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     """Return the column, label or field of samples that a name means; None if there is none."""
-    labels = (*index.labels, *(label for labels in index.shard_labels for label in labels))
+    labels = (*index.labels, *index.differing)
     place = (name, field.entry) if field.is_bound else json_place(name)
     known = [info for info in (*labels, *index.columns) if info.place == place]
     if not known and not field.is_bound:
@@ -260,21 +256,20 @@ def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     return ColumnInfo(name, "text", place[0].lower(), place[1]) if is_field else None
 
 
-def _joined(
-    field: LabelField, index: Index, own: Sequence[ColumnInfo | None], places: Sequence[Place]
-) -> LabelField:
-    """Return a label of sets that number their classes differently, which only a column joins."""
-    label = next((label for label in index.labels if label.place in places), None)
-    column = next((column for column in index.columns if column.place in places), None)
+def _joined(field: LabelField, index: Index, label: ColumnInfo | None, why: str) -> LabelField:
+    """Return a label of sets that number their classes differently, which only a column joins.
+
+    why: how they do.
+    """
+    found = (column for column in index.columns if label and column.place == label.place)
+    column = next(found, None)
     if label is None or column is None:
-        why = index.numberings(*places[0])
         raise UsageError(
             f"{why}.",
             "Pack them together, or make a column of each set: wdstrain index SET --label "
-            f"{places[0][0]} --classes A,B,... (wdstrain index --columns shows how).",
+            f"{field.names[0]} --classes A,B,... (wdstrain index --columns shows how).",
         )
-    for info in dict.fromkeys(own):
-        numbered(field, info, is_alone=False)  # all of its classes are named
+    numbered(field, label, is_alone=False)  # all of its classes are named
     if column.values.null_count:
         raise UsageError(
             f"{column.values.null_count} samples have no value in the column {column.name}, "

@@ -143,7 +143,7 @@ def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
         ids = even_part(index, _MAX_LABELS)
         read = read_columns(index.take(ids), [label.place]).columns
         # Class numbers count in the classes of each shard, which may differ.
-        columns = list(typed(read, [label] if label.classes and not index.shard_labels else []))
+        columns = list(typed(read, [label] if label.classes and not index.differing else []))
     values, rows = columns[0].values, ids
     if pa.types.is_list(values.type):
         rows = ids[np.asarray(pc.list_parent_indices(values), np.int64)]

@@ -345,7 +345,7 @@ def _with_columns(index: Index, options: InfoOptions, errors: list[WdstrainError
         builder.add(fields.items())
         if options.progress is not None and not number % 100:
             options.progress("reading labels", number, len(ids))
-    labels = () if index.shard_labels else index.labels  # else numbers mean different classes
+    labels = () if index.differing else index.labels  # else numbers mean different classes
     return counted.with_columns(typed(builder.finish(), labels))
 
 
@@ -421,7 +421,7 @@ def _numbers(values: Any) -> Numbers | None:
 
 def _disagreements(index: Index) -> dict[str, str]:
     """Return the reasons that labels cannot be joined, by place: a loader refuses these too."""
-    places = dict.fromkeys(label.place for labels in index.shard_labels for label in labels)
+    places = [label.place for label in index.differing]
     reasons = {"/".join(filter(None, place)): index.disagreement(*place) for place in places}
     return {printable(place): printable(reason) for place, reason in reasons.items() if reason}
 

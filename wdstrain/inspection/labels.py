@@ -17,7 +17,7 @@ def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
     """
     labels = list(index.labels)
     # A class number has no meaning if the sets number their classes differently.
-    if not labels and not index.shard_labels:
+    if not labels and not index.differing:
         labels = [ColumnInfo(n, "class", n) for n in ("cls", "cls2") if n in index.fields]
     if name is None:
         return labels

@@ -171,10 +171,14 @@ def _view(chosen: Selected, number: int, field: Image | None, options: PeekOptio
     if field is not None:  # other images are left out
         _add_variants(view, values, field, options, number)
         values = {name: data for name, data in values.items() if not is_image(name)}
-    labels = [index.label_in_sample(label, number) for label in chosen.labels]
     for name in sorted(values, key=is_mask):  # a mask is drawn over its image
         view.fields.pop(name)
-        view.add_bytes(name, values[name], labels)
+        view.add_bytes(name, values[name], chosen.labels)
+    # The bytes of sets that number their classes differently count in other classes.
+    places = [label.place for label in index.differing]
+    for column in index.columns:
+        if column.name in view.labels and column.place in places:
+            view.labels[column.name] = str(column.values[number])
     return view
 
 

@@ -195,19 +195,13 @@ def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
 
 def warn_of_class_numbers(index: Index) -> None:
     """Log a warning if raw class numbers mean different classes in different sets of shards."""
-    labels = dict.fromkeys(label for own in index.shard_labels for label in own)
-    for field in dict.fromkeys(x.field for x in labels if x.is_class and x.entry is None):
-        place = (field, None)
-        numberings = {
-            next((label.classes for label in own if label.place == place), None)
-            for own in index.shard_labels
-        }
-        if len(numberings) > 1:
+    for label, why in index.differing.items():
+        if label.is_class and label.entry is None:
             _log.warning(
                 "%s. Batches hold its bytes as they were packed. "
                 "fields={'label': wt.label('%s')} gives one numbering.",
-                index.numberings(*place),
-                field,
+                why,
+                label.field,
             )
 
 

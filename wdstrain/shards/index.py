@@ -67,9 +67,9 @@ class Index:
 
     offsets: the rows of the samples, with their columns. labels: the labels of all shards. info:
     how the set was made (JSON values).
-    shard_labels: if joined indexes have different labels, the labels of each shard in its own
-    index; else empty. A class number in a shard counts in the classes of its own label, and
-    `labels` are then the ones whose classes could be joined by name.
+    differing: labels that joined indexes have and do not have alike, with the numbering of each. A
+    class number in a shard of theirs may mean another class than in `labels`, which are the ones
+    whose classes could be joined by name; columns hold the joined classes.
     is_selection: samples of its shards may be left out.
     versions: by path, the ETag that the server gave when a shard was first read, for the shards
     that `needs_headers` names.
@@ -79,7 +79,7 @@ class Index:
     offsets: Offsets
     labels: tuple[ColumnInfo, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
-    shard_labels: tuple[tuple[ColumnInfo, ...], ...] = ()
+    differing: dict[ColumnInfo, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict, repr=False)
     is_selection: bool = False
 
@@ -161,30 +161,11 @@ class Index:
         """Position of each shard, by name."""
         return {shard.name: i for i, shard in enumerate(self.shards)}
 
-    def label_in_sample(self, label: ColumnInfo, number: int) -> ColumnInfo:
-        """Return `label` with its classes numbered as in the shard of sample `number`."""
-        if not self.shard_labels:
-            return label
-        labels = self.shard_labels[int(self.shard_of(np.array(number)))]
-        return next((other for other in labels if other.place == label.place), label)
-
     def disagreement(self, field: str, entry: str | None) -> str:
         """Return why the labels in this field and entry cannot be joined; "" if they can."""
-        labels = [label for own in self.shard_labels for label in own]
-        is_label = (field, entry) in {label.place for label in labels}
-        if not is_label or (field, entry) in {label.place for label in self.labels}:
-            return ""
-        return self.numberings(field, entry)
-
-    def numberings(self, field: str, entry: str | None) -> str:
-        """Return the class numbering of each joined set, and the first shard that has it."""
-        shards: dict[str, str] = {}  # by numbering
-        for shard, labels in zip(self.shards, self.shard_labels, strict=True):
-            numberings = (label.numbering for label in labels if label.place == (field, entry))
-            shards.setdefault(next(numberings, "no label"), shard.shown)
-        parts = "; ".join(f"{numbering} ({shard})" for numbering, shard in shards.items())
-        name = ".".join(filter(None, (field, entry)))
-        return f"the label in {name} differs between these sets: {parts}"
+        joined = [label.place for label in self.labels]
+        whys = (why for label, why in self.differing.items() if label.place == (field, entry))
+        return "" if (field, entry) in joined else next(whys, "")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -232,8 +213,6 @@ class Index:
         wanted = list(numbers)
         if wanted == list(range(len(self.shards))):
             return self
-        own = self.shard_labels or (self.labels,) * len(self.shards)
-        labels, shard_labels = joined_labels(tuple(own[i] for i in wanted) or (self.labels,))
         # Shards that follow each other are one view, without a copy.
         runs = np.split(np.array(wanted, np.int64), np.flatnonzero(np.diff(wanted) != 1) + 1)
         parts = [self._rows_of(run[0], run[-1]) for run in runs if len(run)]
@@ -241,8 +220,6 @@ class Index:
             self,
             shards=tuple(self.shards[i] for i in wanted),
             offsets=Offsets.join(parts or [self.offsets.slice(0, 0)]),
-            labels=labels,
-            shard_labels=shard_labels,
         )
 
     def take(self, ids: Ints) -> Index:
@@ -252,12 +229,10 @@ class Index:
         """
         counts = np.bincount(self.shard_of(ids), minlength=len(self.shards))
         kept = np.flatnonzero(counts).tolist()
-        shard_labels = tuple(self.shard_labels[i] for i in kept) if self.shard_labels else ()
         return replace(
             self,
             shards=tuple(replace(self.shards[i], samples=int(counts[i])) for i in kept),
             offsets=self.offsets.take(ids),
-            shard_labels=shard_labels,
             is_selection=True,
         )
 
@@ -372,20 +347,19 @@ class Index:
 def join(parts: Sequence[Index]) -> Index:
     """Return several indexes as one, in order.
 
-    Labels are joined by the names of their classes; see `Index.shard_labels`.
+    Labels are joined by the names of their classes; see `Index.differing`.
     """
     if len(parts) == 1:
         return parts[0]
-    shard_labels = tuple(
-        labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards)
-    )
-    labels, shard_labels = joined_labels(shard_labels or (parts[0].labels,))
+    sets = [(part.shards[0].shown, part.labels) for part in parts if part.shards]
+    labels, differing = joined_labels(sets or [("", parts[0].labels)])
+    before = {label: why for part in parts for label, why in part.differing.items()}
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
         offsets=Offsets.join([part.offsets for part in parts]),
         labels=labels,
         info=parts[0].info,
-        shard_labels=shard_labels,
+        differing=before | differing,
         is_selection=any(part.is_selection for part in parts),
     )
 

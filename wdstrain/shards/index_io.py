@@ -53,9 +53,7 @@ FORMAT_ERRORS = (
 
 def save_index(index: Index, folder: str) -> None:
     """Write index.arrow and then index.json into `folder`, the folder of the shards."""
-    batch, document = _parts(index)
-    identity = f"{document['wdstrain']['id']}\n".encode()
-    table = arrow_file(batch, identity + json_bytes(document))
+    table, document = _files(index, {})
     document["wdstrain"]["sha256"] = sha256(table).hexdigest()
     write_whole(os.path.join(folder, TABLE_NAME), table)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
@@ -81,8 +79,7 @@ def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
     """Return an index as bytes for `unpack_part`. extra: JSON values stored with it."""
-    batch, document = _parts(index)
-    data: bytes = arrow_file(batch, json_bytes(document | {"extra": extra})).to_pybytes()
+    data: bytes = _files(index, {"extra": extra})[0].to_pybytes()
     return data
 
 
@@ -92,15 +89,12 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     path: of a file in the folder of the shards. Raises ShardError for other data.
     """
     with refusing(path):
-        batch, text = read_arrow_file(data)
-        document = parsed(text)
-        if _identity(batch) != document["wdstrain"]["id"]:
-            raise ValueError("its bytes differ from what was written")
-        return _with_rows(_listed(document, path), batch), dict(document["extra"])
+        index, document = _of_table(data, path, None, path)
+        return index, dict(document["extra"])
 
 
-def _parts(index: Index) -> tuple[pa.RecordBatch, dict[str, Any]]:
-    """Return (rows, document) of the files of an index."""
+def _files(index: Index, extra: dict[str, Any]) -> tuple[pa.Buffer, dict[str, Any]]:
+    """Return (index.arrow, document) of an index. extra: further values of the document."""
     batch = index.batch()
     shards = [
         {
@@ -123,7 +117,8 @@ def _parts(index: Index) -> tuple[pa.RecordBatch, dict[str, Any]]:
         "info": index.info,
     }
     kind = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
-    return batch, {**kind, "shardlist": shards, "wdstrain": own}
+    document = {**kind, "shardlist": shards, "wdstrain": own, **extra}
+    return arrow_file(batch, f"{own['id']}\n".encode() + json_bytes(document)), document
 
 
 def _identity(batch: pa.RecordBatch) -> str:
@@ -162,7 +157,8 @@ def find_index(path: str, base: str | None = None) -> Index | None:
             return None
         if (version := document["wdstrain"]["version"]) != VERSION:
             raise ValueError(f"version {version!r}; this wdstrain reads version {VERSION}")
-        return _of_table(path, document, base or path)
+        table = beside(path, TABLE_NAME)
+        return _of_table(_table_bytes(table), table, document, base or path)[0]
 
 
 def find_document(path: str) -> Index | None:
@@ -182,7 +178,8 @@ def remains(path: str) -> Index | None:
     The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
     """
     with suppress(ShardError), refusing(path):
-        return _of_table(path, None, path)
+        table = beside(path, TABLE_NAME)
+        return _of_table(_table_bytes(table), table, None, path)[0]
     with suppress(ShardError):
         return find_document(path)
     return None
@@ -197,7 +194,7 @@ def changed(path: str) -> str:
     with refusing(path):
         document = parsed(read_whole(path) or b"")
         table = _table_bytes(beside(path, TABLE_NAME))
-        copy, own = parsed(_read_table(table)[2]), document["wdstrain"]
+        copy, own = parsed(read_arrow_file(table)[1].partition(b"\n")[2]), document["wdstrain"]
         is_older = own["id"] != copy["wdstrain"]["id"]
         own["id"] = copy["wdstrain"]["id"]
         if own.pop("sha256", "") != sha256(table).hexdigest() and not is_older:
@@ -281,29 +278,23 @@ def _document(path: str) -> Any:
     return None if "shardlist" in document and "wdstrain" not in document else document
 
 
-def _of_table(path: str, document: Any, base: str) -> Index:
-    """Return the index in the index.arrow beside `path`.
+def _of_table(data: Any, table: str, document: Any, base: str) -> tuple[Index, Any]:
+    """Return (index, document) of an index.arrow, whose bytes are `data`.
 
-    document: the index.json; None if it is unknown. If it belongs to another table, the copy in the
-    table counts: a set is changed by replacing its table, and its index.json after that. base: an
-    address in the folder of the shards. Raises one of FORMAT_ERRORS for a table that is damaged.
+    table: its path. document: the index.json; None if it is unknown. If it belongs to another table,
+    the copy in the table counts: a set is changed by replacing its table, and its index.json after
+    that. base: an address in the folder of the shards. Raises one of FORMAT_ERRORS for a table that
+    is damaged.
     """
-    table = beside(path, TABLE_NAME)
-    batch, identity, text = _read_table(_table_bytes(table))
+    batch, own = read_arrow_file(data)
+    identity, _, text = own.partition(b"\n")
     if document is None or document["wdstrain"]["id"].encode() != identity:
         if not text or _identity(batch).encode() != identity:
             raise ValueError(f"{redacted(table)} belongs to another index.json")
         document = parsed(text)
     index = _listed(document, base)
     with refusing(table):
-        return _with_rows(index, batch)
-
-
-def _read_table(table: Any) -> tuple[pa.RecordBatch, bytes, bytes]:
-    """Return (rows, id, document or nothing) of the bytes of an index.arrow."""
-    batch, own = read_arrow_file(table)
-    identity, _, text = own.partition(b"\n")
-    return batch, identity, text
+        return _with_rows(index, batch), document
 
 
 def _table_bytes(path: str) -> Any:

@@ -310,27 +310,31 @@ KINDS = {
 
 
 def joined_labels(
-    shard_labels: tuple[tuple[ColumnInfo, ...], ...],
-) -> tuple[tuple[ColumnInfo, ...], tuple[tuple[ColumnInfo, ...], ...]]:
-    """Return (labels of all shards together, labels of each shard or () if they are all equal).
+    sets: Sequence[tuple[str, Sequence[ColumnInfo]]],
+) -> tuple[tuple[ColumnInfo, ...], dict[ColumnInfo, str]]:
+    """Return (labels of all sets together, what differs by the labels that are not equal in all).
 
-    shard_labels: labels of each shard; at least one shard. Class numbers are joined by the names of
-    the classes, as sets may number them differently.
+    sets: name for messages, and labels. Class numbers are joined by the names of the classes, as
+    sets may number them differently.
     """
-    different = list(dict.fromkeys(shard_labels))
-    if len(different) == 1:
-        return different[0], ()
-    by_set = [{label.place: label for label in labels} for labels in different]
-    joined = []
-    for place, first in by_set[0].items():
-        present = [labels[place] for labels in by_set if place in labels]
+    by_set = [{label.place: label for label in labels} for _, labels in sets]
+    joined, differing = list[ColumnInfo](), dict[ColumnInfo, str]()
+    for place in dict.fromkeys(place for own in by_set for place in own):
+        present = [own[place] for own in by_set if place in own]
+        if len(present) < len(sets) or len(set(present)) > 1:
+            numberings = dict[str, str]()
+            for own, (shown, _) in zip(by_set, sets, strict=True):
+                numbering = own[place].numbering if place in own else "no label"
+                numberings.setdefault(numbering, f"{numbering} ({shown})")
+            problem = f"the label in {present[0].stored_as} differs between these sets"
+            differing[present[0]] = f"{problem}: {'; '.join(numberings.values())}"
         # Class numbers without names must not be joined: 0 may be another class in another set.
         # Multi-labels store names, so they can always be joined.
         meanings = {(one.kind, one.kind == "class" and one.has_names) for one in present}
-        if len(present) == len(by_set) and len(meanings) == 1:
+        if len(present) == len(sets) and len(meanings) == 1:
             classes = dict.fromkeys(name for label in present for name in label.classes)
-            joined.append(replace(first, classes=tuple(classes)))
-    return tuple(joined), shard_labels
+            joined.append(replace(present[0], classes=tuple(classes)))
+    return tuple(joined), differing
 
 
 # --- values of fields ------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ MOST_FIELDS = 4096  # different fields of one index: each is three columns of in
 PARTS = {"offset": pa.int64(), "size": pa.int64(), "crc32": pa.uint32()}  # columns of a field
 _BASE = ("key", "shard", "offset", "size")  # columns of a sample in the table of an index
 _KINDS: tuple[Any, ...] = (np.int64, np.int64, np.uint32, np.bool_)  # of `Offsets.views`
-_MISSING = array("q", [-1])
 _UNKNOWN = np.uint32(0)  # crc32 of members without one
 _METADATA = b"wdstrain"  # key in the metadata of an Arrow file
 
@@ -236,13 +235,13 @@ class Offsets:
 class OffsetsBuilder:
     """Offsets of samples that are added one after another.
 
-    stop: end of the last sample. fields: offset, size and crc32 of each field in the samples up to
-    the last that has it; -1 in the others.
+    stop: end of the last sample.
     """
 
     def __init__(self) -> None:
         self.stop = 0
-        self.fields: dict[str, array[int]] = {}
+        # By field: number of the sample, offset, size and crc32 of each member.
+        self._cells: dict[str, array[int]] = {}
         self._samples = array("q")  # start, size, length of the key: of each sample
         self._keys = bytearray()
 
@@ -256,12 +255,9 @@ class OffsetsBuilder:
 
         Raises ShardError if there are more fields than an index can hold.
         """
-        place = 3 * len(self)
         for name, *extent in members:
-            cells = self.fields.setdefault(name, array("q"))
-            cells[place:] = _MISSING * (place - len(cells))  # if others lack it, or it is twice
-            cells.extend(extent)
-        check_field_count(len(self.fields))
+            self._cells.setdefault(name, array("q")).extend((len(self), *extent))
+        check_field_count(len(self._cells))
         raw = key.encode("utf-8", "surrogateescape")
         self._keys += raw
         self._samples.extend((start, stop - start, len(raw)))
@@ -274,12 +270,13 @@ class OffsetsBuilder:
         keys = [None, pa.py_buffer(firsts(length)), pa.py_buffer(bytes(self._keys))]
         arrays = [pa.Array.from_buffers(pa.large_binary(), count, keys)]
         arrays += [pa.array(values.copy()) for values in (start, size)]
-        for cells in self.fields.values():
-            cells.extend(_MISSING * (3 * count - len(cells)))
-            parts = np.array(cells, np.int64).reshape(-1, 3).T
-            for values, least, kind in zip(parts, (0, 0, 1), PARTS.values(), strict=True):
+        for cells in self._cells.values():
+            row, *parts = np.array(cells, np.int64).reshape(-1, 4).T
+            for part, least, kind in zip(parts, (0, 0, 1), PARTS.values(), strict=True):
+                values = np.full(count, -1)
+                values[row] = part
                 arrays.append(pa.array(values, kind, mask=values < least))
-        return Offsets.of_arrays(tuple(self.fields), arrays)
+        return Offsets.of_arrays(tuple(self._cells), arrays)
 
 
 def check_field_count(count: int) -> None:

@@ -72,11 +72,6 @@ def decompressed(raw: io.BufferedReader, shard: str) -> Iterator[BinaryIO]:
         yield raw
 
 
-def remote_file_of(stream: io.BufferedReader) -> RemoteFile | None:
-    """Return the file that a stream of `open_raw` reads; None if it is local."""
-    return stream.raw.file if isinstance(stream.raw, RemoteStream) else None
-
-
 def open_raw(path: str, cache: Cache | None = None) -> io.BufferedReader:
     """Open a shard as it is stored. The arguments and errors are those of `open_tar`."""
     if is_remote(path):
@@ -156,46 +151,37 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
 class _Forward(Window):
     """Bytes of a tar from a stream, whose size is known at its end.
 
-    Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before it.
+    Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before
+    it. The block before the last read is kept, because the end of a tar is read twice.
     """
 
     def __init__(self, stream: BinaryIO, shard: str) -> None:
         self.size, self._stream, self._shard = ALL_BYTES, stream, shard
-        self._position, self._last = 0, b""  # the last two blocks before the position
+        self._base, self._buffer = 0, bytearray()  # the bytes from `_base` on
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end."""
-        back = self._position - offset
-        if back > 0:  # the end of the tar and the block before it
-            kept = self._last[-back:][:length]
-            return kept + self._next(length - len(kept))
-        while self._position < offset and self._pass(min(offset - self._position, _PART)):
+        stop = offset + length
+        while self._base + len(self._buffer) < stop and self._more(stop):
             pass
-        return self._pass(length)
-
-    def _pass(self, length: int) -> bytes:
-        """Return the next `length` bytes and go on behind them."""
-        data = self._next(length)
-        self._position += len(data)
-        self._last = data if len(data) >= 2 * BLOCK else (self._last + data)[-2 * BLOCK :]
+        data = bytes(memoryview(self._buffer)[offset - self._base :][:length])
+        passed = max(0, offset - BLOCK - self._base)
+        del self._buffer[:passed]
+        self._base += passed
         return data
 
-    def _next(self, length: int) -> bytes:
-        parts = list[bytes]()
-        while length > 0:
-            try:
-                data = self._stream.read(min(length, _PART))
-            except (WdstrainError, MemoryError):
-                raise
-            except Exception as error:  # each decompressor has its own classes
-                raise ShardError(
-                    f"{self._shard} is cut or damaged after byte {self._position} of its "
-                    f"contents: {error}.",
-                    "Copy it again.",
-                ) from error
-            if not data:
-                self.size = self._position + sum(len(part) for part in parts)
-                break
-            parts.append(data)
-            length -= len(data)
-        return b"".join(parts)
+    def _more(self, stop: int) -> bool:
+        """Read on, at most up to the byte `stop`. Returns False at the end of the stream."""
+        end = self._base + len(self._buffer)
+        try:
+            data = self._stream.read(min(stop - end, _PART))
+        except (WdstrainError, MemoryError):
+            raise
+        except Exception as error:  # each decompressor has its own classes
+            raise ShardError(
+                f"{self._shard} is cut or damaged after byte {end} of its contents: {error}.",
+                "Copy it again.",
+            ) from error
+        self._buffer += data
+        self.size = self.size if data else end
+        return bool(data)

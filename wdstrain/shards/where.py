@@ -93,8 +93,11 @@ def column_values(index: Samples, name: str) -> pa.Array:
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names that a condition uses, such as `json.kind`. Raises UsageError."""
-    return [node.id for node in ast.walk(parsed(text)) if isinstance(node, ast.Name)]
+    """Return the names that a condition uses and their beginnings: `json.kind` and `json`.
+
+    Raises UsageError.
+    """
+    return [name for node in ast.walk(parsed(text)) if (name := _name(node))]
 
 
 def _log_shards_without(
@@ -128,10 +131,7 @@ def _log_shards_without(
 
 
 def parsed(text: str) -> ast.expr:
-    """Return the syntax tree of a condition: each name of a column is an ast.Name.
-
-    Raises UsageError for text that is no condition.
-    """
+    """Return the syntax tree of a condition. Raises UsageError for text that is no condition."""
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise UsageError(
             f"must be a condition of at most {_LONGEST} characters, such as \"label != 'Other'\".",
@@ -144,8 +144,7 @@ def parsed(text: str) -> ast.expr:
             "Use == to compare.",
         )
     try:
-        tree = ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
-        return _WholeNames().visit(tree)  # type: ignore[no-any-return]
+        return ast.parse(_TOKENS.sub(_own_name, text).strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UsageError(
             f"{text!r} is no condition ({error}).",
@@ -162,25 +161,15 @@ def _own_name(token: re.Match[str]) -> str:
     return f"{'' if dot else _COLUMNS}[{name!r}]"
 
 
-class _WholeNames(ast.NodeTransformer):
-    """Replaces a.b, a["b"] and `a.b` by one ast.Name, len(x) by x.len(), and -x by 0 - x."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        match super().generic_visit(node):
-            case ast.Subscript(ast.Name(base), ast.Constant(str(part))):
-                return ast.Name(part if base == _COLUMNS else f"{base}.{part}")
-            case ast.Attribute(ast.Name(base), part):
-                return ast.Name(f"{base}.{part}")
-            case ast.Call(ast.Name("len"), [argument], keywords):
-                return ast.Call(ast.Attribute(argument, "len"), [], keywords)
-            case ast.Call(ast.Name(name), arguments, keywords) if "." in name:
-                base, _, method = name.rpartition(".")
-                return ast.Call(ast.Attribute(ast.Name(base), method), arguments, keywords)
-            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
-                return ast.Constant(-number)  # -2**63 fits, and 2**63 does not
-            case ast.UnaryOp(ast.USub(), operand):
-                return ast.BinOp(ast.Constant(0), ast.Sub(), operand)
-        return node
+def _name(node: ast.AST) -> str | None:
+    """Return the name of a column that a node writes: a.b, a["b"] or `a.b`; None for others."""
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(base, part) | ast.Subscript(base, ast.Constant(str(part))):
+            above = _name(base)
+            return part if above == _COLUMNS else above and f"{above}.{part}"
+    return None
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -233,9 +222,8 @@ class _Condition:
         if isinstance(rows, TableRows):
             names = [*rows.names]
         else:
-            labels = [label for own in rows.shard_labels for label in own]
-            places = [label.place for label in labels if name in (label.name, label.stored_as)]
-            if reason := next(filter(None, (rows.disagreement(*place) for place in places)), ""):
+            whys = (w for c, w in rows.differing.items() if name in (c.name, c.stored_as))
+            if reason := next(whys, ""):
                 return f"{problem}: {reason}", (
                     "Name the classes of each set alike: wdstrain index SET "
                     "--label NAME --classes A,B."
@@ -273,8 +261,12 @@ class _Condition:
             case ast.BoolOp():
                 join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
                 return reduce(join, map(self.truth, node.values))
-            case ast.UnaryOp(op=ast.Not()):
-                return pc.invert(self.truth(node.operand))
+            case ast.UnaryOp(ast.Not(), operand):
+                return pc.invert(self.truth(operand))
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+                return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
+            case ast.UnaryOp(ast.USub(), operand):
+                return self._value(ast.BinOp(ast.Constant(0), ast.Sub(), operand))
             case ast.BinOp() if type(node.op) in _OPERATIONS:
                 return self._calculated(node)
             case ast.Compare():
@@ -283,10 +275,12 @@ class _Condition:
                 sides = zip(node.ops, values, values[1:], strict=False)
                 parts = (self._compared(type(op), a, b, shown) for op, a, b in sides)
                 return reduce(pc.and_kleene, parts)
+            case ast.Call(ast.Name("len"), [operand], []):
+                return self._called(ast.Call(ast.Attribute(operand, "len"), [], []))
             case ast.Call():
                 return self._called(node)
-            case ast.Name():
-                return self.named(node.id)
+            case _ if (name := _name(node)) is not None:
+                return self.named(name)
         raise self._error(
             f"{ast.unparse(node)} is not allowed in a condition",
             "Use comparisons, and, or, not, in, + - * / %, and names of columns.",
@@ -316,12 +310,11 @@ class _Condition:
         if not kinds <= _TEXTS:
             described = " with ".join(map(_described, (a, b)))
             raise self._error(f"{described} cannot be compared: {shown}")
-        for classes, name in ((a, b), (b, a)) if operator in (ast.Eq, ast.NotEq) else ():
-            if _kind(classes) == "class" and isinstance(name, pa.Scalar):
-                known = classes.dictionary.to_pylist()
-                if name.as_py() not in known:  # a typing error would choose wrongly
-                    unknown = f"there is no class {name.as_py()!r}"
-                    raise self._error(unknown, f"Use one of: {_listed(known)}.")
+        names = [value.as_py() for value in (a, b) if isinstance(value, pa.Scalar)]
+        known = [c for v in (a, b) if _kind(v) == "class" for c in v.dictionary.to_pylist()]
+        if operator in (ast.Eq, ast.NotEq) and known and not {*names} <= {*known}:
+            unknown = f"there is no class {names[0]!r}"  # a typing error would choose wrongly
+            raise self._error(unknown, f"Use one of: {_listed(known)}.")
         return _OPERATIONS[operator](_as_text(a), _as_text(b))
 
     def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:

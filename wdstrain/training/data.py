@@ -111,7 +111,7 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
                 "classes=background,cat,dog, or give their number, such as classes=21.",
             )
         index = with_mask(index, field, classes)
-    elif label is not None and not index.labels and not index.shard_labels:
+    elif label is not None and not index.labels and not index.differing:
         index = with_label(index, label, classes)
     elif classes is not None:
         raise UsageError(
@@ -129,7 +129,7 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     Without the option `label` the task was trained on declared labels. Then class 1 of shards
     without class names may be another class than the model's.
     """
-    is_declared = config.label is None or bool(index.labels or index.shard_labels)
+    is_declared = config.label is None or bool(index.labels or index.differing)
     for target in (head.target for head in task.heads):
         if target.field not in index.fields:
             continue

@@ -209,13 +209,10 @@ class Task:
 
 def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str | None) -> None:
     """Raise UsageError for a label whose classes differ between the shards of the index."""
-    for label in (label for shard in index.shard_labels for label in shard):
+    for label, why in index.differing.items():
         is_asked = label.name == (labels or "").strip() or (not known and labels is None)
         if label.name not in known and is_asked:
-            raise UsageError(
-                f"{index.disagreement(*label.place)}.",
-                "Pack them together, or leave some out.",
-            )
+            raise UsageError(f"{why}.", "Pack them together, or leave some out.")
 
 
 def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:

@@ -201,11 +201,10 @@ def stream(
     differently: samples do not say to which set they belong.
     """
     index = open_shards(urls)
-    own = [{x.place: x for x in y if x.is_class and x.entry is None} for y in index.shard_labels]
-    for place in {place for labels in own for place in labels}:
-        if len({labels[place].classes if place in labels else None for labels in own}) > 1:
+    for label, why in index.differing.items():
+        if label.is_class and label.entry is None:
             raise UsageError(
-                f"{index.numberings(*place)}.",
+                f"{why}.",
                 "Use wt.Loader, which gives one numbering, or pack the sets together.",
             )
     return Stream(

@@ -219,15 +219,14 @@ def _labels(
 
     It replaces a label of its name. Raises UsageError if the sets differ in their labels.
     """
-    by_shard = index.shard_labels or (index.labels,)
-    kept = {tuple(label for label in labels if label.field in names) for labels in by_shard}
-    if len(kept) > 1:
+    kept = set(names)
+    if any(label.field in kept for label in index.differing):
         raise UsageError(
             "these sets have different labels, or some have none: a class number would mean two "
             "classes.",
             "Convert each set by itself, or drop the field of the label.",
         )
-    labels = kept.pop()
+    labels = tuple(label for label in index.labels if label.field in kept)
     if options.label is None:
         return index, labels
     index = with_label(index, options.label, options.classes)
