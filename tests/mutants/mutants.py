@@ -712,8 +712,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "least-improvement",
-            "value > best + min_delta if self.maximizes",
-            "value >= best + min_delta if self.maximizes",
+            "return gain > min_delta or",
+            "return gain >= min_delta or",
         ),
         ("patience-resets", "best, waited = value, 0", "best, waited = value, 1"),
         (

@@ -133,20 +133,19 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
-    from wdstrain.training.distributed import DistributedContext, Stopped, last_words
+    from wdstrain.training.distributed import DistributedContext, Stopped
     from wdstrain.training.report import metric_text, metrics_text
     from wdstrain.training.train import train
 
     try:
-        with last_words():
-            done = train(
-                addresses,
-                arguments.out,
-                val=val,
-                resume=arguments.resume,
-                overwrite=arguments.overwrite,
-                **options,
-            )
+        done = train(
+            addresses,
+            arguments.out,
+            val=val,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            **options,
+        )
     except Stopped as stopped:
         print_message(
             f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}"

@@ -191,9 +191,19 @@ def given_options(arguments: PredictOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None:
+def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_val: bool) -> None:
     """Raise UsageError for objects of the user's that are none, and for options without effect."""
     criterion, metrics, optimizer = arguments.criterion, arguments.metrics, arguments.optimizer
+    if not has_val and (
+        config.patience
+        or config.monitor
+        or config.schedule == "plateau"
+        or arguments.val_fields is not None
+    ):
+        raise UsageError(
+            "patience, monitor, val_fields and the schedule plateau need validation data.",
+            "Give val=.",
+        )
     own = criterion if isinstance(criterion, Mapping) else {task.heads[0].name: criterion}
     labels = [head.name for head in task.heads]
     functions = (
@@ -246,20 +256,6 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task) -> None
                 )
     for callback in arguments.callbacks:
         check_callback(callback)
-
-
-def check_validation(arguments: TrainArguments, config: Config) -> None:
-    """Raise UsageError for arguments that need validation data. For a run that has none."""
-    if (
-        config.patience
-        or config.monitor
-        or config.schedule == "plateau"
-        or arguments.val_fields is not None
-    ):
-        raise UsageError(
-            "patience, monitor, val_fields and the schedule plateau need validation data.",
-            "Give val=.",
-        )
 
 
 def _class_names(classes: Any) -> Any:

@@ -7,14 +7,10 @@ step later. The exchange runs on the CPU beside the step, and a GPU never waits 
 
 from __future__ import annotations
 
-import math
-import re
 import signal
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from datetime import timedelta
 from types import FrameType
 from typing import Any, cast
@@ -26,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.runtime.launch import Launch
-from wdstrain.training.config import Config
 from wdstrain.training.models import blocks_in
 
 _SMALLEST_BLOCK = 100_000  # parameters; smaller blocks are not split by themselves
@@ -58,7 +53,7 @@ class DistributedContext:
         # the caller may have met the others without the environment
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.local = launch.local or 0
+        self.leads, self.local = self.rank == 0, launch.local or 0
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # SLURM may show each task only its own GPU, which is number 0 then
         if devices and (launch.local is None or (launch.is_slurm and devices == 1)):
@@ -67,53 +62,36 @@ class DistributedContext:
         self._asked: tuple[Any, Tensor] | None = None
 
     @contextmanager
-    def joined(self, device: torch.device) -> Iterator[DistributedContext]:
-        """Join the process group, and leave it at the end. Raises WdstrainError if a process ended."""
+    def joined(self, device: torch.device) -> Iterator[None]:
+        """Join the process group, and leave it at the end.
+
+        Raises WdstrainError for errors of collectives after the end of another process.
+        """
         starts = self.size > 1 and not dist.is_initialized()
         try:
-            with self.explained():
-                if starts:
-                    dist.init_process_group(
-                        "nccl" if device.type == "cuda" else "gloo",
-                        init_method=self._address,
-                        rank=self.rank,
-                        world_size=self.size,
-                        timeout=timedelta(minutes=30),
-                    )
-                if self.size > 1:
-                    self._control = dist.new_group(backend="gloo")
-                yield self
-        finally:
-            self._asked = self._control = None
-            if starts and dist.is_initialized():
-                dist.destroy_process_group()
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise errors of collectives after the end of another process as WdstrainError.
-
-        A launcher ends all processes when one is gone (SIGTERM, later SIGKILL). A process that ends
-        with the run (`last_words`) ignores SIGTERM from then on, to report its error first.
-        """
-        try:
+            if starts:
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo",
+                    init_method=self._address,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(minutes=30),
+                )
+            if self.size > 1:
+                self._control = dist.new_group(backend="gloo")
             yield
         except RuntimeError as error:
             if self.size == 1 or not any(word in str(error) for word in _LOST):
                 raise
-            if _ENDS_WITH_RUN.get() and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            line = str(error).strip().splitlines()[0]
-            cause = re.sub(r"^\[[^]]*\] ", "", line)[:200]  # without torch's own file and line
             raise WdstrainError(
-                f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
-                "Its own message stands above.",
+                f"rank {self.rank} of {self.size}: another process of this job ended "
+                f"({str(error).strip().splitlines()[0][:200]}). Its own message stands above.",
                 "Run the job again with resume=True.",
             ) from error
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes and reports: rank 0."""
-        return self.rank == 0
+        finally:
+            self._asked = self._control = None
+            if starts and dist.is_initialized():
+                dist.destroy_process_group()
 
     def place(self, model: nn.Module, device: torch.device, *, shards: bool) -> nn.Module:
         """Return the model on the device; with `shards` its parameters are split over processes."""
@@ -209,19 +187,6 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
     return device
 
 
-_ENDS_WITH_RUN = ContextVar("ends_with_run", default=False)
-
-
-@contextmanager
-def last_words() -> Iterator[None]:
-    """Mark that the process ends with the run, so that errors are reported before it is killed."""
-    token = _ENDS_WITH_RUN.set(True)
-    try:
-        yield
-    finally:
-        _ENDS_WITH_RUN.reset(token)
-
-
 # --- FSDP2 ----------------------------------------------------------------------------------------
 # Parameters, gradients and optimizer state are split over the processes: each keeps an even part of
 # every tensor. Checkpoints hold whole tensors, so a run resumes on any number of processes, and also
@@ -245,9 +210,18 @@ def _is_split(value: object) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict with whole tensors; those of split ones on the CPU of rank 0 only."""
-    return {name: _whole(value) for name, value in model.state_dict().items()}
+def whole(value: Any) -> Any:
+    """Return a state dict with whole tensors, as a model or an optimizer that is not split has it.
+
+    Tensors that are split become whole on the CPU of rank 0, and None on other ranks. torch's
+    get_optimizer_state_dict fails for groups that hold frozen parameters.
+    """
+    if isinstance(value, Mapping):
+        return {name: whole(part) for name, part in value.items()}
+    if not _is_split(value):
+        return value
+    tensor = value.full_tensor()
+    return tensor.cpu() if dist.get_rank() == 0 else None
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -259,16 +233,6 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     model.load_state_dict(
         {name: _split_like(value, own.get(name)) for name, value in state.items()}
     )
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict with whole tensors, as the optimizer of a whole model has it.
-
-    torch's get_optimizer_state_dict fails for groups that hold frozen parameters.
-    """
-    state = optimizer.state_dict()
-    whole = {i: {name: _whole(v) for name, v in of.items()} for i, of in state["state"].items()}
-    return {**state, "state": whole}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -283,14 +247,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         if i < len(parameters)
     }
     optimizer.load_state_dict({**state, "state": split})
-
-
-def _whole(value: Any) -> Any:
-    """Return a whole tensor; of a split one on the CPU of rank 0, None on other ranks."""
-    if not _is_split(value):
-        return value
-    whole = value.full_tensor()
-    return whole.cpu() if dist.get_rank() == 0 else None
 
 
 def _split_like(value: Any, like: Any) -> Any:
@@ -366,27 +322,3 @@ def raise_stopped(
     if wish == STOP:
         raise Stopped(signals.number or signal.SIGTERM)
     return wish
-
-
-class CheckpointSchedule:
-    """Decides between two steps whether a checkpoint is due, by count of steps or by the clock."""
-
-    def __init__(self, config: Config, distributed: DistributedContext) -> None:
-        self._config, self._distributed = config, distributed
-        by_clock = config.checkpoint_minutes and distributed.leads
-        self._seconds = 60 * config.checkpoint_minutes if by_clock else math.inf
-        self.restart()
-
-    def restart(self) -> None:
-        """Count the time to the next checkpoint from now on."""
-        self._due_at = time.monotonic() + self._seconds
-
-    def is_due(self, step: int, signals: SignalHandler) -> bool:
-        """Return whether to write a checkpoint. Raises Stopped after a signal. Collective."""
-        every, wish = self._config.checkpoint_every, GO_ON
-        if time.monotonic() > self._due_at:  # asked once; all processes write it one step later
-            wish, self._due_at = SAVE, math.inf
-        wish = raise_stopped(signals, self._distributed, wish)
-        # A count of steps is the same on all processes and needs no exchange.
-        is_counted = bool(every) and step // every > (step - self._config.accumulate) // every
-        return is_counted or wish == SAVE

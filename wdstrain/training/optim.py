@@ -86,21 +86,21 @@ def _cosine(begin: float, end: float, part: float) -> float:
 def make_optimizer(
     model: nn.Module,
     config: Config,
-    factory: OptimizerFactory | None = None,
+    given: str | OptimizerFactory = "",
     losses: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model's parameters, and of those of losses.
 
-    factory: called with parameter groups; its learning rate and weight decay are those that it
-    gives. Else config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
+    given: function that is called with parameter groups; learning rate and weight decay are those
+    that it gives. Else config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
     """
     groups = parameter_groups(model, config)
     if own := [p for p in losses.parameters() if p.requires_grad] if losses is not None else []:
         groups.append({"params": own, "lr_scale": 1.0, "weight_decay": 0.0})
-    if factory is None and ":" in config.optimizer:
-        factory = import_function(config.optimizer)
-    if factory is not None:
-        optimizer = factory(groups)
+    if not callable(given) and ":" in config.optimizer:
+        given = import_function(config.optimizer)
+    if callable(given):
+        optimizer = given(groups)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
                 f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer."

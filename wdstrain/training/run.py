@@ -19,19 +19,17 @@ from torch import nn
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.arguments import TrainArguments, check_objects, check_validation
+from wdstrain.training.arguments import TrainArguments, check_objects
 from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
 from wdstrain.training.config import Config
 from wdstrain.training.data import class_weights, open_data, run_loader
 from wdstrain.training.distributed import (
-    CheckpointSchedule,
     DistributedContext,
     device_of,
     load_model_state,
     load_optimizer_state,
     local,
-    model_state,
-    optimizer_state,
+    whole,
 )
 from wdstrain.training.inputs import (
     ModelInputs,
@@ -57,7 +55,8 @@ class Run:
     setup: what it shares with evaluation. model: trained weights. average: their moving average, if
     there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
     parameters that are not trained. steps: batches of an epoch. updates: of the optimizer in an
-    epoch. state: position and history. sums: of the epoch so far. stop_reason: why the run ended.
+    epoch. state: position and history. sums: of the epoch so far. lr_scale: factor on the learning
+    rate of further steps, which callbacks set and checkpoints keep. stop_reason: why the run ends.
     write_error: of the last checkpoint, if it could not be written.
     """
 
@@ -65,40 +64,37 @@ class Run:
         self, arguments: TrainArguments, distributed: DistributedContext, reporter: Reporter
     ) -> None:
         """Open the data and make the model. Raises UsageError and ShardError."""
-        config, self.folder = arguments.config(), os.fspath(arguments.out)
-        resume, self.arguments = arguments.resume, arguments
+        self.arguments, self.folder = arguments, os.fspath(arguments.out)
+        config = self.config = arguments.config()
         if distributed.leads:  # other ranks may see files that it has written already
-            check_out(self.folder, overwrite=arguments.overwrite, resume=resume)
-        self.config = config
-        self.checkpoint, self.unreadable = (
-            read_last(os.path.join(self.folder, CHECKPOINTS)) if resume else (None, [])
+            check_out(self.folder, overwrite=arguments.overwrite, resume=arguments.resume)
+        checkpoint, self.unreadable = (
+            read_last(os.path.join(self.folder, CHECKPOINTS)) if arguments.resume else (None, [])
         )
-        checkpoint = self.checkpoint
+        self.checkpoint = checkpoint
         train, val, task = open_data(arguments.urls, arguments.val, config, checkpoint)
         self.train_set, self.val_set, self.task = train, val, task
         self.val_fingerprint = None if val is None else val.fingerprint
-        if val is None:
-            check_validation(arguments, config)
-        check_objects(arguments, config, task)
+        check_objects(arguments, config, task, has_val=val is not None)
         device = device_of(config.device, distributed)
         train_fields, val_fields = run_fields(arguments, train, val, task, config)
-        torch.manual_seed(config.seed)
+        inputs = ModelInputs(specs_of(train_fields))
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
-        inputs, name = ModelInputs(specs_of(train_fields)), config.model
+        torch.manual_seed(config.seed)
         net = build(
             arguments.model,
             task.outputs,
             inputs.image_size or max(config.image_shape),
-            title=name,
-            pretrained=model_weights.uses_timm_weights(name, weights),
+            title=config.model,
+            pretrained=model_weights.uses_timm_weights(config.model, weights),
             is_dense=task.is_dense,
         )
-        self.model = check_shapes(net, name, inputs, task.output_shape(inputs.image_shape))
-        self.weights = None
-        if weights is not None:
-            self.weights = model_weights.load(
-                self.model, config.model, weights, [head.classes for head in task.heads]
-            )
+        shape = task.output_shape(inputs.image_shape)
+        self.model = check_shapes(net, config.model, inputs, shape)
+        classes = [head.classes for head in task.heads]
+        self.weights = (
+            model_weights.load(self.model, config.model, weights, classes) if weights else None
+        )
         self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
         # lanes of the run that is resumed, so that it may have another number of processes
         lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
@@ -112,13 +108,15 @@ class Run:
             balance=config.balance,
             lanes=lanes,
         )
-        self.val_loader = None
-        if val is not None:
-            self.val_loader = run_loader(val, with_targets(val_fields, task), config, distributed)
+        self.val_loader = (
+            run_loader(val, with_targets(val_fields, task), config, distributed)
+            if val is not None
+            else None
+        )
+        former: ModelInputs | model_weights.LoadedWeights | None = self.weights
         if checkpoint is not None:
-            normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
-        else:
-            normalization = (self.weights and self.weights.normalization) or Normalization()
+            former = ModelInputs.from_state(checkpoint["inputs"])
+        normalization = (former and former.normalization) or Normalization()
         self.setup = Setup(
             task=task,
             config=config,
@@ -134,13 +132,9 @@ class Run:
         self.checkpoints: Checkpoints | None = None  # where this process writes
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
-        self.checkpoints_due = CheckpointSchedule(config, distributed)
-        self.state, self.sums = (
-            TrainerState(),
-            EpochSums(task, device, has_outputs=arguments.training_step is None),
-        )
-        self.stop_reason = ""
-        self._asked_to_stop: str | None = None
+        has_outputs = arguments.training_step is None
+        self.state, self.sums = TrainerState(), EpochSums(task, device, has_outputs=has_outputs)
+        self.lr_scale, self.stop_reason = 1.0, ""
         self.write_error: StorageError | None = None
 
     def check_agreement(self) -> None:
@@ -159,7 +153,7 @@ class Run:
     def start(self) -> None:
         """Place the model on its device, and make its optimizer. Collective."""
         config, device, distributed = self.config, self.setup.device, self.setup.distributed
-        model = self.model
+        model, criterion = self.model, self.setup.criterion_modules
         if config.channels_last and not config.fsdp:  # which splits contiguous tensors only
             model = model.to(memory_format=torch.channels_last)
         if config.sync_batchnorm and distributed.size > 1:
@@ -173,17 +167,11 @@ class Run:
         self.model = distributed.place(model, device, shards=config.fsdp)
         if self.average is not None:
             self.average.model = distributed.place(self.average.model, device, shards=config.fsdp)
-        factory = self.arguments.optimizer
-        self.optimizer = make_optimizer(
-            self.model,
-            config,
-            None if isinstance(factory, str) else factory,
-            self.setup.criterion_modules,
-        )
+        self.optimizer = make_optimizer(self.model, config, self.arguments.optimizer, criterion)
         groups = self.optimizer.param_groups
         self.peak_rates = [float(group["lr"]) * group["lr_scale"] for group in groups]
         self.schedule = Schedule(config, self.updates, max(float(group["lr"]) for group in groups))
-        distributed.broadcast(self.setup.criterion_modules.state_dict().values())
+        distributed.broadcast(criterion.state_dict().values())
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [
             class_weights(self.train_set, head, config.class_weights, device)
@@ -191,7 +179,7 @@ class Run:
         ]
         batch_augmentation(self.task, self.setup.inputs, config, 0)  # raises UsageError
         self.blocks = blocks_of(self.model) if config.grad_checkpointing else []
-        self.started_at = time.monotonic()
+        self.started_at = self.saved_at = time.monotonic()
         self.wrap()
 
     def wrap(self) -> None:
@@ -211,18 +199,9 @@ class Run:
         """Whether this process writes and reports."""
         return self.setup.distributed.leads
 
-    @property
-    def lr_scale(self) -> float:
-        """Factor on the learning rate of further steps. Checkpoints keep it."""
-        return self.state.lr_scale
-
-    @lr_scale.setter
-    def lr_scale(self, value: float) -> None:
-        self.state.lr_scale = float(value)
-
     def stop(self, reason: str) -> None:
         """End the run after this step. Call it on every rank."""
-        self._asked_to_stop = reason
+        self.stop_reason = reason or "a callback stopped it"
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Call this method of each callback that has it."""
@@ -240,9 +219,8 @@ class Run:
     @property
     def lr(self) -> float:
         """Learning rate of the last step, without the factors of layers."""
-        rates = zip(self.optimizer.param_groups, self.peak_rates, strict=True)
-        shares = [group["lr"] / peak for group, peak in rates if peak]
-        return shares[0] * self.schedule.peak if shares else 0.0
+        groups = [group for group in self.optimizer.param_groups if group["lr_scale"]]
+        return max((float(group["lr"]) / group["lr_scale"] for group in groups), default=0.0)
 
     @property
     def title(self) -> str:
@@ -252,17 +230,15 @@ class Run:
     @property
     def is_stopped(self) -> bool:
         """Whether a callback ended the run in the middle of an epoch."""
-        return self._asked_to_stop is not None and self.state.step < self.steps
+        return bool(self.stop_reason) and self.state.step < self.steps
 
-    @property
-    def end_reason(self) -> str | None:
-        """Why the run is over; None if it goes on."""
-        if self._asked_to_stop is not None:
-            return self._asked_to_stop
-        reason, epochs = self.monitor.stop_reason(self.state.since_best), self.config.epochs
-        if reason is None and self.state.epoch >= epochs:
-            return "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
-        return reason
+    def is_over(self) -> bool:
+        """Return whether the run ends here; `stop_reason` says why."""
+        epochs, reason = self.config.epochs, self.monitor.stop_reason(self.state.since_best)
+        if not reason and self.state.epoch >= epochs:
+            reason = "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
+        self.stop_reason = self.stop_reason or reason
+        return bool(self.stop_reason)
 
     def check_finite(self, sums: Mapping[str, float]) -> None:
         """Raise Diverged if a loss or a weight is not finite. With 16 bits losses may be so.
@@ -283,7 +259,7 @@ class Run:
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint. A failure is reported, and kept in `write_error`. Collective."""
-        self.checkpoints_due.restart()
+        self.saved_at = time.monotonic()
         sums, state = self.sums.read(self.setup.distributed), self.state
         self.check_finite(sums)
         checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
@@ -307,7 +283,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     position = {"epoch": epoch, "step": step, "bad": int(sums["bad"]) if step else 0}
     if step and run.setup.distributed.size > 1:
         del position["bad"]  # each rank counts its own
-    raw = {"raw": model_state(run.model)} if run.average is not None else {}
+    raw = {"raw": whole(run.model.state_dict())} if run.average is not None else {}
     objects: dict[str, Any] = {
         "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)]
     }
@@ -316,11 +292,11 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         **{name: value for name, value in objects.items() if value},
         **run.arguments.own_losses,
         "format": FORMAT,
-        "model": model_state(run.scored_model),
+        "model": whole(run.scored_model.state_dict()),
         **raw,
-        "optimizer": optimizer_state(run.optimizer),
+        "optimizer": whole(run.optimizer.state_dict()),
         "scaler": run.scaler.state_dict(),
-        "state": dict(vars(state)),
+        "state": {**vars(state), "lr_scale": float(run.lr_scale)},
         "sums": dict(sums),
         "loader": {**run.loader.state_dict(), **position},
         "val": run.val_fingerprint,
@@ -363,13 +339,9 @@ def resume(run: Run) -> None:
     run.scaler.load_state_dict(checkpoint["scaler"])
     for callback, (_, state) in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
         callback.load_state_dict(state)
-    if former.epochs != run.config.epochs and run.config.schedule != "constant":
-        report(
-            f"epochs was {former.epochs}, is {run.config.epochs}: the learning rate follows "
-            f"the schedule of {run.config.epochs} epochs"
-        )
-    run.state = TrainerState(**checkpoint["state"])
-    run.state.history = list(run.state.history)
+    state = dict(checkpoint["state"])
+    run.lr_scale = state.pop("lr_scale")
+    run.state = TrainerState(**state)
     if run.is_leader:  # the sums of all processes
         run.sums.load(checkpoint["sums"])
     report(f"resuming at epoch {run.state.epoch + 1}, step {run.state.step} of {run.steps}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ class TrainerState:
     """Position and history of a run.
 
     step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs
-    that did not improve on it by more than min_delta.
-    lr_scale: factor on the learning rate, set by callbacks. seconds: of the epoch so far, by stage.
+    that did not improve on it by more than min_delta. seconds: of the epoch so far, by stage.
     """
 
     epoch: int = 0
@@ -36,7 +34,6 @@ class TrainerState:
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, float] | None = None
     since_best: int = 0
-    lr_scale: float = 1.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     verdict: str = ""
 
@@ -51,32 +48,29 @@ class EpochSums:
     """Sums of the epoch so far on this process. values: of `names`, in float64.
 
     They stay on the device, so that a step does not wait for it. Names: loss (of finite losses),
-    samples, overflowed (losses that are not finite), skipped (steps whose gradient 16 bits could not
-    hold), bad (samples that cannot be read), "head NAME".
+    samples, overflowed (losses that are not finite), "head NAME", skipped (steps whose gradient 16
+    bits could not hold), bad (samples that cannot be read).
     """
 
     def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
         """has_outputs: `add` gets outputs, so there are sums of heads."""
         self._task = task
-        self._heads = [head.has_accuracy and has_outputs for head in task.heads]
-        heads = [f"head {head.name}" for head in compress(task.heads, self._heads)]
-        self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
+        heads = [f"head {head.name}" for head in task.heads if has_outputs and head.has_accuracy]
+        self.names = ["loss", "samples", "overflowed", *heads, "skipped", "bad"]
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, outputs: Tensor | None, targets: Sequence[Tensor], losses: Tensor) -> None:
         """Add a batch."""
-        losses = losses.double()
-        is_finite, none = losses.isfinite(), losses.new_zeros(())
+        is_finite = losses.isfinite()
         # len(losses) would be copied from the host, which waits for the device
-        count = torch.ones_like(losses).sum()
-        sums = [losses.masked_fill(~is_finite, 0.0).sum(), count, (~is_finite).double().sum()]
-        sums += [none, none]
+        parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
         if outputs is not None:
-            parts = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
-            for head, own, target in compress(parts, self._heads):
-                sums.append(head.right(own, target).double().sum())
-        self.values += torch.stack(sums)
+            columns = self._task.split(outputs.detach())
+            heads = zip(self._task.heads, columns, targets, strict=True)
+            parts += [head.right(own, true) for head, own, true in heads if head.has_accuracy]
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        self.values[: len(sums)] += sums
 
     def count(self, name: str, number: int | Tensor) -> None:
         """Add to "bad" or "skipped". number: on the device, or 0 as a rule."""
@@ -118,23 +112,23 @@ class Monitor:
             )
         self.maximizes = maximizes
 
-    def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Return whether a value improves on the best by more than min_delta. NaN never does."""
-        if math.isnan(value):
-            return False
-        if best is None or math.isnan(best):
-            return True
-        return value > best + min_delta if self.maximizes else value < best - min_delta
+    def improves(self, value: float, best: float, min_delta: float = 0.0) -> bool:
+        """Return whether a value improves on the best by more than min_delta.
+
+        NaN never does, and every number improves on NaN.
+        """
+        gain = value - best if self.maximizes else best - value
+        return gain > min_delta or (math.isnan(best) and not math.isnan(value))
 
     def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
         """Return whether an epoch is the best so far. Without validation every epoch is."""
         if val is None or best is None:
             return True
-        return self.improves(val.get(self.name, math.nan), best.get(self.name))
+        return self.improves(val.get(self.name, math.nan), best.get(self.name, math.nan))
 
     def waits(self, history: Sequence[Mapping[str, Any]], min_delta: float = 0.0) -> list[int]:
         """Return for each epoch how many epochs up to it did not improve on the best before."""
-        best, waited, waits = None, 0, []
+        best, waited, waits = math.nan, 0, []
         for line in history:
             value = line.get("val", {}).get(self.name, math.nan)
             waited += 1
@@ -145,27 +139,22 @@ class Monitor:
 
     def plateaus(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Return how often the schedule "plateau" dropped the learning rate."""
-        if self._config.schedule != "plateau":
-            return 0
         every = self._config.plateau_epochs
         return sum(waited > 0 and waited % every == 0 for waited in self.waits(history))
 
-    def stop_reason(self, since_best: int) -> str | None:
-        """Return why training ends early; None if it goes on. since_best: epochs."""
+    def stop_reason(self, since_best: int) -> str:
+        """Return why training ends early; "" if it goes on. since_best: epochs."""
         if not 0 < self._config.patience <= since_best:
-            return None
+            return ""
         return (
             f"{self.name} did not improve for {since_best} epochs "
             f"(patience={self._config.patience}). Raise patience, or set it to 0, to go on."
         )
 
-    def check(self, val: Mapping[str, float]) -> str | None:
-        """Return a warning if validation lacks the metric. Raises UsageError if it was asked for."""
-        if self.name in val:
-            return None
-        if self._config.monitor is not None:
+    def check(self, val: Mapping[str, float]) -> None:
+        """Raise UsageError if validation lacks the metric that the option names."""
+        if self._config.monitor is not None and self.name not in val:
             raise UsageError(
                 f"monitor={self.name!r} is not among the metrics of validation.",
                 f"Use one of: {', '.join(sorted(val))}.",
             )
-        return f"{self.name} is undefined on this validation data."

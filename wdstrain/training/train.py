@@ -13,13 +13,13 @@ import os
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import WdstrainError
@@ -30,7 +30,14 @@ from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
 from wdstrain.training.arguments import TrainArguments
 from wdstrain.training.config import Config
-from wdstrain.training.distributed import DistributedContext, SignalHandler, Stopped, raise_stopped
+from wdstrain.training.distributed import (
+    GO_ON,
+    SAVE,
+    DistributedContext,
+    SignalHandler,
+    Stopped,
+    raise_stopped,
+)
 from wdstrain.training.inputs import batch_augmentation
 from wdstrain.training.models import checkpointed
 from wdstrain.training.report import (
@@ -58,8 +65,8 @@ class TrainResult:
 
     folder: str
     task: Task
-    model: nn.Module
-    epochs: list[dict[str, Any]] = field(default_factory=list)
+    model: nn.Module = field(repr=False)
+    epochs: list[dict[str, Any]] = field(default_factory=list, repr=False)
     best: dict[str, float] | None = None
     stop_reason: str = ""
     monitor: str = ""
@@ -68,10 +75,6 @@ class TrainResult:
     def val(self) -> dict[str, float]:
         """Validation metrics of the last epoch."""
         return self.epochs[-1].get("val", {}) if self.epochs else {}
-
-    def __repr__(self) -> str:
-        last = {name: round(value, 4) for name, value in self.val.items()}
-        return f"TrainResult({self.folder!r}, {len(self.epochs)} epochs, val={last})"
 
 
 @takes(TrainArguments)
@@ -87,14 +90,13 @@ def train(arguments: TrainArguments) -> TrainResult:
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         run = Run(arguments, distributed, reporter)
+        # before the others, so that a signal ends none of their exits
+        signals = stack.enter_context(SignalHandler().watched())
         for loader in filter(None, (run.loader, run.val_loader)):
             stack.callback(loader.close)
-        stack.enter_context(_arithmetic(run.config, run.setup.device))
+        _set_arithmetic(run.config, run.setup.device, stack)
         stack.enter_context(distributed.joined(run.setup.device))
         run.check_agreement()
-        signals = stack.enter_context(SignalHandler().watched())
-        # inside the handler: between the two, a signal could end the process before it reports
-        stack.enter_context(distributed.explained())
         run.start()
         for line in _start_lines(run):
             reporter.line(textwrap.fill(line, 79, subsequent_indent="  "))
@@ -138,24 +140,19 @@ def _start_lines(run: Run) -> list[str]:
     return lines
 
 
-@contextmanager
-def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
-    """Set deterministic algorithms and TF32 for a run, and restore them after it."""
-    algorithms, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
-    precision = torch.get_float32_matmul_precision()
+def _set_arithmetic(config: Config, device: torch.device, stack: ExitStack) -> None:
+    """Set deterministic algorithms and TF32 for a run. stack: restores them."""
+    cudnn = torch.backends.cudnn
+    stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
     if config.deterministic:
         if device.type == "cuda":  # cuBLAS reads it when it is first used
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        cudnn.benchmark = False
     if config.tf32:
         torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(algorithms)
-        torch.backends.cudnn.benchmark = benchmark
-        torch.set_float32_matmul_precision(precision)
 
 
 # --- epochs ---------------------------------------------------------------------------------------
@@ -170,25 +167,22 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """
     run.call("on_train_start")
     try:
-        while (reason := run.end_reason) is None:
+        while not run.is_over():
             _train_epoch(run, signals, log)
             if not run.is_stopped:
                 _finish_epoch(run, signals, log)
-        run.stop_reason = reason
-    except Diverged:
-        raise
     except (WdstrainError, Stopped) as error:
         is_signal = isinstance(error, Stopped)
-        if not is_signal and run.setup.distributed.size > 1:
+        if isinstance(error, Diverged) or (run.setup.distributed.size > 1 and not is_signal):
             raise
         run.save()
-        if is_signal and run.write_error is not None:  # there is no checkpoint to announce
-            raise run.write_error from None
-        if not is_signal and run.write_error is None:
+        if run.write_error is None:
+            place = f"{run.title}, step {run.state.step}"
             run.setup.reporter.line(
-                f"A checkpoint of {run.title}, step {run.state.step}, was written. "
-                f"Resume continues from it."
+                f"A checkpoint of {place}, was written. Resume continues from it."
             )
+        elif is_signal:  # there is no checkpoint to announce
+            raise run.write_error from None
         raise
     if run.state.step:
         run.save()
@@ -211,13 +205,14 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
     augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
     batches, progress = to_device(epoch, device, augmentation), StepLog(run, log)
+    plateaus = run.monitor.plateaus(state.history)
     while state.step < run.steps:
-        state.step += _take_step(run, epoch, batches, signals, progress)
+        state.step += _take_step(run, epoch, batches, signals, progress, plateaus)
         progress.update()
         run.call("on_step_end")
         if run.is_stopped:
             break
-        if state.step < run.steps and run.checkpoints_due.is_due(state.step, signals):
+        if state.step < run.steps and _checkpoint_is_due(run, signals):
             run.save()
     consumer = "GPU" if device.type == "cuda" else "model"
     state.verdict = verdict(run.loader.report(), progress.seconds, consumer)
@@ -231,8 +226,8 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     begin = time.monotonic()
     passes = _validate(run, signals)
     metrics = epoch_metrics(run, passes) | {"val_seconds": time.monotonic() - begin}
-    if passes and not state.history and (warning := run.monitor.check(metrics["val"])):
-        report(warning)
+    if passes:
+        run.monitor.check(metrics["val"])
     former, is_best = state.best, run.monitor.is_best(metrics.get("val"), state.best)
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
@@ -247,6 +242,22 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     run.save(best=is_best)  # last: it has what callbacks changed
     if is_best and run.write_error is not None:
         state.best = former
+
+
+def _checkpoint_is_due(run: Run, signals: SignalHandler) -> bool:
+    """Return whether to write a checkpoint between two steps, by count of steps or by the clock.
+
+    Raises Stopped after a signal. Collective.
+    """
+    step, config, wish, now = run.state.step, run.config, GO_ON, time.monotonic()
+    seconds = 60 * config.checkpoint_minutes
+    if seconds and run.is_leader and now > run.saved_at + seconds:
+        wish, run.saved_at = SAVE, now  # asked once; all processes write it one step later
+    wish = raise_stopped(signals, run.setup.distributed, wish)
+    # A count of steps is the same on all processes and needs no exchange.
+    every = config.checkpoint_every
+    is_counted = bool(every) and step // every > (step - config.accumulate) // every
+    return is_counted or wish == SAVE
 
 
 def _validate(run: Run, signals: SignalHandler) -> Passes:
@@ -280,15 +291,16 @@ def _take_step(
     batches: Iterator[dict[str, Any]],
     signals: SignalHandler,
     progress: StepLog,
+    plateaus: int,
 ) -> int:
     """Take one step of the optimizer, and return the number of batches that it used.
 
-    batches: of the epoch, on the device.
+    batches: of the epoch, on the device. plateaus: how often validation stopped improving.
     """
     state, config, distributed = run.state, run.config, run.setup.distributed
     group = min(config.accumulate, run.steps - state.step)
     update = state.epoch * run.updates + state.step // config.accumulate
-    rate = run.schedule(update, run.monitor.plateaus(state.history)) * state.lr_scale
+    rate = run.schedule(update, plateaus) * float(run.lr_scale)
     for values, peak in zip(run.optimizer.param_groups, run.peak_rates, strict=True):
         values["lr"] = peak * rate
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
@@ -345,23 +357,16 @@ def _update_weights(run: Run, update: int) -> None:
     for parameter in own:  # DDP shares the gradients of the model only
         if parameter.grad is not None:
             parameter.grad = distributed.reduce(parameter.grad) / distributed.size
-    if config.clip_norm or config.clip_value:
-        run.scaler.unscale_(run.optimizer)
+    run.scaler.unscale_(run.optimizer)
     if config.clip_value:
         nn.utils.clip_grad_value_(parameters, config.clip_value)
     elif config.clip_norm:
         nn.utils.clip_grad_norm_(parameters, config.clip_norm)
-    scale = _loss_scale(run)
+    one = torch.ones((), device=run.setup.device)
+    scale = run.scaler.scale(one)  # as a tensor, so that the step does not wait for the device
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    if scale is not None and run.is_leader:  # other ranks skip the same steps
-        run.sums.count("skipped", cast(Tensor, _loss_scale(run)) < scale)
+    if run.scaler.is_enabled() and run.is_leader:  # other ranks skip the same steps
+        run.sums.count("skipped", run.scaler.scale(one) < scale)
     if run.average is not None:
         run.average.update(run.model, update)
-
-
-def _loss_scale(run: Run) -> Tensor | None:
-    """Return the scale of the loss with fp16, without waiting for the device."""
-    if not run.scaler.is_enabled():
-        return None
-    return run.scaler.scale(torch.ones((), device=run.setup.device))
