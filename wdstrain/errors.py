@@ -11,8 +11,8 @@
 
 A problem states the value and the rule, with shard, key and offset where there is one; a hint says
 what to do next. The text of an exception is both, in the words of Python; the command line shows
-them in the words of the shell. One string is enough to make each of them: torch and pickle rebuild
-the exception of another process from its text.
+them in the words of the shell. One string is enough to make each of them: torch rebuilds the
+exception of a worker process from its text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class WdstrainError(Exception):
         super().__init__(f"{problem} {hint}" if hint else problem)
         self.problem, self.hint = problem, hint
 
-    def __reduce__(self) -> tuple[type[WdstrainError], tuple[str]]:
-        return type(self), (str(self),)
+    def __reduce__(self) -> tuple[type[WdstrainError], tuple[str, str]]:
+        return type(self), (self.problem, self.hint)
 
 
 class UsageError(WdstrainError):
