@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # characters of a class's name
-_SHOWN = 24  # samples of `show`, unless --limit is given; of each named class, a third of it
+_SHOWN = 24  # samples of `show`, unless --limit is given
 _MOST = 20  # findings that are printed one by one
 
 
@@ -70,9 +70,7 @@ def _print_bars(counts: dict[str, int]) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    words = given(arguments, PeekOptions)
-    words.setdefault("n", _SHOWN // 3 if words.get("classes") else _SHOWN)
-    options = PeekOptions(**words)
+    options = PeekOptions(**{"n": _SHOWN, **given(arguments, PeekOptions)})
     if arguments.out:
         check_ending(arguments.out)
 
@@ -87,17 +85,8 @@ def _show(arguments: argparse.Namespace) -> int:
     notes = [f"{view.shard}: '{view.key}' at offset {view.offset}: {view.error}" for view in bad]
     for note in [*notes, *peeked.notes]:
         print_message(note)
-    report = {
-        "title": peeked.title,
-        "notes": list(peeked.notes),
-        "shown": len(peeked),
-        "broken": len(bad),
-        "file": file,
-        "samples": [view.as_dict() for view in peeked],
-    }
-    errors = str(len(bad) or "none")
-    rows = [("shown", peeked.title), ("with an error", errors), ("written to", file or "")]
-    result(arguments, report, rows)
+    rows = [("shown", peeked.title), ("broken", str(len(bad))), ("file", file or "")]
+    result(arguments, {**peeked.as_dict(), "file": file}, rows)
     return 0
 
 

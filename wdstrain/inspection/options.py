@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Order = Literal["first", "random", "classes"]
 
 MAX_SHOWN = 1000  # samples of one call of `peek`
-_MAX_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class PeekOptions(CheckedOptions):
     )
     n: int = option(
         5,
-        "number of samples; with --class, of each class (default: 24; with --class 8)",
+        "number of samples; with --class, of each class (default: 24)",
         python="number of samples; with classes, of each class (default: 5)",
         metavar="N",
         flag="-n --limit",
@@ -93,33 +92,10 @@ class PeekOptions(CheckedOptions):
         "classes)",
         metavar="NAME",
     )
-    seed: int = option(0, "seed of random choices and of augmentation", metavar="N", least=0)
-    augment: str | None = option(
-        None,
-        "show images as a loader augments them: rrc, flip, trivialaugment, randaugment, with + "
-        "between",
-        metavar="WORDS",
-    )
-    image_size: int | None = option(
-        None,
-        "show images as a loader resizes them, with this side in pixels (default with an "
-        "augmentation: 224)",
-        metavar="N",
-        least=1,
-    )
-    epoch: int | None = option(None, "epoch of that loader (default: 0)", metavar="N", least=0)
-    copies: int | None = option(
-        None,
-        f"show each image as in this many epochs, side by side, 1 to {_MAX_COPIES} (default: 1)",
-        metavar="N",
-        least=1,
-    )
+    seed: int = option(0, "seed of random choices", metavar="N", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
-
-        Augment.parse(self.augment)
         for name in ("classes", "keys"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -138,25 +114,6 @@ class PeekOptions(CheckedOptions):
                 "samples are chosen by key, by class or at random.",
                 "Give only one of these.",
             )
-        for name in ("epoch", "copies"):
-            if getattr(self, name) is not None and not self.is_augmented:
-                raise UsageError(
-                    f"{name}={getattr(self, name)} needs augment=... or image_size=..., which "
-                    "show images as a loader delivers them.",
-                    "Add one of these.",
-                )
-        if self.copies is not None and self.copies > _MAX_COPIES:
-            raise UsageError(f"copies={self.copies}: must be 1 to {_MAX_COPIES}.")
-
-    @property
-    def is_augmented(self) -> bool:
-        """Whether images are shown as a loader delivers them."""
-        return self.augment is not None or self.image_size is not None
-
-    @property
-    def epochs(self) -> range:
-        """Epochs whose augmentation is shown."""
-        return range(self.epoch or 0, (self.epoch or 0) + (self.copies or 1))
 
 
 @dataclass(frozen=True)
