@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 3383,
     "inspection": 1788,
     "loader": 1223,
-    "shards": 2219,
+    "shards": 2200,
     "decode": 1357,
     "storage": 1113,
     "reader": 506,

@@ -208,7 +208,7 @@ def test_where_selects_the_rows_of_index_where(
     [
         ("n > 99", SourceError, "none of 2 rows meets where='n > 99'"),
         ("m > 1", UsageError, "there is no column 'm'.*file, n"),
-        ("flie == ''", UsageError, "there is no column 'flie'. Did you mean file?"),
+        ("flie == ''", UsageError, "there is no column 'flie'. Use one of: "),
         ("size > 1", UsageError, "there is no column 'size'"),
         ("n >", UsageError, "is no condition"),
     ],

@@ -28,7 +28,6 @@ from wdstrain.shards.kinds import (
     Array,
     Classes,
     ColumnInfo,
-    classes_of,
     json_place,
     names_of,
     number_of,
@@ -127,7 +126,7 @@ class LabelField:
     def _stored(self) -> Classes:
         """Numbers of the classes in the shards."""
         by_name = self.by_name or self.entry is not None
-        return classes_of(self.stored or self.classes, by_name=by_name)
+        return Classes(self.stored or self.classes, by_name=by_name)
 
 
 def label(

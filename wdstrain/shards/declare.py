@@ -37,9 +37,9 @@ from wdstrain.shards.kinds import (
     FLAG_CLASSES,
     KINDS,
     NOT_A_COLUMN,
+    Classes,
     ColumnInfo,
     Place,
-    classes_of,
     json_place,
     names_of,
     scalar,
@@ -116,18 +116,17 @@ def _with_former(index: Index, document: Index, index_path: str) -> Index:
     with suppress(ShardError):
         former = load(index_path)
     for number, shard in enumerate(index.shards):
+        shard = replace(shard, split=splits.get(shard.name, ""))
         part, old = index.pick([number]), picked(former, [shard.path])
         if old.shards and _is_same(old, part, {field for field, _ in places}):
             part = replace(old, shards=(replace(shard, sha256=old.shards[0].sha256),))
         else:
             new.append(shard.name)
+            part = replace(part, shards=(shard,))
             part = with_labels(read_columns(part, places), labels)
-        parts.append(replace(part, labels=()))
-    info = {**document.info, **index.info}
-    merged = replace(join(parts), labels=labels, info=info)
-    shards = tuple(replace(s, split=splits.get(s.name, "")) for s in merged.shards)
-    merged = replace(merged, shards=shards)
-    if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
+        parts.append(part)
+    merged = replace(join(parts), info={**document.info, **index.info})
+    if "samples" in merged.info:
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
         if label.is_class and label.entry is None:
@@ -259,13 +258,10 @@ def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
 
 def column_rows(index: Index) -> list[tuple[str, str]]:
     """Return (name, description) of each column, with the number of samples that lack a value."""
-    rows = []
-    for column in index.columns:
-        missing = column.values.null_count
-        shown = f"{len(column.classes)} classes" if column.kind == "class" else column.kind
-        note = f", {missing} samples have none" if missing else ""
-        rows.append((printable(f"column {column.name}"), shown + note))
-    return rows
+    return [
+        (printable(f"column {c.name}"), f"{c.summary}, {c.values.null_count} samples have none")
+        for c in index.columns
+    ]
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -425,5 +421,5 @@ def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> l
     if isinstance(value, list):
         return names_of(value)
     with suppress(SampleError, IndexError):  # tables store names, which may look like numbers
-        return [classes[classes_of(tuple(classes), by_name=entry is not None).number(value)]]
+        return [classes[Classes(classes, by_name=entry is not None).number(value)]]
     return [str(value)]

@@ -90,7 +90,7 @@ class ColumnInfo:
         It raises SampleError for a value that the label cannot have.
         """
         if self.is_class:
-            return classes_of(self.classes, by_name=self.entry is not None).number
+            return Classes(self.classes, by_name=self.entry is not None).number
         return KINDS[self.kind].read
 
     @property
@@ -218,12 +218,6 @@ class Classes:
         raise SampleError(
             f"{number} is not a class: they are 0 to {self._count - 1 if self._count else 'n'}"
         )
-
-
-@lru_cache(maxsize=256)
-def classes_of(names: tuple[str, ...], *, by_name: bool) -> Classes:
-    """Return the numbers of these classes; see `Classes`."""
-    return Classes(names, by_name=by_name)
 
 
 def number_of(value: Any) -> float:

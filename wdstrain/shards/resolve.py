@@ -246,16 +246,7 @@ def recall_or_scan(
 
 
 def recall(paths: Sequence[str]) -> dict[str, Index]:
-    """Return the indexes of the shards among `paths` that an earlier scan stored.
-
-    Raises UsageError for a shard that was not finished.
-    """
-    for path in paths:
-        if path.endswith(".tmp"):
-            raise UsageError(
-                f"{path} is a shard that was not finished.",
-                "Run the conversion again.",
-            )
+    """Return the indexes of the shards among `paths` that an earlier scan stored."""
     with _threads(_THREADS) as threads:
         known = dict(zip(paths, threads.map(_recalled, paths), strict=True))
     return {path: index for path, index in known.items() if index is not None}
@@ -339,11 +330,8 @@ def _scanned_and_stored(
         known[part.shards[0].path] = part
         is_stored, now = remember(part), time.perf_counter()
         if now - last > _PAUSE:
-            last, left = now, (now - begun) * (len(paths) / len(known) - 1)
-            log(
-                f"{shown_path(paths[0])}: {len(known)} of {len(paths)} shards without an index "
-                f"are scanned, about {left:.0f} s to go. {_ADVICE}"
-            )
+            last, done = now, f"{len(known)} of {len(paths)} shards without an index are scanned"
+            log(f"{shown_path(paths[0])}: {done} after {now - begun:.0f} s. {_ADVICE}")
     if known:
         scanned, seconds = _joined([*known.values()]), max(time.perf_counter() - begun, 1e-9)
         skipped = skipped_text(scanned.info.get("ignored", {}))

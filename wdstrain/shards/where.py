@@ -17,7 +17,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -234,9 +233,7 @@ class _Condition:
                 ", size.FIELD or has.FIELD. Numbers, short texts, true and false, and lists of "
                 "names in a field become columns by `wdstrain index --columns`"
             )
-        near = get_close_matches(name, names, 1)
-        meant = f"Did you mean {printable(near[0])}? " if near else ""
-        return problem, f"{meant}Use one of: {_listed(names)}{also}."
+        return problem, f"Use one of: {_listed(names)}{also}."
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
@@ -267,13 +264,14 @@ class _Condition:
                 return pa.scalar(-number)  # -2**63 fits, and 2**63 does not
             case ast.UnaryOp(ast.USub(), operand):
                 return self._value(ast.BinOp(ast.Constant(0), ast.Sub(), operand))
-            case ast.BinOp() if type(node.op) in _OPERATIONS:
-                return self._calculated(node)
+            case ast.BinOp(left, operator, right) if type(operator) in _ON_NUMBERS:
+                a, b = self._value(left), self._value(right)
+                return self._applied(type(operator), a, b, ast.unparse(node))
             case ast.Compare():
                 values, shown = [self._value(node.left)], ast.unparse(node)
                 values += map(self._value, node.comparators)
                 sides = zip(node.ops, values, values[1:], strict=False)
-                parts = (self._compared(type(op), a, b, shown) for op, a, b in sides)
+                parts = (self._applied(type(op), a, b, shown) for op, a, b in sides)
                 return reduce(pc.and_kleene, parts)
             case ast.Call(ast.Name("len"), [operand], []):
                 return self._called(ast.Call(ast.Attribute(operand, "len"), [], []))
@@ -294,10 +292,10 @@ class _Condition:
             )
         return value
 
-    def _compared(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
-        """Return the result of one comparison. shown: the text, for error messages."""
+    def _applied(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
+        """Return the result of a comparison or calculation. shown: the text, for error messages."""
         if operator in _OPPOSITES:
-            return pc.invert(self._compared(_OPPOSITES[operator], a, b, shown))
+            return pc.invert(self._applied(_OPPOSITES[operator], a, b, shown))
         kinds = {_kind(a), _kind(b)}
         if operator is ast.Is and _kind(b) == NOT_A_COLUMN and _kind(a) != "constants":
             return pc.is_null(a)
@@ -306,21 +304,24 @@ class _Condition:
         if operator is ast.In:
             return self._contained(a, b, shown)
         if kinds <= {*_NUMBERS, "class"} and kinds != {"class"}:
-            return _OPERATIONS[operator](*_numbers(a, b))
-        if not kinds <= _TEXTS:
+            a, b = _numbers(a, b)
+            if operator in (ast.Div, ast.Mod) and pc.any(pc.equal(b, 0)).as_py():
+                raise self._error(f"{shown} divides by 0")
+            return _ON_NUMBERS[operator](a, b)
+        if not kinds <= _TEXTS or operator not in _ON_TEXTS:
             described = " with ".join(map(_described, (a, b)))
-            raise self._error(f"{described} cannot be compared: {shown}")
+            raise self._error(f"{described} cannot be compared or calculated: {shown}")
         names = [value.as_py() for value in (a, b) if isinstance(value, pa.Scalar)]
         known = [c for v in (a, b) if _kind(v) == "class" for c in v.dictionary.to_pylist()]
         if operator in (ast.Eq, ast.NotEq) and known and not {*names} <= {*known}:
             unknown = f"there is no class {names[0]!r}"  # a typing error would choose wrongly
             raise self._error(unknown, f"Use one of: {_listed(known)}.")
-        return _OPERATIONS[operator](_as_text(a), _as_text(b))
+        return _ON_TEXTS[operator](_as_text(a), _as_text(b))
 
     def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
         """Return a in b: in a list of constants, in the lists of a column, or in a text."""
         if isinstance(b, list) and b:
-            return reduce(pc.or_kleene, (self._compared(ast.Eq, a, item, shown) for item in b))
+            return reduce(pc.or_kleene, (self._applied(ast.Eq, a, item, shown) for item in b))
         is_text = _kind(a) == "text" and isinstance(a, pa.Scalar)
         if is_text and _kind(b) == "multi":
             rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
@@ -331,21 +332,6 @@ class _Condition:
             f"in looks for a value in a list of constants that is not empty, or for a constant text "
             f"in a column of texts or lists, not {shown}"
         )
-
-    def _calculated(self, node: ast.BinOp) -> Operand:
-        a, b = self._value(node.left), self._value(node.right)
-        if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= _TEXTS:
-            empty = pa.scalar("", pa.large_string())
-            return pc.binary_join_element_wise(_as_text(a), _as_text(b), empty)
-        for value in (a, b):
-            if _kind(value) not in _NUMBERS:
-                raise self._error(
-                    f"{ast.unparse(node)} calculates with {_described(value)}, not a number"
-                )
-        a, b = _numbers(a, b)
-        if isinstance(node.op, (ast.Div, ast.Mod)) and pc.any(pc.equal(b, 0)).as_py():
-            raise self._error(f"{ast.unparse(node)} divides by 0")
-        return _OPERATIONS[type(node.op)](a, b)
 
     def _called(self, node: ast.Call) -> Operand:
         """Return the value of len() or of a method of texts."""
@@ -418,6 +404,10 @@ def _as_text(value: Operand) -> Operand:
     return pc.cast(value, pa.large_string())
 
 
+def _joined(a: Operand, b: Operand) -> Operand:
+    return pc.binary_join_element_wise(a, b, pa.scalar("", pa.large_string()))
+
+
 def _length(value: Operand) -> Operand:
     """Return the number of characters of texts, or of names in lists."""
     return pc.list_value_length(value) if _kind(value) == "multi" else pc.utf8_length(value)
@@ -430,13 +420,17 @@ def _in_lower_case(texts: Operand) -> Operand:
     return mapped(texts, str.lower, pa.large_string())
 
 
-_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
     ast.Lt: pc.less,
     ast.LtE: pc.less_equal,
     ast.Gt: pc.greater,
     ast.GtE: pc.greater_equal,
+}
+_ON_TEXTS = {**_COMPARISONS, ast.Add: _joined}
+_ON_NUMBERS = {
+    **_COMPARISONS,
     ast.Add: pc.add_checked,
     ast.Sub: pc.subtract_checked,
     ast.Mult: pc.multiply_checked,
