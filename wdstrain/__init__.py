@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo as Label
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
-    from wdstrain.training.arguments import Callback
     from wdstrain.training.evaluate import evaluate
     from wdstrain.training.export import export
     from wdstrain.training.predict import predict
+    from wdstrain.training.state import Callback
     from wdstrain.training.train import train
     from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
@@ -146,7 +146,7 @@ _NAMES = {
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
     "training.evaluate": "evaluate",
-    "training.arguments": "Callback",
+    "training.state": "Callback",
     "training.export": "export",
     "training.predict": "predict",
     "training.train": "train",

@@ -245,7 +245,7 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
     ("words", "message"),
     [
         (["train", ".", "--out", "run", "--lr", "-1"], "--lr -1.0: must be a finite number"),
-        (["train", ".", "--out", "run", "--fold", "9/3"], "--fold 9/3: must be K/N"),
+        (["train", ".", "--out", "run", "--fold", "9/3"], "--fold: 9/3 must be K/N"),
     ],
 )
 def test_usage_errors_come_before_torch_is_imported(

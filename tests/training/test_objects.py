@@ -286,7 +286,7 @@ class Misspelled(wt.Callback):
         ({"criterion": {"x": torch.nn.MSELoss()}}, "criterion names 'x', and the labels are cls"),
         (
             {"criterion": torch.nn.CrossEntropyLoss(), "label_smoothing": 0.1},
-            "label_smoothing has no effect with criterion=",
+            "label_smoothing=0.1 has no effect with criterion=",
         ),
         ({"metrics": [torchmetrics.MeanMetric()]}, "metrics=.*must be a dict"),
         ({"optimizer": 3}, "optimizer=3: must be a function of parameter groups"),

@@ -393,9 +393,9 @@ def test_a_config_file_is_read_and_unknown_options_are_refused(tmp_path: Path, e
     ):
         path.write_text({"toml": f"{wrong} = 3\n", "yaml": f"{wrong}: 3\n"}[ending])
         with pytest.raises(UsageError, match=words):
-            read_config(str(path))
+            Config.of(read_config(str(path))[0])
     path.write_text({"toml": "epochs = 'many'\n", "yaml": "epochs: many\n"}[ending])
-    with pytest.raises(UsageError, match="epochs='many' is not a whole number"):
+    with pytest.raises(UsageError, match="epochs='many': must be a whole number"):
         Config.of(read_config(str(path))[0])
     path.write_text("{[")
     with pytest.raises(UsageError, match=f"is no {ending.upper()}"):
@@ -421,8 +421,8 @@ def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
         ({"momentum": 0.5}, "needs optimizer=sgd"),
         ({"optimizer": "adagrad"}, "must be adamw, sgd or module:function"),
         ({"augment": "rrc+blur"}, "'blur' is not known"),
-        ({"batch_size": 2.5}, "not a whole number"),
-        ({"epochs": True}, "not a whole number"),
+        ({"batch_size": 2.5}, "must be a whole number"),
+        ({"epochs": True}, "must be a whole number"),
     ],
 )
 def test_contradicting_options_are_refused(options: dict[str, Any], words: str) -> None:

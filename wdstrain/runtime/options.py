@@ -179,7 +179,7 @@ def _own_first(options: Any) -> inspect.Signature:
         (p.replace(annotation=hints[p.name]) for p in signature.parameters.values()),
         key=lambda parameter: (
             parameter.kind is parameter.KEYWORD_ONLY,
-            parameter.name in inherited,
+            parameter.kind is parameter.KEYWORD_ONLY and parameter.name in inherited,
         ),
     )
     return signature.replace(parameters=parameters)

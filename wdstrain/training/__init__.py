@@ -1,8 +1,8 @@
 """Train models of torchvision, or the user's own, on shards.
 
 train, evaluate, predict, export             train and evaluate, predict, export
-arguments, options, config                   what these take, the checks of it, and callbacks
-run, data, state                             a run: its shards, loaders, model, position and sums
+options, config                              what these take, and the checks of it
+run, data, state                             a run: its shards, model, position, sums and callbacks
 inputs, sources                              inputs of the model
 tasks, heads, metrics                        labels, outputs of the model, losses, and scores
 models, weights, optim                       models by name, weights, trained models, optimizers

@@ -1,7 +1,7 @@
-"""Config: the checked options of a training run, from flags, from a TOML or YAML file, or from Python.
+"""Options of runs and of trained models, from flags, from a TOML or YAML file, or from Python.
 
-`wdstrain.training.options` declares the options. A name that is no option is refused with the
-nearest one. Evaluation and prediction take some options again; a checkpoint has all others.
+`wdstrain.training.options` declares the options. Here they become the arguments of the public
+functions, and are checked. This module does not import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,21 +10,33 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import help_text, option
-from wdstrain.training.options import RunOptions
+from wdstrain.report.terminal import Reporter
+from wdstrain.runtime.options import REQUIRED, help_text, option
+from wdstrain.training.options import LIMITS, RunOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from wdstrain.decode.fields import Field
+    from wdstrain.shards.index import Index
+    from wdstrain.storage.addresses import Urls
+    from wdstrain.training.tasks import Criterion, TrainingStep
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+CONFIG = "config.toml"  # in the folder of a run
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
 _OPTIMIZERS = ("adamw", "sgd")
 
@@ -47,20 +59,20 @@ class Config(RunOptions):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = _typed(field, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-            rule = field.metadata.get("rule")
-            if rule is not None and value is not None and not rule.holds(value):
-                raise UsageError(f"{field.name}={value}: must be {rule.text}.")
-        self._check_combinations()
-        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
-
-        Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)
-
-    def _check_combinations(self) -> None:
-        """Raise UsageError for options that do not go together."""
+            object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         is_own = is_made(self.optimizer)  # which has its own rate
-        for is_broken, *texts in (
+        mixes = bool(self.mixup or self.cutmix)
+        needs = (
+            ("step_epochs", self.schedule == "step", "schedule=step"),
+            ("plateau_epochs", self.schedule == "plateau", "schedule=plateau"),
+            ("momentum", self.optimizer == "sgd", "optimizer=sgd"),
+            ("max_errors", self.on_error == "replace", "on_error=replace"),
+            ("unfreeze_epoch", self.freeze is not None, "freeze"),
+            ("mixup_prob", mixes, "mixup or cutmix"),
+            ("mixup_switch_prob", mixes, "mixup or cutmix"),
+            ("mixup_off_epoch", mixes, "mixup or cutmix"),
+        )
+        refuse(
             (
                 self.warmup >= self.epochs,
                 f"warmup={self.warmup}: must be shorter than the {self.epochs} epochs.",
@@ -74,10 +86,7 @@ class Config(RunOptions):
                 self.min_lr > self.lr and not is_own,
                 f"min_lr={self.min_lr}: must be at most lr={self.lr}.",
             ),
-            (
-                self.clip_norm and self.clip_value,
-                "clip_norm and clip_value: give one of them.",
-            ),
+            (self.clip_norm and self.clip_value, "clip_norm and clip_value: give one of them."),
             (
                 self.grad_checkpointing and self.compile,
                 "grad_checkpointing and compile: give one of them.",
@@ -87,23 +96,18 @@ class Config(RunOptions):
                 f"optimizer={self.optimizer!r}: must be {', '.join(_OPTIMIZERS)} or "
                 f"module:function.",
             ),
-        ):
-            if is_broken:
-                raise UsageError(*texts)
-        mixes = bool(self.mixup or self.cutmix)
-        for name, is_used, owner in (
-            ("step_epochs", self.schedule == "step", "schedule=step"),
-            ("plateau_epochs", self.schedule == "plateau", "schedule=plateau"),
-            ("momentum", self.optimizer == "sgd", "optimizer=sgd"),
-            ("max_errors", self.on_error == "replace", "on_error=replace"),
-            ("unfreeze_epoch", self.freeze is not None, "freeze"),
-            ("mixup_prob", mixes, "mixup or cutmix"),
-            ("mixup_switch_prob", mixes, "mixup or cutmix"),
-            ("mixup_off_epoch", mixes, "mixup or cutmix"),
-        ):
-            value = getattr(self, name)
-            if not is_used and value != OPTIONS[name].default:
-                raise UsageError(f"{name}={value} needs {owner}.")
+            *(
+                (not is_used and not self.has_default(name), f"{name} needs {owner}.")
+                for name, is_used, owner in needs
+            ),
+        )
+        from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
+
+        Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)
+
+    def has_default(self, name: str) -> bool:
+        """Return whether an option has its default value."""
+        return bool(getattr(self, name) == OPTIONS[name].default)
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -115,7 +119,10 @@ class Config(RunOptions):
     def of(cls, values: Mapping[str, Any]) -> Config:
         """Return the options with these values. Raises UsageError for a name that is no option."""
         for name in values:
-            check_known(name, OPTIONS, "options of a training run")
+            if name not in OPTIONS:
+                near = get_close_matches(name, OPTIONS, 1, 0.5)
+                hint = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(OPTIONS)}."
+                raise UsageError(f"{name!r} is none of the options of a training run.", hint)
         return cls(**values)
 
     def toml(self, data: Mapping[str, Any]) -> str:
@@ -148,15 +155,6 @@ class Config(RunOptions):
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(Config)}
-
-
-# ends of names of files of weights
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
-
-
-def is_file(weights: str) -> bool:
-    """Return whether weights name a file, and not a member of an enumeration such as DEFAULT."""
-    return os.path.exists(weights) or os.sep in weights or weights.endswith(_FILE_SUFFIXES)
 
 
 def is_made(name: str) -> bool:
@@ -195,19 +193,163 @@ class EvaluateOptions(PredictOptions):
     max_errors: float | None = _override("max_errors")
 
 
+# --- arguments of the public functions -------------------------------------------------------------
+
+
+_PROGRESS = (
+    "object with step(title, done, total, text, unit) and line(text) that shows progress "
+    "(default: stderr, or the notebook)"
+)
+
+
+@dataclass(frozen=True)
+class TrainArguments(RunOptions):
+    """Arguments of `wt.train`."""
+
+    urls: Urls | Index = option(
+        REQUIRED, "shards to train on. A set with the splits train and val is both"
+    )
+    out: str | os.PathLike[str] = option(REQUIRED, "folder of the run")
+    _: KW_ONLY
+    val: Urls | Index | None = option(None, "shards to validate on")
+    model: str | Callable[[int], nn.Module] | nn.Module = option(
+        "small",
+        "small, a torchvision model by name, timm:NAME, module:function, a function of the number "
+        "of outputs that returns a model, or a torch.nn.Module, of which a copy is trained",
+    )
+    fields: Mapping[str, Field] | None = option(
+        None,
+        "fields by name, as for wt.Loader: labels under their names (a single one also as label), "
+        "which may be left out; all others are inputs of the model, several as keyword arguments. "
+        "Default: an input of wt.image(size=image_size, augment=augment). uint8[3, h, w] is "
+        "normalized as the weights expect it (by default as ImageNet), other uint8 is divided by "
+        "255, int64 without height and width keeps its type, other numbers become float32",
+    )
+    val_fields: Mapping[str, Field] | None = option(
+        None, "the same for validation (default: fields without augmentation)"
+    )
+    criterion: Criterion | Mapping[str, Criterion] | None = option(
+        None,
+        "loss, (outputs, target) -> scalar or [b], with several labels a dict by label. Numbers are "
+        "standardized (default: the loss of the kind of label)",
+    )
+    training_step: TrainingStep | None = option(
+        None,
+        "function (batch, model) -> scalar or [b] that calls the model and returns the loss, in "
+        "place of the criterion: for distillation or contrastive losses. The batch has the inputs "
+        "as the model takes them, targets under the names of their labels, and __key__. Validation "
+        "is as without it",
+    )
+    optimizer: str | Callable[[list[dict[str, Any]]], Optimizer] = option(
+        "adamw", "adamw, sgd, or a function of parameter groups that returns an optimizer"
+    )
+    metrics: Mapping[str, Any] | None = option(
+        None,
+        "torchmetrics by name, with several labels LABEL/NAME, for validation: updated with "
+        "probabilities of classes or with numbers",
+    )
+    callbacks: Sequence[object] = option((), "objects like wt.Callback")
+    resume: bool = option(
+        False,
+        "continue from the last checkpoint in `out`, or start if there is none. On a CPU with "
+        "deterministic=True the weights get the same bits as in a run that was never stopped",
+    )
+    overwrite: bool = option(False, "replace an earlier run in `out`")
+    progress: Reporter | None = option(None, _PROGRESS)
+
+    @property
+    def own_losses(self) -> dict[str, str]:
+        """Names of an own criterion and an own training step, as checkpoints keep them."""
+        given = {"criterion": self.criterion, "training_step": self.training_step}
+        return {name: _name(value) for name, value in given.items() if value is not None}
+
+    def config(self) -> Config:
+        """Return the checked options of the run; functions and modules as their names."""
+        options = {name: getattr(self, name) for name in RunOptions.__dataclass_fields__}
+        return Config(**options, model=_name(self.model), optimizer=_name(self.optimizer))
+
+
+@dataclass(frozen=True)
+class TrainedArguments:
+    """Arguments of all functions for a trained model."""
+
+    checkpoint: str | os.PathLike[str] = option(
+        REQUIRED, "file of a run, such as RUN/checkpoints/best.pt"
+    )
+    urls: Urls | Index = option(
+        REQUIRED, "shards of one split; for predict also a folder of images, or an image file"
+    )
+    _: KW_ONLY
+    model: Callable[[int], nn.Module] | nn.Module | str | None = option(
+        None,
+        "as it was given to train. A function that the checkpoint names is not imported unless it "
+        "is named here",
+    )
+    fields: Mapping[str, Field] | None = option(
+        None, "as for train (for validation), if an input is a field of your own"
+    )
+    progress: Reporter | None = option(None, _PROGRESS)
+
+
+@dataclass(frozen=True)
+class EvaluateArguments(TrainedArguments, EvaluateOptions):
+    """Arguments of `wt.evaluate`."""
+
+    _: KW_ONLY
+    criterion: Criterion | Mapping[str, Criterion] | None = option(None, "as it was given to train")
+    metrics: Mapping[str, Any] | None = option(None, "as for train")
+
+
+@dataclass(frozen=True)
+class PredictArguments(TrainedArguments, PredictOptions):
+    """Arguments of `wt.predict`."""
+
+    out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet")
+    _: KW_ONLY
+    probabilities: bool = option(False, "one more column for each class")
+    embeddings: bool = option(
+        False, "a column with the input of the last layer: lists, or JSON in a CSV file"
+    )
+
+
+def given_options(arguments: PredictOptions) -> dict[str, Any]:
+    """Return the options of a run in `arguments` that are not None."""
+    values = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _name(value: Any) -> str:
+    """Return a name as options have it: module:function if it can be imported by that, else <name>."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{label}: {_name(one)}" for label, one in value.items())
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", type(value).__name__)
+    is_importable = (
+        module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
+    )
+    return f"{module}:{name}" if is_importable else f"<{name.rpartition('.')[2].strip('<>')}>"
+
+
+def refuse(*problems: tuple[Any, ...]) -> None:
+    """Raise UsageError for the first problem that exists. (whether it exists, texts of the error)"""
+    for exists, *texts in problems:
+        if exists:
+            raise UsageError(*texts)
+
+
 # --- files of options -----------------------------------------------------------------------------
 
 
 def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (options, data) of a TOML or YAML file. data: its table [data], with train and val.
 
-    Raises UsageError for a file that cannot be read, and for keys that are no options.
+    Raises UsageError for a file that cannot be read.
     """
     table = _read_table(path)
     data = table.pop("data", {})
     options = {str(name).replace("-", "_"): value for name, value in table.items()}
-    for name in options:
-        check_known(name, OPTIONS, f"options of a training run, in {path}")
     lists = [urls if isinstance(urls, list) else [urls] for urls in dict(data).values()]
     if not set(data) <= set(_DATA) or not all(isinstance(u, str) for urls in lists for u in urls):
         raise UsageError(
@@ -226,8 +368,7 @@ def _read_table(path: str) -> dict[Any, Any]:
             "Name a file of options such as config.toml.",
         )
     try:
-        with open(path, "rb") as file:
-            raw = file.read()
+        raw = Path(path).read_bytes()
         if kind == ".toml":
             return dict(tomllib.loads(raw.decode()))
         import yaml
@@ -246,18 +387,6 @@ def _read_table(path: str) -> dict[Any, Any]:
 # --- names and types ------------------------------------------------------------------------------
 
 
-def check_known(name: str, known: Collection[str], title: str) -> None:
-    """Raise UsageError for a name that is not known, with the nearest one."""
-    if name in known:
-        return
-    near = get_close_matches(name, known, 1, 0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(known)}."
-    raise UsageError(
-        f"{name!r} is none of the {title}.",
-        hint,
-    )
-
-
 # Types of options by the first word of their annotation, and their names in errors.
 _KINDS: dict[str, tuple[type, str]] = {
     "int": (int, "a whole number"),
@@ -267,33 +396,29 @@ _KINDS: dict[str, tuple[type, str]] = {
 }
 
 
-def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return a value in the type of its option. Raises UsageError for another type."""
-    name, annotation, parse = field.name, str(field.type), field.metadata["parse"]
-    if value is None and annotation.endswith("None"):
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a value in the type of its option. Raises UsageError for another type or value."""
+    name, about = field.name, field.metadata
+    if value is None and field.default is None:
         return None
-    if parse is not None:
-        try:
-            return parse(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{name}={value!r}: {error}.") from None
-    kind, words = _KINDS[annotation.partition(" ")[0]]
-    plain = value
-    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
-        plain = value.item()
-    if kind is int and isinstance(plain, float) and plain.is_integer():
-        plain = int(plain)
-    elif kind is float and type(plain) in (int, str):  # YAML takes 1e-3 for a text
-        with suppress(ValueError):
-            plain = float(plain)
-    elif kind is str and (isinstance(plain, os.PathLike) or name in ("device", "cache_limit")):
-        plain = str(plain)
-    if type(plain) is not kind:
-        raise UsageError(f"{name}={value!r} is not {words}.")
-    choices = field.metadata.get("choices")
-    if choices and plain not in choices:
-        raise UsageError(
-            f"{name}={plain!r} is none of the choices.",
-            f"Use {' or '.join(choices)}.",
-        )
+    try:
+        plain = about["parse"](value) if about["parse"] else _plain(field, value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{error}.", option=name, value=value) from None
+    choices, rule = about.get("choices", (plain,)), about.get("rule")
+    if plain not in choices:
+        raise UsageError(f"must be {' or '.join(choices)}.", option=name, value=plain)
+    if rule and not LIMITS[rule][0] <= plain <= LIMITS[rule][1]:
+        raise UsageError(f"must be {rule}.", option=name, value=plain)
     return plain
+
+
+def _plain(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a whole number, a number, true or false, or a text. Raises ValueError for others."""
+    kind, words = _KINDS[str(field.type).partition(" ")[0]]
+    with suppress(TypeError, ValueError):
+        plain = kind(value)  # YAML takes 1e-3 for a text
+        is_bool = type(value).__name__.startswith("bool")  # also of NumPy
+        if is_bool == (kind is bool) and (kind is not int or plain == value):
+            return plain
+    raise ValueError(f"must be {words}")

@@ -9,7 +9,7 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.resolve import open_shards
-from wdstrain.training.arguments import EvaluateArguments, given_options
+from wdstrain.training.config import EvaluateArguments, given_options
 from wdstrain.training.data import count_pixels, run_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import MaskHead

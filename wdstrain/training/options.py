@@ -2,38 +2,22 @@
 
 Each is declared once: it is a flag, a key of a file of options, a keyword argument of `wt.train`,
 and a line of a run's config.toml. `wdstrain.training.config` checks their values. In the metadata of
-a field, `rule` and `choices` say which values but None it may have, and `free` that the value may
-differ when a run is resumed.
+a field, `rule` (of LIMITS) and `choices` say which values but None it may have, and `free` that the
+value may differ when a run is resumed.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.runtime.options import option
-
-
-class Rule(NamedTuple):
-    """Which values an option may have, as a function and in words."""
-
-    holds: Callable[[Any], bool]
-    text: str
-
-
-def _is_fold(text: str) -> bool:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    return match is not None and 1 <= int(match[1]) <= int(match[2]) >= 2
-
-
-def _is_jitter(values: tuple[float, ...]) -> bool:
-    in_range = all(0 <= value < math.inf for value in values) and max(values[3:], default=0) <= 0.5
-    return len(values) in (0, 1, 3, 4) and in_range
 
 
 def parse_numbers(value: Any) -> tuple[float, ...]:
@@ -55,16 +39,58 @@ def parse_size(value: Any) -> int | str:
     return height if height == width else f"{height}x{width}"
 
 
-AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
-AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
-FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
-ABOVE_0 = Rule(lambda value: 0 < value < math.inf, "a finite number above 0")
-BELOW_1 = Rule(lambda value: 0 <= value < 1, ">= 0 and below 1")
-FACTOR = Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")
-FOLD = Rule(_is_fold, "K/N with a part K in 1 to N and N >= 2, such as 1/5")
-PROBABILITY = Rule(lambda value: 0 <= value <= 1, "in 0 to 1")
-JITTER = Rule(_is_jitter, "1, 3 or 4 finite numbers >= 0, the fourth (hue) at most 0.5")
-SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
+def parse_jitter(value: Any) -> tuple[float, ...]:
+    """Return the strengths of color jitter. Raises ValueError for others."""
+    numbers = parse_numbers(value)
+    in_range = all(0 <= n < math.inf for n in numbers) and max(numbers[3:], default=0) <= 0.5
+    if len(numbers) not in (0, 1, 3, 4) or not in_range:
+        raise ValueError("must be 1, 3 or 4 finite numbers >= 0, the fourth (hue) at most 0.5")
+    return numbers
+
+
+def parse_fold(value: Any) -> str:
+    """Return a part of a number of folds, such as 1/5. Raises ValueError for others."""
+    match = re.fullmatch(r"(\d+)/(\d+)", str(value))
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) >= 2:
+        raise ValueError(f"{value} must be K/N with a part K in 1 to N and N >= 2, such as 1/5")
+    return match.string
+
+
+def parse_classes(value: Any) -> str:
+    """Return names of classes, or their number, as text. Raises ValueError for names with a comma."""
+    if isinstance(value, str):
+        return value
+    names = [str(name) for name in (value if isinstance(value, (list, tuple)) else [value])]
+    if any("," in name for name in names):
+        raise ValueError("a name holds a comma; give a file with a name on each line")
+    return ",".join(names)
+
+
+def parse_weights(value: Any) -> str:
+    """Return the name of weights, or an absolute path: a run is resumed from any folder."""
+    text = str(value)
+    return os.path.abspath(text) if is_file(text) else text
+
+
+def is_file(weights: str) -> bool:
+    """Return whether weights name a file, and not a member of an enumeration such as DEFAULT."""
+    return os.path.exists(weights) or os.sep in weights or weights.endswith(_FILE_SUFFIXES)
+
+
+# ends of names of files of weights
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
+
+# Least and greatest number of an option, by its rule.
+LIMITS = {
+    ">= 0": (0, math.inf),
+    ">= 1": (1, math.inf),
+    "a finite number >= 0": (0, sys.float_info.max),
+    "a finite number above 0": (math.ulp(0), sys.float_info.max),
+    ">= 0 and below 1": (0, math.nextafter(1, 0)),
+    "above 0 and at most 1": (math.ulp(0), 1),
+    "in 0 to 1": (0, 1),
+    ">= 0 and below 2**63": (0, 2**63 - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +109,7 @@ class RunOptions:
         "for such a field, names of its classes in the order of their numbers (default: sorted); "
         "of masks also their number alone",
         metavar="FILE|A,B,...",
+        parse=parse_classes,
     )
     where: str | None = option(
         None,
@@ -95,7 +122,7 @@ class RunOptions:
         "validate on part K of N equal parts of the training shards, 1 to N, and train on the "
         "others; every class has its share of each part",
         metavar="K/N",
-        rule=FOLD,
+        parse=parse_fold,
     )
     balance: str | None = option(
         None,
@@ -103,10 +130,10 @@ class RunOptions:
         metavar="COLUMN",
     )
     limit_train_batches: int | None = option(
-        None, "batches of each epoch of training (default: all)", metavar="N", rule=AT_LEAST_1
+        None, "batches of each epoch of training (default: all)", metavar="N", rule=">= 1"
     )
     limit_val_batches: int | None = option(
-        None, "batches of each validation (default: all)", metavar="N", rule=AT_LEAST_1, free=True
+        None, "batches of each validation (default: all)", metavar="N", rule=">= 1", free=True
     )
     on_error: str = option(
         "raise",
@@ -119,7 +146,7 @@ class RunOptions:
         "share of an epoch's samples that on_error=replace may replace; more ends the run",
         metavar="X",
         free=True,
-        rule=PROBABILITY,
+        rule="in 0 to 1",
     )
 
     image_size: int | str = option(
@@ -148,32 +175,31 @@ class RunOptions:
         "side of the center crop as a share of the image, such as 0.875; for validation, and for "
         "training without rrc",
         metavar="X",
-        rule=FACTOR,
+        rule="above 0 and at most 1",
     )
     color_jitter: tuple[float, ...] = option(
         (),
         "largest change of brightness, contrast and saturation: one number, or three, or four with "
         "hue (at most 0.5); off if not given",
         metavar="X,...",
-        parse=parse_numbers,
-        rule=JITTER,
+        parse=parse_jitter,
     )
     random_erasing: float = option(
-        0.0, "probability that a rectangle of an image is erased", metavar="P", rule=PROBABILITY
+        0.0, "probability that a rectangle of an image is erased", metavar="P", rule="in 0 to 1"
     )
-    mixup: float = option(0.0, "alpha of mixup; 0: off", metavar="X", rule=FINITE)
-    cutmix: float = option(0.0, "alpha of CutMix; 0: off", metavar="X", rule=FINITE)
+    mixup: float = option(0.0, "alpha of mixup; 0: off", metavar="X", rule="a finite number >= 0")
+    cutmix: float = option(0.0, "alpha of CutMix; 0: off", metavar="X", rule="a finite number >= 0")
     mixup_prob: float = option(
-        1.0, "probability that an image is mixed, by mixup or CutMix", metavar="P", rule=PROBABILITY
+        1.0, "probability that an image is mixed, by mixup or CutMix", metavar="P", rule="in 0 to 1"
     )
     mixup_switch_prob: float = option(
-        0.5, "probability of CutMix where both are on", metavar="P", rule=PROBABILITY
+        0.5, "probability of CutMix where both are on", metavar="P", rule="in 0 to 1"
     )
     mixup_off_epoch: int | None = option(
         None,
         "mix no images after this many epochs (default: mix in all)",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
 
     weights: str | None = option(
@@ -181,6 +207,7 @@ class RunOptions:
         "weights to start from: DEFAULT or another name of the model's weights in torchvision, "
         "DEFAULT for timm, or a file with a state dict or a checkpoint",
         metavar="NAME|FILE",
+        parse=parse_weights,
     )
     freeze: str | None = option(
         None,
@@ -189,7 +216,7 @@ class RunOptions:
         metavar="PATTERN",
     )
     unfreeze_epoch: int | None = option(
-        None, "train the frozen parameters too after this many epochs", metavar="N", rule=AT_LEAST_0
+        None, "train the frozen parameters too after this many epochs", metavar="N", rule=">= 0"
     )
 
     epochs: int = option(
@@ -197,36 +224,45 @@ class RunOptions:
         "passes over the training data",
         metavar="N",
         free=True,
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
     batch_size: int = option(
-        64, "images per step, of all processes together", metavar="N", rule=AT_LEAST_1
+        64, "images per step, of all processes together", metavar="N", rule=">= 1"
     )
     accumulate: int = option(
         1,
         "batches whose gradients are added up for one step of the optimizer",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
-    lr: float = option(2e-3, "peak learning rate", metavar="X", free=True, rule=ABOVE_0)
+    lr: float = option(
+        2e-3, "peak learning rate", metavar="X", free=True, rule="a finite number above 0"
+    )
     min_lr: float = option(
-        0.0, "lowest learning rate of the schedule", metavar="X", free=True, rule=FINITE
+        0.0,
+        "lowest learning rate of the schedule",
+        metavar="X",
+        free=True,
+        rule="a finite number >= 0",
     )
     backbone_lr: float = option(
-        1.0, "factor on the learning rate of all layers but the last", metavar="X", rule=FINITE
+        1.0,
+        "factor on the learning rate of all layers but the last",
+        metavar="X",
+        rule="a finite number >= 0",
     )
     layer_decay: float = option(
         1.0,
         "factor on the learning rate from each block to the block before it",
         metavar="X",
-        rule=FACTOR,
+        rule="above 0 and at most 1",
     )
-    momentum: float = option(0.9, "momentum of sgd", metavar="X", rule=BELOW_1)
+    momentum: float = option(0.9, "momentum of sgd", metavar="X", rule=">= 0 and below 1")
     weight_decay: float = option(
         0.05,
         "weight decay; norms, biases, class tokens and position embeddings have none",
         metavar="X",
-        rule=FINITE,
+        rule="a finite number >= 0",
     )
     schedule: str = option(
         "onecycle",
@@ -237,22 +273,25 @@ class RunOptions:
         0.0,
         "epochs in which the learning rate rises to its peak, before the schedule",
         metavar="X",
-        rule=FINITE,
+        rule="a finite number >= 0",
     )
     step_epochs: int | None = option(
         None,
         "epochs after which the schedule step divides the rate by 10 (default: a third of all)",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
     plateau_epochs: int = option(
         3,
         "epochs without a better validation after which the schedule plateau divides the rate by 10",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
     label_smoothing: float = option(
-        0.0, "share of a label that is spread over all classes", metavar="X", rule=BELOW_1
+        0.0,
+        "share of a label that is spread over all classes",
+        metavar="X",
+        rule=">= 0 and below 1",
     )
     class_weights: str = option(
         "none",
@@ -260,17 +299,20 @@ class RunOptions:
         choices=("none", "balanced"),
     )
     clip_norm: float = option(
-        0.0, "largest norm of the gradient; 0: no limit", metavar="X", rule=FINITE
+        0.0, "largest norm of the gradient; 0: no limit", metavar="X", rule="a finite number >= 0"
     )
     clip_value: float = option(
-        0.0, "largest absolute value in the gradient; 0: no limit", metavar="X", rule=FINITE
+        0.0,
+        "largest absolute value in the gradient; 0: no limit",
+        metavar="X",
+        rule="a finite number >= 0",
     )
     ema: float = option(
         0.0,
         "decay of a moving average of the weights, such as 0.999, which is validated beside them; "
         "0: off",
         metavar="X",
-        rule=BELOW_1,
+        rule=">= 0 and below 1",
     )
     monitor: str | None = option(
         None,
@@ -283,12 +325,21 @@ class RunOptions:
         "epochs without a better validation after which training ends; 0: never",
         metavar="N",
         free=True,
-        rule=AT_LEAST_0,
+        rule=">= 0",
     )
     min_delta: float = option(
-        0.0, "least improvement of the metric that counts", metavar="X", free=True, rule=FINITE
+        0.0,
+        "least improvement of the metric that counts",
+        metavar="X",
+        free=True,
+        rule="a finite number >= 0",
     )
-    seed: int = option(0, "seed of order, augmentation and initial weights", metavar="N", rule=SEED)
+    seed: int = option(
+        0,
+        "seed of order, augmentation and initial weights",
+        metavar="N",
+        rule=">= 0 and below 2**63",
+    )
     deterministic: bool = option(
         False, "the same bits in every run on the same machine; slower on a GPU", negatable=True
     )
@@ -322,23 +373,27 @@ class RunOptions:
         negatable=True,
     )
     num_workers: int = option(
-        0, "decoding processes; 0: threads", metavar="N", free=True, rule=AT_LEAST_0
+        0, "decoding processes; 0: threads", metavar="N", free=True, rule=">= 0"
     )
     lanes: int | None = option(
         None,
         "forward runs through the shards; set it to resume with another number of processes "
         "(default: one per process)",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
     shuffle_buffer: int | None = option(
         None,
         "samples that a sample may be delivered after it was read (default: 256 MB of samples)",
         metavar="N",
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
     cache_dir: str | None = option(
-        None, "folder that keeps remote shards (default: no cache)", metavar="DIR", free=True
+        None,
+        "folder that keeps remote shards (default: no cache)",
+        metavar="DIR",
+        free=True,
+        parse=os.path.abspath,
     )
     cache_limit: str | None = option(
         None, "most bytes in it, such as 200GB (default: no limit)", metavar="SIZE", free=True
@@ -349,21 +404,21 @@ class RunOptions:
         "steps between checkpoints; 0: only at the end of epochs",
         metavar="STEPS",
         free=True,
-        rule=AT_LEAST_0,
+        rule=">= 0",
     )
     checkpoint_minutes: float = option(
         10.0,
         "minutes between checkpoints; 0: not by the clock",
         metavar="X",
         free=True,
-        rule=FINITE,
+        rule="a finite number >= 0",
     )
     keep: int = option(
         2,
         "latest checkpoints that are kept, beside the best",
         metavar="N",
         free=True,
-        rule=AT_LEAST_1,
+        rule=">= 1",
     )
 
 

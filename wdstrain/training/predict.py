@@ -42,7 +42,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
-from wdstrain.training.arguments import PredictArguments, given_options
+from wdstrain.training.config import PredictArguments, given_options
 from wdstrain.training.data import label_column, whole_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import ClassHead, Head, NumberHead

@@ -19,9 +19,8 @@ from torch import nn
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.arguments import TrainArguments, check_objects
 from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, TrainArguments
 from wdstrain.training.data import class_weights, open_data, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
@@ -40,7 +39,7 @@ from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
 from wdstrain.training.run_dir import CHECKPOINTS, check_out
 from wdstrain.training.sources import run_fields, specs_of, with_targets
-from wdstrain.training.state import EpochSums, Monitor, TrainerState
+from wdstrain.training.state import EpochSums, Monitor, TrainerState, check_objects
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Setup
 

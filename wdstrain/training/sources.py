@@ -19,8 +19,7 @@ from wdstrain.decode.labels import LabelField, with_classes
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.training.arguments import TrainArguments
-from wdstrain.training.config import OPTIONS, Config
+from wdstrain.training.config import Config, TrainArguments
 from wdstrain.training.data import few_samples
 from wdstrain.training.inputs import InputSpec, augments_batches
 from wdstrain.training.tasks import Task
@@ -139,7 +138,12 @@ def run_fields(
     given = arguments.fields is not None
     if given:
         train = input_fields(arguments.fields, task, train_set)
-        _check_image_options(specs_of(train), config)
+        shapes = [spec.shape[1:] for spec in specs_of(train).values()]
+        if not config.has_default("image_size") and config.image_shape not in shapes:
+            raise UsageError(
+                f"image_size={config.image_size} has no effect with fields=.",
+                "Leave it out, and let your fields do it.",
+            )
         few_samples(train_set, with_targets(train, task), config)
     else:
         options = {name: getattr(config, name) for name in _IMAGE_OPTIONS}
@@ -168,21 +172,6 @@ def run_fields(
                 "Give fields without augmentation: val_fields=.",
             )
     return train, val
-
-
-def _check_image_options(specs: Mapping[str, InputSpec], config: Config) -> None:
-    """Raise UsageError for options of the default input, in whose place the user gave fields."""
-    shapes = [spec.shape[1:] for spec in specs.values() if len(spec.shape) == 3]
-    sizes = {*map(max, shapes), *("x".join(map(str, shape)) for shape in shapes)}
-    unused = {name: getattr(config, name) for name in _IMAGE_OPTIONS}
-    if config.image_size not in sizes:
-        unused["image_size"] = config.image_size
-    for name, value in unused.items():
-        if value != OPTIONS[name].default:
-            raise UsageError(
-                f"{name}={value} has no effect with fields=.",
-                "Leave it out, and let your fields do it.",
-            )
 
 
 def _without_randomness(field: Field) -> Field:

@@ -1,4 +1,4 @@
-"""Position of a run, the sums of its epoch, and the metric that chooses its best epoch."""
+"""Position of a run, the sums of its epoch, the metric that chooses the best, and callbacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from wdstrain.errors import UsageError
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, TrainArguments, is_made, refuse
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.tasks import Task
 
 # Stages of a step: data, copy to the device, forward and backward, optimizer, other.
 STAGES = ("data", "copy", "compute", "optimizer", "other")
 
+_OF_LOSSES = ("label_smoothing", "class_weights")
 _MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
 
 
@@ -157,4 +158,103 @@ class Monitor:
             raise UsageError(
                 f"monitor={self.name!r} is not among the metrics of validation.",
                 f"Use one of: {', '.join(sorted(val))}.",
+            )
+
+
+# --- objects of the user ---------------------------------------------------------------------------
+
+
+class Callback:
+    """Base class of callbacks. Override the methods that you need; each is called on every rank.
+
+    `trainer` is the run (`wdstrain.training.run.Run`). A callback may read `trainer.model`,
+    `trainer.optimizer`, `trainer.config`, `trainer.state` and `trainer.is_leader`, call
+    `trainer.stop(reason)`, and set `trainer.lr_scale`, a factor on the learning rate of all further
+    steps. What `state_dict()` of a callback returns is kept in checkpoints, and given to its
+    `load_state_dict` on a resume.
+    """
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Before the first step, also of a resumed run."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """After each step of the optimizer. Reading a loss here would wait for the GPU."""
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """After the validation of an epoch. metrics: the line of metrics.jsonl."""
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """After a checkpoint was written, on the rank that wrote it."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """After the last epoch, or when the run ended early; not after an error."""
+
+
+def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_val: bool) -> None:
+    """Raise UsageError for objects of the user's that are none, and for options without effect."""
+    criterion, metrics, optimizer = arguments.criterion, arguments.metrics, arguments.optimizer
+    own = criterion if isinstance(criterion, Mapping) else {task.heads[0].name: criterion}
+    labels = [head.name for head in task.heads]
+    loss = "(outputs, target) -> loss, such as torch.nn.CrossEntropyLoss()"
+    groups = "of parameter groups, such as lambda groups: torch.optim.Adam(groups, lr=1e-3)"
+    functions = [
+        *(("criterion", function, loss) for function in own.values()),
+        ("training_step", arguments.training_step, "(batch, model) -> loss"),
+        ("optimizer", None if isinstance(optimizer, str) else optimizer, groups),
+    ]
+    for name, value, form in functions:
+        if value is not None and not callable(value):
+            raise UsageError(f"must be a function {form}.", option=name, value=value)
+    has_losses = criterion is not None and (own is not criterion or len(own) >= len(labels))
+    images = ("augment", "scale", "ratio", "crop_pct")
+    replaced = (
+        ("training_step", arguments.training_step is not None, _OF_LOSSES),
+        ("criterion", has_losses, _OF_LOSSES),
+        ("optimizer", is_made(config.optimizer), ("lr", "weight_decay")),
+        ("fields", arguments.fields is not None, images),
+    )
+    needs_val = config.patience or config.monitor or config.schedule == "plateau"
+    refuse(
+        (
+            not has_val and (needs_val or arguments.val_fields is not None),
+            "patience, monitor, val_fields and the schedule plateau need validation data.",
+            "Give val=.",
+        ),
+        (
+            own.keys() - set(labels),
+            f"criterion names {', '.join(map(repr, own))}, and the labels are {', '.join(labels)}.",
+        ),
+        (
+            config.class_weights != "none" and config.balance in task.label_names,
+            f"class_weights={config.class_weights} and balance={config.balance} both correct for "
+            f"rare classes.",
+            "Give one of them.",
+        ),
+        (
+            metrics is not None and not isinstance(metrics, Mapping),
+            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
+            f'{{"kappa": torchmetrics.CohenKappa(...)}}.',
+        ),
+        *(
+            (
+                is_given and not config.has_default(name),
+                f"{name}={getattr(config, name)} has no effect with {owner}=.",
+                f"Leave it out, and let your {owner} do it.",
+            )
+            for owner, is_given, names in replaced
+            for name in names
+        ),
+    )
+    for callback in arguments.callbacks:
+        check_callback(callback)
+
+
+def check_callback(callback: object) -> None:
+    """Raise UsageError for a method on_... that no run calls."""
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
+            raise UsageError(
+                f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
+                f"{', '.join(known)}."
             )

@@ -28,8 +28,7 @@ from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
-from wdstrain.training.arguments import TrainArguments
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, TrainArguments
 from wdstrain.training.distributed import (
     GO_ON,
     SAVE,

@@ -20,9 +20,10 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
-from wdstrain.training.config import Config, is_file, is_made
+from wdstrain.training.config import Config, is_made
 from wdstrain.training.inputs import ModelInputs, Normalization
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
+from wdstrain.training.options import is_file
 from wdstrain.training.sources import Fields, check_same_inputs, input_fields
 from wdstrain.training.tasks import Task
 
