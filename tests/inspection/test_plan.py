@@ -151,7 +151,7 @@ def measured(index: wt.Index, codes: np.ndarray[Any, Any], **options: Any) -> fl
 def test_shuffle_quality_equals_that_of_delivered_batches(tmp_path: Path, buffer: int) -> None:
     folder = by_class(tmp_path, [500, 300], 4)
     wt.index(folder, columns=["cls"])
-    places = np.array([i // 16 for i in range(500)] + [32 + i // 16 for i in range(300)])
+    places = np.arange(800) // 16
     options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": buffer}
     quality = wt.plan_epoch(folder, **options).quality
     for name, codes in (("neighbors", places), ("classes", np.repeat(np.arange(4), 200))):
@@ -171,7 +171,6 @@ def test_a_random_order_is_ideal_and_a_sorted_order_is_not(
     wide = wt.plan_epoch(tmp_path / "mixed", batch_size=50, shuffle_buffer=10**6)
     mixing = wide.quality["classes"]
     assert abs(mixing.value - 1) < 2 * (mixing.limit - 1.1)  # two standard deviations
-    assert {*wide.quality} == {"classes", "neighbors"}
     assert wide.is_good
     folder = by_class(tmp_path / "sorted", [3000], 5)
     wt.index(folder, columns=["cls"])
@@ -187,14 +186,14 @@ def test_sorted_shards_get_helpful_advice_to_repack(
     before = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=50)
     assert before.quality["classes"].value > 15
     assert not before.is_good
-    text = " ".join(str(before).split())
+    text = " ".join(repr(before).split())
     assert "Not well shuffled" in text
     assert "wdstrain convert tars URLS OUT" in text
     wide = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=10**6)
     assert wide.quality["classes"].value < 2
     assert "Raise --shuffle-buffer" in text
     unshuffled = wt.plan_epoch(folder, batch_size=20, shuffle=False)
-    assert "Remove --no-shuffle" in str(unshuffled)
+    assert "Remove --no-shuffle" in repr(unshuffled)
 
 
 def test_shards_that_were_packed_in_random_order_are_well_shuffled(tmp_path: Path) -> None:
@@ -214,15 +213,15 @@ def test_classes_come_from_the_index_without_a_read(tmp_path: Path) -> None:
         bare = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
         assert server.requests == 2  # index.json and index.arrow
     assert bare.requests > 0
-    assert "classes" not in bare.quality
-    assert "wdstrain index DIR --columns NAME" in " ".join(str(bare).split())
+    assert bare.quality["classes"] is None
+    assert "wdstrain index DIR --columns NAME" in " ".join(repr(bare).split())
     wt.index(folder, columns=["cls"])
     with Server(folder, "127.0.0.1", 0) as server:
         preview = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
         assert server.requests == 2
     assert preview.quality["classes"].value > 5
     assert preview.requests > 0
-    assert "requests" in str(preview)
+    assert "requests" in repr(preview)
     chosen = wt.plan_epoch(folder, where="cls != 2", batch_size=20)
     assert chosen.samples == 800
 
@@ -256,17 +255,15 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
         assert max(map(len, printed.out.splitlines())) <= 80
         assert "exactly once" in printed.out
         assert "design effect" in printed.out
-        assert " seek" in printed.out
-        assert ("reads most" in printed.out) == ("--world-size" in words)
-    text = " ".join(printed.out.replace("│", " ").split())
+        assert "seeks" in printed.out
+    text = " ".join(printed.out.split())
     assert "Not well shuffled" in text
 
 
-def test_of_several_ranks_the_one_that_reads_most_is_shown(folder: Path) -> None:
+def test_each_rank_is_shown(folder: Path) -> None:
     preview = wt.plan_epoch(folder, world_size=20, batch_size=3)
-    most = max(preview.ranks, key=lambda rank: rank.bytes)
-    lines = [line for line in str(preview).splitlines() if re.search(" seeks?;", line)]
-    assert lines == [f"rank {most.rank}, reads most: {most}"]
+    lines = [line for line in repr(preview).splitlines() if line.startswith("ranks ")]
+    assert lines == [f"ranks {rank.rank}: {rank}" for rank in preview.ranks]
     assert sum(rank.samples for rank in preview.ranks) == 600
 
 
@@ -317,8 +314,8 @@ def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, cap
     expected = size / 1e9 * 0.09 + document["requests"] / 1000 * 0.4
     assert document["cost"] == pytest.approx(expected)
     printed = capsys.readouterr().out
-    assert re.search(r"\d+ (s|min) at 50 samples/s on each rank", printed)
-    assert f"{expected:.4g} per epoch" in printed
+    for name, value in (("rate", 50), ("hours", document["hours"]), ("cost", expected)):
+        assert re.search(rf"^{name} +{value:.5g}$", printed, re.MULTILINE)
 
 
 def test_the_help_of_plan_has_an_example(capsys: Any) -> None:
@@ -360,4 +357,4 @@ def test_impossible_sizes_raise_the_errors_of_a_loader(folder: Path) -> None:
     labels = tuple(wt.Label(name, "class", "json", name) for name in ("a", "b"))
     without_fields = Offsets.of_arrays((), index.offsets.rows.columns[:3])
     several = wt.plan_epoch(replace(index, labels=labels, offsets=without_fields))
-    assert "classes" not in several.quality
+    assert several.quality["classes"] is None

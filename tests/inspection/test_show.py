@@ -482,7 +482,7 @@ ODD = [
 
 def odd(folder: Path) -> wt.Peek:
     samples = [
-        (key, {"png": picture(i), "txt": f"<b>{key}</b>".encode("utf-8", "replace")})
+        (key, {"png": picture(i), "txt": f"<b>{key}</b>".encode("utf-8", "replace") * 9})
         for i, key in enumerate(ODD)
     ]
     return wt.peek(write_tar(folder / "odd.tar", samples), 20)

@@ -23,6 +23,7 @@ from wdstrain.report.terminal import (
     print_error,
     print_message,
     print_result,
+    table_text,
 )
 from wdstrain.runtime.options import format_size
 from wdstrain.tuning.options import BenchOptions
@@ -35,38 +36,33 @@ if TYPE_CHECKING:
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # characters of a class's name
 _SHOWN = 24  # samples of `show`, unless --limit is given
-_MOST = 20  # findings that are printed one by one
+_WIDTH = 80  # columns of the bars
+_MOST = 20  # findings that are printed one by one, and bars
 
 
 def _info(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.info import info
 
     with Reporter() as reporter:
-        known = info(
-            **given(arguments, InfoOptions),
-            note=reporter.line,
-            progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
-        )
-    result(arguments, known.as_dict(), known.rows())
+        known = info(**given(arguments, InfoOptions), note=reporter.line)
+    result(arguments, known.as_dict(), [row for row in known.rows() if row[0] != "findings"])
     for column in known.columns:
         if column.is_label and not arguments.json:
-            print_result(f"\n{column.name}:")
-            _print_bars(column.bars())
+            print_result(f"\n{column.name}:\n{_bars(column.bars(_MOST))}")
     for finding in known.findings:
         print_message(finding)
     return 0 if known.ok else 1
 
 
-def _print_bars(counts: dict[str, int]) -> None:
-    """Print a line for each class or interval: name, bar, samples, share."""
+def _bars(counts: dict[str, int]) -> str:
+    """Return a line for each class or interval: name, bar, samples, share."""
     most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
-    width = min(_NAME, max(map(len, counts), default=0))
     full, thin = "█▏" if is_utf8() else "##"
+    rows = []
     for name, count in counts.items():
-        shown = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         bar = full * round(_BAR * count / most) or thin * (count > 0)
-        number = f"{count:>{len(str(most))}}  {count / total:6.1%}"
-        print_result(f"  {shown:<{width}}  {bar:<{_BAR}}  {number}")
+        rows.append((f"  {name:.{_NAME}}", bar, f"{count:>9}", f"{count / total:6.1%}"))
+    return table_text(rows, width=_WIDTH)
 
 
 def _show(arguments: argparse.Namespace) -> int:

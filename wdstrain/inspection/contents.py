@@ -85,6 +85,9 @@ class Content:
     entries: dict[str, int]
     images: ImageSummary | None
 
+    def __str__(self) -> str:
+        return self.what
+
 
 def described(name: str, values: Iterable[bytes]) -> Content:
     """Return the contents of the field `name`, from some of its values."""

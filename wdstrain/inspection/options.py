@@ -38,9 +38,6 @@ class InfoOptions(CheckedOptions):
     note: Callable[[str], None] | None = option(
         None, "function that is called with a line about an index that was made", flag=None
     )
-    progress: Callable[[str, int, int], None] | None = progress_option(
-        "(work, finished samples, all samples)"
-    )
 
 
 @dataclass(frozen=True)

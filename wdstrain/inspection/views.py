@@ -76,11 +76,11 @@ class SampleView:
 
     @property
     def lines(self) -> list[str]:
-        """Labels, error, caption and fields as one line each. An only label has no name."""
+        """Labels, error, caption and other fields, a line of each. An only label has no name."""
         named = [f"{name} {value}" for name, value in self.labels.items()]
         labels = named if len(named) > 1 else self.labels.values()
-        fields = (f"{name}: {value}" for name, value in self.fields.items())
-        return [*map(printable, (", ".join(labels), self.error, self.text, ", ".join(fields)))]
+        others = [f"{n}: {text}" for n, text in self.fields.items() if n not in self.pictures]
+        return [*map(printable, (", ".join(labels), self.error, self.text, ", ".join(others)))]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pixels as JSON-able values."""

@@ -187,10 +187,11 @@ def table_text(rows: Sequence[Sequence[str]], *, width: int | None = None) -> st
     from rich.console import Console
     from rich.table import Table
 
-    table, text = Table.grid(padding=(0, 2)), StringIO()
-    for column in range(len(rows[0])):
-        is_folded = width is None and column == len(rows[0]) - 1
-        table.add_column(no_wrap=not is_folded, overflow="fold" if is_folded else "crop")
+    is_cut = width is not None
+    table, text = Table.grid(padding=(0, 2), expand=is_cut), StringIO()
+    for _ in range(max(map(len, rows), default=1) - 1):
+        table.add_column(no_wrap=True, overflow="crop")
+    table.add_column(no_wrap=is_cut, overflow="crop" if is_cut else "fold", ratio=int(is_cut))
     for row in rows:
         table.add_row(*map(_printable_lines, row))
     plain: dict[str, Any] = {"color_system": None, "force_jupyter": False, "force_terminal": False}
