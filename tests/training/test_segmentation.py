@@ -223,7 +223,7 @@ def test_a_model_of_torchvision_learns_masks(shards: Path, tmp_path: Path) -> No
         ({"augment": "trivialaugment"}, "masks would not follow"),
         ({"mixup": 0.2}, "they mix the classes of one label"),
         ({"model": "resnet18"}, "no model for masks"),
-        ({"fields": {"image": wt.image()}}, "without a fixed size"),
+        ({"fields": {"image": wt.image()}}, "need an image field of wt.image with a size"),
     ],
 )
 def test_options_that_do_not_fit_masks_are_refused(

@@ -3,7 +3,7 @@
 train, evaluate, predict, export             train and evaluate, predict, export
 options, config                              what these take, and the checks of it
 run, data, state                             a run: its shards, model, position, sums and callbacks
-inputs, sources                              inputs of the model
+inputs                                       inputs of the model
 tasks, heads, metrics                        labels, outputs of the model, losses, and scores
 models, weights, optim                       models by name, weights, trained models, optimizers
 distributed, fsdp                            the processes of a run, and signals

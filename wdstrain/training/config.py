@@ -39,6 +39,7 @@ else:
 CONFIG = "config.toml"  # in the folder of a run
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
 _OPTIMIZERS = ("adamw", "sgd")
+IMAGE_OPTIONS = ("augment", "scale", "ratio", "crop_pct")  # of the default input
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.fields import Field
+from wdstrain.decode.fields import Field, Image, Mask, image
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
@@ -33,16 +33,26 @@ from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.options import read_classes
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
-from wdstrain.storage.remote import is_remote, redacted
-from wdstrain.training.config import Config
+from wdstrain.storage.secrets import redacted
+from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head, MaskHead, NumberHead
+from wdstrain.training.inputs import (
+    Fields,
+    augments_batches,
+    check_same_inputs,
+    input_fields,
+    listed,
+    specs_of,
+    with_targets,
+)
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
 _COUNTED_LABELS, _AVERAGED_LABELS, _COUNTED_MASKS = 10_000, 2_000, 200
 _MASK_NUMBERS = 1 << 16  # class numbers in masks that are told apart
 _FEW_SAMPLES = 4  # that are tried before a run
+_COMPARED_EPOCHS = 4  # that tell whether inputs are augmented
 
 
 def open_data(
@@ -141,7 +151,7 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     return index
 
 
-# --- loaders --------------------------------------------------------------------------------------
+# --- fields and loaders --------------------------------------------------------------------------------------
 
 
 def run_loader(
@@ -208,17 +218,66 @@ def few_samples(index: Index, fields: Mapping[str, Field], config: Config, epoch
         return next(loader.epoch(epoch))
 
 
+def run_fields(
+    arguments: TrainArguments, train_set: Index, val_set: Index | None, task: Task, config: Config
+) -> tuple[Fields, Fields]:
+    """Return the inputs for training and validation, checked against options and a few samples.
+
+    Raises UsageError, and SampleError if none of the samples can be read.
+    """
+    given = arguments.fields is not None
+    if given:
+        train = input_fields(arguments.fields, task, train_set)
+        shapes = [spec.shape[1:] for spec in specs_of(train).values()]
+        if not config.has_default("image_size") and config.image_shape not in shapes:
+            raise UsageError(
+                f"image_size={config.image_size} has no effect with fields=.",
+                "Leave it out, and let your fields do it.",
+            )
+        few_samples(train_set, with_targets(train, task), config)
+    else:
+        options = {name: getattr(config, name) for name in IMAGE_OPTIONS}
+        train = {"image": image(size=config.image_shape, **options)}
+    specs = specs_of(train)
+    if augments_batches(config) and (len(specs) > 1 or not next(iter(specs.values())).is_rgb):
+        raise UsageError(
+            f"fields= gives {listed(specs)}: mixup, cutmix, color_jitter and random_erasing "
+            "need a single input uint8[3, height, width].",
+            "Leave them out.",
+        )
+    val = plain = {name: _without_randomness(field) for name, field in train.items()}
+    if val_set is None or (not given and arguments.val_fields is None):
+        return train, val
+    if arguments.val_fields is not None:
+        val = input_fields(arguments.val_fields, task, val_set, title="val_fields", known=specs)
+        check_same_inputs(specs, val, "training has", sizes=False)
+        plain = {name: _without_randomness(field) for name, field in val.items()}
+    fields = with_targets(val, task)
+    epochs = [few_samples(val_set, fields, config, epoch) for epoch in range(_COMPARED_EPOCHS)]
+    for name in val:
+        if val[name] != plain[name] or len({batch[name].numpy().tobytes() for batch in epochs}) > 1:
+            raise UsageError(
+                f"the input {name!r} differs between epochs, and validation needs the same "
+                "images every time.",
+                "Give fields without augmentation: val_fields=.",
+            )
+    return train, val
+
+
+def _without_randomness(field: Field) -> Field:
+    """Return a field of wt without its augmentation."""
+    if isinstance(field, (Image, Mask)):
+        return replace(field, augment=field.augment.without_randomness())
+    return field
+
+
 def addresses(urls: Urls | Index) -> str | list[str]:
     """Return addresses for config.toml: absolute paths, and no secrets of remote addresses."""
-    if isinstance(urls, Index):
-        return [str(addresses(shard.path)) for shard in urls.shards]
     if isinstance(urls, (str, os.PathLike)):
-        scheme, separator, rest = os.fspath(urls).partition("://")
-        text = f"{scheme.lower()}://{rest}" if separator else scheme
-        if is_remote(text):
-            return redacted(text)
-        return text if "://" in text else os.path.abspath(text)
-    return [str(addresses(url)) for url in urls]
+        text = os.fspath(urls)
+        return redacted(text) if "://" in text else os.path.abspath(text)
+    paths = (shard.path for shard in urls.shards) if isinstance(urls, Index) else urls
+    return [str(addresses(path)) for path in paths]
 
 
 # --- labels ---------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from wdstrain.training.config import EvaluateArguments, given_options
 from wdstrain.training.data import count_pixels, run_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import MaskHead
+from wdstrain.training.inputs import with_targets
 from wdstrain.training.metrics import classes_of
-from wdstrain.training.sources import with_targets
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Setup, evaluate_pass
 from wdstrain.training.weights import LoadedCheckpoint

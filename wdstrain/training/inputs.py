@@ -9,19 +9,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wdstrain.augment.gpu import IMAGENET, Augmentation
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
-from wdstrain.decode.labels import LabelField
-from wdstrain.decode.transforms import Augment
+from wdstrain.decode.labels import LabelField, with_classes
+from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index
 from wdstrain.training.config import Config
 from wdstrain.training.tasks import Task
 
+Fields = dict[str, Field]  # inputs by their names in a batch
 Triple = tuple[float, float, float]
 _SOURCES = {"class": "label", "multi": "labels", "number": "number"}  # by kind of label
 
@@ -40,8 +43,9 @@ class InputSpec:
 
     shape: in a batch, without the batch, such as (3, 224, 224). dtype: before normalization.
     source: "image", "array", "label", "labels" or "number" for fields of wt, else the class of the
-    user's field. names: tar fields that the field looks for; empty for a field of the user's. augment: of an image field. column: entry of a JSON field. classes: in
-    the order of the numbers that the model gets, whatever their numbers in other shards.
+    user's field. names: tar fields that the field looks for; empty for a field of the user's.
+    augment: of an image field. column: entry of a JSON field. classes: in the order of the numbers
+    that the model gets, whatever their numbers in other shards.
     """
 
     shape: tuple[int, ...]
@@ -53,23 +57,25 @@ class InputSpec:
     classes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, field: Field, example: Example) -> InputSpec:
-        """Return the input that a field gives. example: of the field."""
-        shape = shape_of(example)
-        if type(field) is Image:
-            return cls(shape, example.dtype, "image", field.names, vars(field.augment))
-        if type(field) is NumpyArray:
-            return cls(shape, example.dtype, "array", field.names)
-        if type(field) is LabelField and field.kind in _SOURCES:
-            return cls(
-                shape,
-                example.dtype,
-                _SOURCES[field.kind],
-                field.names,
-                column=field.entry,
-                classes=field.classes,
+    def of(cls, field: Field) -> InputSpec:
+        """Return the input that a field gives. Raises UsageError for one without a fixed size."""
+        example = field.example
+        if example is None:
+            raise UsageError(f"{field} is an input without a fixed size.", "Give it a size.")
+        if example.dtype.startswith("complex"):  # as floats they would lose their imaginary part
+            raise UsageError(
+                f"{example.dtype}{list(example.shape)}: must be real numbers.",
+                "Give two channels for complex numbers.",
             )
-        return cls(shape, example.dtype, type(field).__qualname__)
+        shape = example.shape
+        shape = (shape[-1], *shape[:-1]) if example.channels_last else shape
+        kind = _SOURCES.get(field.kind) if isinstance(field, LabelField) else None
+        source = {Image: "image", NumpyArray: "array", LabelField: kind}.get(type(field))
+        if source is None:
+            return cls(shape, example.dtype, type(field).__qualname__)
+        augment = vars(field.augment) if isinstance(field, Image) else {}
+        column, classes = getattr(field, "entry", None), getattr(field, "classes", ())
+        return cls(shape, example.dtype, source, tuple(field.names), augment, column, classes)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> InputSpec:
@@ -127,14 +133,6 @@ class ModelInputs:
     specs: Mapping[str, InputSpec]
     normalization: Normalization = Normalization()
 
-    def __post_init__(self) -> None:
-        for spec in self.specs.values():
-            if spec.dtype.startswith("complex"):  # as floats they would lose their imaginary part
-                raise UsageError(
-                    f"{spec.kind}: must be real numbers.",
-                    "Give two channels for complex numbers.",
-                )
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ModelInputs:
         """Return the inputs that `state` returned as plain values."""
@@ -165,10 +163,8 @@ class ModelInputs:
 
         Without such an input, that of the first.
         """
-        shapes = [spec.shape for spec in self.specs.values()]
-        if self.picture is not None:
-            return self.specs[self.picture].shape
-        return next((shape for shape in shapes if len(shape) == 3), shapes[0])
+        specs = self.specs.values()
+        return min(specs, key=lambda spec: (not spec.is_rgb, len(spec.shape) != 3)).shape
 
     @property
     def image_size(self) -> int:
@@ -206,11 +202,6 @@ class ModelInputs:
     def __str__(self) -> str:
         specs = ", ".join(f"{name}: {spec}" for name, spec in self.specs.items())
         return f"{specs}, mean={self.normalization.mean}, std={self.normalization.std}"
-
-
-def shape_of(example: Example) -> tuple[int, ...]:
-    """Return the shape of a value as a batch has it: channels, height, width for images."""
-    return (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
 
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
@@ -278,3 +269,112 @@ def batch_augmentation(
         image=next(iter(inputs.specs)),
         label=f"target {head.name}",
     )
+
+
+# --- fields that give the inputs -------------------------------------------------------------------
+# An entry of the user's `fields` that has the name of a label is a target, which the shards declare
+# already; every other entry is an input.
+
+
+def specs_of(fields: Fields) -> dict[str, InputSpec]:
+    """Return the inputs that fields read."""
+    return {name: InputSpec.of(field) for name, field in fields.items()}
+
+
+def with_targets(fields: Fields, task: Task) -> dict[str, Field]:
+    """Return the fields of inputs and targets. Masks follow the first image."""
+    images = (field for field in fields.values() if isinstance(field, Image))
+    return {**fields, **task.target_fields(next(images, None))}
+
+
+def read_file(fields: Fields, extension: str, data: bytes) -> dict[str, Tensor]:
+    """Return the single input of a file, by name, as a batch has it."""
+    ((name, reader),) = fields.items()
+    example = cast(Example, reader.example)
+    out = np.zeros(example.shape, example.dtype)
+    reader.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
+    value = torch.from_numpy(out)
+    return {name: value.permute(2, 0, 1) if example.channels_last else value}
+
+
+def input_fields(
+    fields: Any,
+    task: Task,
+    index: Index | None,
+    *,
+    title: str = "fields",
+    known: Mapping[str, InputSpec] | None = None,
+) -> Fields:
+    """Return those fields of the user's that are not named as a label.
+
+    index: None for image files. known: inputs of training, whose numbers classes as inputs have;
+    else those of the index. Raises UsageError for fields that cannot be inputs, and for labels that
+    read another value than the one that is learned.
+    """
+    if not isinstance(fields, Mapping) or not all(isinstance(f, Field) for f in fields.values()):
+        raise UsageError(
+            f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.'
+        )
+    heads, known = task.label_names, known or {}
+    inputs = {n: _numbered(f, index, known.get(n)) for n, f in fields.items() if n not in heads}
+    if not inputs:
+        raise UsageError(
+            f"{title}= gives no input of the model.",
+            f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
+        )
+    for name in inputs:
+        is_name = isinstance(name, str) and not name.startswith("__")  # "__key__" is of the batch
+        if not is_name or (len(inputs) > 1 and not name.isidentifier()):
+            raise UsageError(
+                f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
+                f"model, so each needs a name such as image, and names with __ are those of a batch."
+            )
+    targets = with_targets(inputs, task)
+    for name in heads.keys() & fields.keys():
+        given = fields[name] if index is None else with_classes(fields[name], index)
+        learned = targets[f"target {heads[name].name}"]
+        if _reads(given, learned) != _reads(learned, learned):
+            raise UsageError(
+                f"{title}[{name!r}] reads another value than the label that is learned: {learned}.",
+                "Leave the entry out: the label is read as the shards declare it.",
+            )
+    return inputs
+
+
+def _numbered(own: Field, index: Index | None, known: InputSpec | None) -> Field:
+    """Return a field of classes with their names, by which other shards may number them.
+
+    Any other field is returned unchanged, and so is one whose classes no index names.
+    """
+    named = with_classes(own, index)
+    if not isinstance(own, LabelField) or not isinstance(named, LabelField):
+        return own
+    classes = own.classes or (named.classes if known is None else known.classes)
+    return LabelField(named.names, named.kind, named.entry, classes, is_bound=True, dtype=own.dtype)
+
+
+def _reads(field: Field, learned: Field) -> list[Any]:
+    """Return what a field of a label reads; classes that it does not name are the learned ones."""
+    names = ("names", "entry", "kind", "size", "augment")
+    classes = getattr(field, "classes", None) or getattr(learned, "classes", None)
+    return [type(field), classes, *(getattr(field, name, None) for name in names)]
+
+
+def check_same_inputs(
+    wanted: Mapping[str, InputSpec], fields: Fields, owner: str, *, sizes: bool
+) -> None:
+    """Raise UsageError for fields that read other inputs. sizes: heights and widths count too."""
+    kinds, given = [], specs_of(fields)
+    for specs in (wanted, given):
+        shapes = {n: s.shape if sizes else (len(s.shape), s.shape[:1]) for n, s in specs.items()}
+        kinds.append({n: (spec.dtype, shapes[n], spec.classes) for n, spec in specs.items()})
+    if kinds[0] != kinds[1]:
+        raise UsageError(
+            f"the fields give {listed(given)}, and {owner} {listed(wanted)}.",
+            "Give the same inputs.",
+        )
+
+
+def listed(specs: Mapping[str, InputSpec]) -> str:
+    """Return the inputs in words."""
+    return ", ".join(f"{name}: {spec.kind}" for name, spec in specs.items())

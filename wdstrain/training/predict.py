@@ -46,9 +46,8 @@ from wdstrain.training.config import PredictArguments, given_options
 from wdstrain.training.data import label_column, whole_loader, with_task_labels
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import ClassHead, Head, NumberHead
-from wdstrain.training.inputs import ModelInputs
+from wdstrain.training.inputs import Fields, ModelInputs, read_file
 from wdstrain.training.models import last_layer
-from wdstrain.training.sources import Fields, read_file
 from wdstrain.training.validation import Pixels, Setup, mask_png
 from wdstrain.training.weights import LoadedCheckpoint
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wdstrain.errors import UsageError
-from wdstrain.training.config import Config, TrainArguments, is_made, refuse
+from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments, is_made, refuse
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.tasks import Task
 
@@ -206,12 +206,11 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         if value is not None and not callable(value):
             raise UsageError(f"must be a function {form}.", option=name, value=value)
     has_losses = criterion is not None and (own is not criterion or len(own) >= len(labels))
-    images = ("augment", "scale", "ratio", "crop_pct")
     replaced = (
         ("training_step", arguments.training_step is not None, _OF_LOSSES),
         ("criterion", has_losses, _OF_LOSSES),
         ("optimizer", is_made(config.optimizer), ("lr", "weight_decay")),
-        ("fields", arguments.fields is not None, images),
+        ("fields", arguments.fields is not None, IMAGE_OPTIONS),
     )
     needs_val = config.patience or config.monitor or config.schedule == "plateau"
     refuse(

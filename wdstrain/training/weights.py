@@ -21,10 +21,15 @@ from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
 from wdstrain.training.config import Config, is_made
-from wdstrain.training.inputs import ModelInputs, Normalization
+from wdstrain.training.inputs import (
+    Fields,
+    ModelInputs,
+    Normalization,
+    check_same_inputs,
+    input_fields,
+)
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
 from wdstrain.training.options import is_file
-from wdstrain.training.sources import Fields, check_same_inputs, input_fields
 from wdstrain.training.tasks import Task
 
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
