@@ -49,8 +49,8 @@ BUDGETS = {
     "training": 3297,
     "inspection": 1739,
     "loader": 1223,
-    "shards": 2200,
-    "decode": 1357,
+    "shards": 2188,
+    "decode": 1353,
     "storage": 1113,
     "reader": 506,
     "cli": 651,
@@ -59,7 +59,7 @@ BUDGETS = {
     "order": 400,
     "report": 237,
     "augment": 270,
-    "webdataset": 319,
+    "webdataset": 314,
     "native": 56,
     "": 290,  # modules at the top, memory.py among them
 }

@@ -200,8 +200,7 @@ class NumpyArray:
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
         array = npy_array(data)
         if out is None:
-            owned: Array = array.copy()  # the arena reuses the memory of `data`
-            return owned
+            return np.array(array)  # the arena reuses the memory of `data`
         if array.shape != out.shape or array.dtype != out.dtype:
             raise SampleError(
                 f"it is {array.dtype}{list(array.shape)}, "

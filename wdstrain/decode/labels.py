@@ -210,16 +210,14 @@ def with_classes(field: Field, index: Index | None) -> Field:
     return field
 
 
-def numbered(field: LabelField, info: ColumnInfo | None, *, is_alone: bool = True) -> LabelField:
+def numbered(field: LabelField, info: ColumnInfo, *, is_alone: bool = True) -> LabelField:
     """Return the field that reads a label from shards whose index has it as `info`.
 
     is_alone: no other shards number their classes differently. Raises UsageError if the field lacks
     a class.
     """
-    if info is None or field.kind != "class":
-        return field if info is None or field.classes else replace(field, classes=info.classes)
     field = replace(field, by_name=False, classes=field.classes or info.classes)
-    if not info.has_names or info.classes == field.classes:
+    if field.kind != "class" or not info.has_names or info.classes == field.classes:
         return field
     missing = [name for name in info.classes if name not in field.classes]
     if is_alone and len(missing) == len(info.classes):  # new names for the same numbers
@@ -235,24 +233,23 @@ def numbered(field: LabelField, info: ColumnInfo | None, *, is_alone: bool = Tru
 
 def _field(names: str, kind: str, **options: Any) -> LabelField:
     parts = field_names(names, lower=False)
-    place = json_place(parts[0])
-    if len(parts) == 1 and place[1] is not None:  # also without an index
-        return LabelField((place[0],), kind, place[1], is_bound=True, **options)
+    name, entry = json_place(parts[0])
+    if len(parts) == 1 and entry is not None:  # also without an index
+        return LabelField((name,), kind, entry, is_bound=True, **options)
     return LabelField(parts, kind, **options)
 
 
 def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     """Return the column, label or field of samples that a name means; None if there is none."""
-    labels = (*index.labels, *index.differing)
+    known: tuple[ColumnInfo, ...] = (*index.labels, *index.differing, *index.columns)
     place = (name, field.entry) if field.is_bound else json_place(name)
-    known = [info for info in (*labels, *index.columns) if info.place == place]
-    if not known and not field.is_bound:
+    meant = [info for info in known if info.place == place]
+    if not meant and not field.is_bound:
         column = column_named(index, name)
-        known = [column] if column else [info for info in labels if info.name == name]
-    if known:
-        return known[0]
-    is_field = place[0].lower() in index.fields
-    return ColumnInfo(name, "text", place[0].lower(), place[1]) if is_field else None
+        meant = [column] if column else [info for info in known if info.name == name]
+    if not meant and place[0].lower() in index.fields:
+        return ColumnInfo(name, "text", place[0].lower(), place[1])
+    return next(iter(meant), None)
 
 
 def _joined(field: LabelField, index: Index, label: ColumnInfo | None, why: str) -> LabelField:

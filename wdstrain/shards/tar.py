@@ -25,8 +25,8 @@ from wdstrain.shards.tar_headers import (
     END,
     EXTENSIONS,
     REPACK,
-    Extra,
     Fault,
+    extension,
     name_in,
     padding,
     size_in,
@@ -149,12 +149,7 @@ def samples(
     """
     source, skipped = Window(read, size), SkippedMembers() if skipped is None else skipped
     check_plain(source.read(0, BLOCK), shard)
-    yield from placed(walk(source, skipped), shard, skipped)
-
-
-def placed(members: Iterable[Member], shard: str, skipped: SkippedMembers) -> Iterator[Sample]:
-    """Yield the positions of the samples of members. Raises ShardError as `samples` does."""
-    for key, fields in grouped(members, shard, skipped):
+    for key, fields in grouped(walk(source, skipped), shard, skipped):
         places = [(name, member.offset, member.size) for name, member in fields.items()]
         held = list(fields.values())
         yield Sample(key, held[0].start, held[-1].stop, places)
@@ -169,9 +164,8 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
     def read(offset: int, length: int) -> bytes | memoryview:
         return data[offset : offset + length] if offset < len(data) else END[:length]
 
-    source, skipped = Window(read, len(data) + len(END)), SkippedMembers()
     try:
-        held = list(placed(walk(source, skipped), "", skipped))
+        held = list(samples(read, len(data) + len(END), ""))
     except ShardError:
         return False
     return [(sample.key, sample.fields) for sample in held] == [(key, list(fields))]
@@ -255,7 +249,7 @@ def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
     The source is read at ascending offsets; after a zero block, to the end and at the block before
     it. Raises Fault where the tar breaks a rule, with the offset. A member of a stream may end early.
     """
-    start, extra = offset, Extra()
+    start, extra = offset, dict[bytes, bytes]()  # of the next member, from extension headers
     try:
         while True:
             block = source.read(offset, BLOCK)
@@ -269,14 +263,23 @@ def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
                 return
             length, kind, data = size_in(block, offset), block[156:157], offset + BLOCK
             if kind in EXTENSIONS:
-                extra.read(kind, _payload(source, length, offset), length, offset)
+                records = extension(kind, _payload(source, length, offset), length, offset)
+                if b"path" in records and b"path" in extra:  # readers disagree which applies
+                    raise Fault(
+                        f"has a second header for the name of one member at offset {offset}",
+                        REPACK,
+                    )
+                extra |= records
                 offset = data + length + padding(length)
                 continue
-            length = length if extra.size is None else extra.size
-            member = Member(extra.path or name_in(block), start, data, length)
+            length = int(extra.get(b"size", length))
+            path = extra.get(b"path", b"").decode("utf-8", "surrogateescape")
+            member = Member(path or name_in(block), start, data, length)
             if data + length > source.size:
                 raise _cut_inside(source, f"'{printable(member.name)}'", data, length)
-            if kind == b"S" or extra.sparse:  # its data is shorter than its size
+            if kind == b"S" or any(
+                name.startswith(b"GNU.sparse") for name in extra
+            ):  # its data is shorter than its size
                 raise Fault(
                     f"holds the sparse file '{printable(member.name)}' at offset {offset}",
                     "Repack it without --sparse",
@@ -288,7 +291,7 @@ def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
                 skipped[_DIRECTORY if is_directory else "a link or device"] += 1
                 length = 0 if kind in b"123456" else length
             start = offset = data + length + padding(length)
-            extra = Extra()
+            extra = {}
     except Fault as fault:
         fault.start, fault.offset = min(start, source.size), offset
         raise

@@ -8,7 +8,6 @@ Reading: ustar, V7, PAX and GNU long names. Sparse files are refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from zlib import adler32
 
 from wdstrain.errors import UsageError
@@ -145,54 +144,35 @@ def name_in(block: bytes) -> str:
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
 
 
-@dataclass
-class Extra:
-    """Properties of the next member that its extension headers give."""
+def extension(kind: bytes, padded: bytes, length: int, offset: int) -> dict[bytes, bytes]:
+    """Return the records of an extension header of type `kind`, as those of a PAX header.
 
-    path: str | None = None
-    size: int | None = None
-    sparse: bool = False
-
-    def read(self, kind: bytes, padded: bytes, length: int, offset: int) -> None:
-        """Read one extension header of type `kind` at `offset`.
-
-        padded: its data of `length` bytes and the padding after it. Raises Fault.
-        """
-        payload = padded[:length]
-        if kind == b"K":
-            return
-        if kind == b"L":
-            if b"\0" not in payload and any(padded[length:]):  # tarfile would read into the padding
-                raise Fault(
-                    f"claims a name of {length} bytes that is longer at offset {offset}",
-                    REPACK,
-                )
-            values = {b"path": payload.split(b"\0", 1)[0]}
-        else:
-            values = _records(payload, offset)
-        if kind == b"g":
-            for name in values.keys() & {b"path", b"size"}:  # readers disagree whether it applies
-                raise Fault(
-                    f"claims one {name.decode()} for all its members at offset {offset}",
-                    REPACK,
-                )
-            return
-        if b"path" in values:
-            if self.path is not None:  # readers disagree which of the two applies
-                raise Fault(
-                    f"has a second header for the name of one member at offset {offset}",
-                    REPACK,
-                )
-            self.path = values[b"path"].decode("utf-8", "surrogateescape")
-        if b"size" in values:
-            size = values[b"size"]
-            if not size.isdigit() or len(size) > 20:
-                raise Fault(
-                    f"claims a size of {size[:40]!r} at offset {offset}; it must be a decimal number",
-                    REPACK,
-                )
-            self.size = int(size)
-        self.sparse |= any(name.startswith(b"GNU.sparse") for name in values)
+    padded: its data of `length` bytes and the padding after it. offset: of the header, for errors.
+    Raises Fault.
+    """
+    payload = padded[:length]
+    if kind == b"L":
+        if b"\0" not in payload and any(padded[length:]):  # tarfile would read into the padding
+            raise Fault(
+                f"claims a name of {length} bytes that is longer at offset {offset}",
+                REPACK,
+            )
+        return {b"path": payload.split(b"\0", 1)[0]}
+    values = {} if kind == b"K" else _records(payload, offset)
+    if kind == b"g":
+        for name in values.keys() & {b"path", b"size"}:  # readers disagree whether it applies
+            raise Fault(
+                f"claims one {name.decode()} for all its members at offset {offset}",
+                REPACK,
+            )
+        return {}
+    size = values.get(b"size", b"0")
+    if not size.isdigit() or len(size) > 20:
+        raise Fault(
+            f"claims a size of {size[:40]!r} at offset {offset}; it must be a decimal number",
+            REPACK,
+        )
+    return values
 
 
 def _records(payload: bytes, offset: int) -> dict[bytes, bytes]:
