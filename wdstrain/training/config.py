@@ -98,7 +98,10 @@ class Config(RunOptions):
                 f"module:function.",
             ),
             *(
-                (not is_used and not self.has_default(name), f"{name} needs {owner}.")
+                (
+                    not is_used and not self.has_default(name),
+                    f"{name}={getattr(self, name)} needs {owner}.",
+                )
                 for name, is_used, owner in needs
             ),
         )
