@@ -19,7 +19,7 @@ from tests.fault_injection.process_faults import WrongOutcome, inside, typed
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, scan
-from wdstrain.training.checkpoint import (
+from wdstrain.training.run_dir import (
     BEST,
     FORMAT,
     LAST,

@@ -32,7 +32,7 @@ from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
-from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
+from wdstrain.training.run_dir import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
 # --- the fault injection script ---
 

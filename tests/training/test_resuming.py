@@ -24,7 +24,7 @@ from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.training.checkpoint import read_checkpoint, read_last
+from wdstrain.training.run_dir import read_checkpoint, read_last
 from wdstrain.training.train import TrainResult, train
 
 # Every part with a state of its own: dropout, momentum, an average, mixed images, accumulated
@@ -169,7 +169,7 @@ def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint
     # A second kill within the write of the next checkpoint: the file is complete, but not yet
     # renamed.
     code = (
-        "import os, signal, sys, wdstrain.training.checkpoint as c\n"
+        "import os, signal, sys, wdstrain.training.run_dir as c\n"
         "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from wdstrain.cli import main; main(sys.argv[1:])"
     )

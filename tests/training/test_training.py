@@ -14,9 +14,9 @@ from PIL import Image
 from tests.support.outcomes import result_or_refusal
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
-from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.evaluate import evaluate
 from wdstrain.training.models import build
+from wdstrain.training.run_dir import read_checkpoint
 from wdstrain.training.train import train
 
 

@@ -10,6 +10,7 @@ from wdstrain.cli.common import Verb, add_options, given, result, selected, urls
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.training.config import (
+    CONFIG,
     Config,
     EvaluateOptions,
     PredictOptions,
@@ -108,8 +109,6 @@ def _of_checkpoint(
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.run_dir import CONFIG
-
     saved = os.path.join(arguments.out, CONFIG)
     is_there = os.path.exists(saved)
     before, data = read_config(saved) if arguments.resume and is_there else ({}, {})

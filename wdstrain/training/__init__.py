@@ -7,5 +7,5 @@ inputs                                       inputs of the model
 tasks, heads, metrics                        labels, outputs of the model, losses, and scores
 models, weights, optim                       models by name, weights, trained models, optimizers
 distributed, fsdp                            the processes of a run, and signals
-checkpoint, run_dir, run_log, report         atomic checkpoints, the files of a run, and the text
+run_dir, run_log, report                     the folder of a run, its checkpoints, its logs and text
 """

@@ -19,7 +19,6 @@ from torch import nn
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.checkpoint import FORMAT, Checkpoints, read_last
 from wdstrain.training.config import Config, TrainArguments
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
 from wdstrain.training.distributed import (
@@ -39,7 +38,7 @@ from wdstrain.training.inputs import (
 )
 from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
-from wdstrain.training.run_dir import CHECKPOINTS, check_out
+from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.state import EpochSums, Monitor, TrainerState, check_objects
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Setup

@@ -2,25 +2,40 @@
 
 `metrics.jsonl` has a line for each epoch, `steps.jsonl` one every 0.5 to 10 s. A resumed run
 first removes the lines after its checkpoint from both. One process at a time uses a folder.
+
+A checkpoint is written under a hidden name, flushed and renamed. `last.pt` and `best.pt` are links
+to such files, and change atomically too. So a kill at any moment leaves the former checkpoint, and
+at most a hidden file, which the next run removes. Checkpoints hold plain values and tensors only,
+and are read with `weights_only`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import uuid
+import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
-from wdstrain.storage.files import check_folder_output, write_whole
+from wdstrain.storage.files import check_folder_output, disk_errors, publish, write_whole
+from wdstrain.training.config import CONFIG
 
-CONFIG, METRICS, STEPS = "config.toml", "metrics.jsonl", "steps.jsonl"
+METRICS, STEPS = "metrics.jsonl", "steps.jsonl"
 REPORT, BOARD, CHECKPOINTS = "report.html", "tensorboard", "checkpoints"
 _RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
 _LOCK = ".lock"
+LAST, BEST = "last.pt", "best.pt"
+FORMAT = 3  # of the contents of a checkpoint
 
 
 def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
@@ -29,18 +44,12 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
     Raises StorageError if it cannot be written.
     """
     if resume and overwrite:
-        raise UsageError(
-            "resume and overwrite exclude each other.",
-            "Give one of them.",
-        )
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    there = [name for name in names if name != _LOCK and not _is_incomplete(name)]
-    if there and CONFIG not in there:
-        raise UsageError(
-            f"{folder} holds files that are not of a run.",
-            "Choose another folder.",
-        )
-    if there and not overwrite and not resume:
+        raise UsageError("resume and overwrite exclude each other.", "Give one of them.")
+    names = set(os.listdir(folder) if os.path.isdir(folder) else ())
+    names -= {_LOCK, *_incomplete(folder)}
+    if names and CONFIG not in names:
+        raise UsageError(f"{folder} holds files that are not of a run.", "Choose another folder.")
+    if names and not overwrite and not resume:
         raise UsageError(
             f"{folder} holds a run already.",
             "Choose another folder, continue with resume=True, or replace it with overwrite=True.",
@@ -53,26 +62,25 @@ class RunDir:
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
         self.folder = folder
-        self._fd: int | None = None
         check_out(folder, overwrite=overwrite, resume=resume)
-        try:
+        with disk_errors(folder, "Choose another folder."), ExitStack() as stack:
             os.makedirs(folder, exist_ok=True)
-            self._lock()
-            if overwrite:
-                self._clear()
-            for name in os.listdir(folder):
-                if _is_incomplete(name):
+            self._fd = lock_file(self.path(_LOCK))
+            if self._fd is None:
+                raise UsageError(
+                    f"another process is training into {folder}.",
+                    "Wait for it, or choose another folder.",
+                )
+            stack.callback(self.close)
+            for name in _RUN_FILES.intersection(os.listdir(folder)) if overwrite else ():
+                if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
+                    shutil.rmtree(self.path(name))
+                else:
                     os.unlink(self.path(name))
+            _remove_incomplete(folder)
             write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise StorageError(
-                f"{folder} cannot be written: {error.strerror}.",
-                "Choose another folder.",
-            ) from error
+            stack.pop_all()
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -106,28 +114,125 @@ class RunDir:
         unlock_file(self._fd)
         self._fd = None
 
-    def _lock(self) -> None:
-        self._fd = lock_file(self.path(_LOCK))
-        if self._fd is None:
-            raise UsageError(
-                f"another process is training into {self.folder}.",
-                "Wait for it, or choose another folder.",
-            )
-
-    def _clear(self) -> None:
-        """Remove the files of a run, and nothing else."""
-        for name in _RUN_FILES.intersection(os.listdir(self.folder)):
-            if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
-                shutil.rmtree(self.path(name))
-            else:
-                os.unlink(self.path(name))
-
 
 def strict_json(value: Any) -> str:
     """Return JSON for every program: NaN and infinity, which JSON lacks, are null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
-def _is_incomplete(name: str) -> bool:
-    """Return whether a file is an incomplete one that a kill left."""
-    return name.startswith(".") and name.endswith(".tmp")
+def _incomplete(folder: str) -> set[str]:
+    """Return the names of incomplete files that a kill left."""
+    return {path.name for path in Path(folder).glob(".*.tmp")}
+
+
+def _remove_incomplete(folder: str) -> None:
+    """Remove incomplete files that a kill left."""
+    for name in _incomplete(folder):
+        os.unlink(os.path.join(folder, name))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Checkpoints of one run in their folder. keep: latest checkpoints to keep, beside the best."""
+
+    def __init__(self, folder: str, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        _remove_incomplete(folder)
+
+    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> str:
+        """Write a checkpoint of this step of the run, and return its path. best: it is the best."""
+        name, temporary = f"step-{step:08d}.pt", self._temporary()
+        path = os.path.join(self._folder, name)
+        try:
+            with WorkerDeathsAsErrors():
+                torch.save(dict(state), temporary)
+                # best.pt first: a run resumed from this step does not write it again
+                for final in (BEST, name, LAST) if best else (name, LAST):
+                    self._put(temporary, final)
+                for old in names(self._folder)[: -self._keep]:
+                    if old != name:
+                        os.unlink(os.path.join(self._folder, old))
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise StorageError(
+                f"the checkpoint {path} cannot be written ({why}). Earlier checkpoints are intact."
+            ) from error
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+        return path
+
+    def _put(self, path: str, name: str) -> None:
+        """Give a file another name in the folder, which replaces an earlier file of that name."""
+        temporary = self._temporary()
+        try:
+            try:
+                os.link(path, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, temporary)
+            publish(temporary, os.path.join(self._folder, name))
+        finally:  # a link that stays would keep the bytes of a checkpoint on a full disk
+            with suppress(OSError):
+                os.unlink(temporary)
+
+    def _temporary(self) -> str:
+        return os.path.join(self._folder, f".{uuid.uuid4().hex[:12]}.tmp")
+
+
+def names(folder: str) -> list[str]:
+    """Return the names of a folder's checkpoints by step, the oldest first."""
+    return sorted(path.name for path in Path(folder).glob("step-*.pt"))
+
+
+def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return (last readable checkpoint of a folder or None, why later ones cannot be read).
+
+    Raises UsageError if there are checkpoints, and none can be read.
+    """
+    refused: list[str] = []
+    paths = [os.path.join(folder, name) for name in (LAST, *reversed(names(folder)))]
+    for path in filter(os.path.exists, paths):
+        try:
+            return read_checkpoint(path), refused
+        except UsageError as error:
+            refused.append(str(error))
+    if refused:
+        raise UsageError(f"no checkpoint in {folder} can be read: {refused[0]}")
+    return None, refused
+
+
+def load_file(path: str, other: str) -> Any:
+    """Return what torch.save wrote, on the CPU. other: sentence on a file that is none.
+
+    Raises UsageError for a missing or damaged file, also for changed bytes, which torch does not
+    notice.
+    """
+    try:
+        damaged = None
+        with suppress(zipfile.BadZipFile, NotImplementedError), zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch has its own words for other files
+        if damaged is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"{path} cannot be read: {why}.", "Check the path.") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UsageError(f"{path} {other}") from error
+    raise UsageError(f"{path} is damaged: the checksum of {damaged} differs.", "Use another file.")
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
+    state = load_file(path, "is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt")
+    if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
+        raise UsageError(
+            f"{path} is a checkpoint of another program: it lacks model, config or task."
+        )
+    if state.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} has the checkpoint format {state.get('format')}: must be {FORMAT}.",
+            "Read it with the version of wdstrain that wrote it.",
+        )
+    return state

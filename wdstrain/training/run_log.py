@@ -13,12 +13,19 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError
-from wdstrain.training.checkpoint import Checkpoints
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
 from wdstrain.training.run import Diverged, Run
-from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
+from wdstrain.training.run_dir import (
+    BOARD,
+    CHECKPOINTS,
+    METRICS,
+    REPORT,
+    STEPS,
+    Checkpoints,
+    RunDir,
+)
 from wdstrain.training.state import STAGES
 
 _STEP_VALUES = ("loss", "lr", "samples_per_second")

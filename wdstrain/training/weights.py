@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.training.checkpoint import FORMAT, load_file, read_checkpoint
 from wdstrain.training.config import Config, is_made
 from wdstrain.training.inputs import (
     Fields,
@@ -30,6 +29,7 @@ from wdstrain.training.inputs import (
 )
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
 from wdstrain.training.options import is_file
+from wdstrain.training.run_dir import FORMAT, load_file, read_checkpoint
 from wdstrain.training.tasks import Task
 
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
