@@ -205,8 +205,8 @@ def test_texts_json_numbers_and_arrays_are_shown_by_type(tmp_path: Path) -> None
     assert seen.labels == {"cls": "7"}
     assert seen.fields["json"] == "{angle: 0.25, kind: {of: [1, 2]}}"
     assert (seen.fields["bin"], seen.fields["mp4"]) == ("50 B", "5 KB")
-    assert seen.fields["vector.npy"] == "float64[100], 0 to 99"
-    assert seen.fields["depth.npy"] == "float32[20, 30], 0 to 551"
+    assert seen.fields["vector.npy"] == "float64[100]"
+    assert seen.fields["depth.npy"] == "float32[20, 30]"
     assert list(seen.pictures) == ["depth.npy", "planes.npy", "grey.npy"]
     np.testing.assert_array_equal(seen.pictures["depth.npy"][:, :, 1], np.rint(plane * (255 / 551)))
     np.testing.assert_array_equal(seen.pictures["planes.npy"], np.moveaxis(colors, 0, -1))
@@ -237,7 +237,7 @@ def test_labels_of_a_table_are_shown_by_name(tmp_path: Path) -> None:
         {"kind": "k1"},
         {"kind": "k0"},
     ]
-    assert shown[1].fields["json"] == "{speed: 1}"
+    assert shown[1].fields["json"].endswith("speed: 1}")
 
 
 def test_a_condition_limits_the_shown_samples(packed: Path) -> None:
@@ -386,7 +386,7 @@ def test_loaders_without_fields_with_transforms_and_mixtures_are_shown(
         ),
         2,
     )
-    assert shown[0].fields == {"x": "float32[3], 1 to 1"}
+    assert shown[0].fields == {"x": "float32[3]"}
     assert shown[0].labels["size"].isdecimal()
     mixed = wt.peek(
         wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10),
@@ -408,7 +408,7 @@ def test_peek_runs_the_transform_of_a_loader_without_workers(packed: Path) -> No
     assert multiprocessing.active_children() == children
     batch = next(iter(loader))
     assert [sample.labels["draw"] for sample in shown] == [
-        f"{value:.6g}" for value in batch["draw"].tolist()
+        f"{value:.5g}" for value in batch["draw"].tolist()
     ]
     assert [sample.key for sample in shown] == batch["__key__"]
     loader.close()

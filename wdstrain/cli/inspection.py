@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from wdstrain.inspection.options import (
     VerifyOptions,
     check_ending,
 )
+from wdstrain.inspection.result import Size, rows_of
 from wdstrain.report.terminal import (
     Reporter,
     print_error,
@@ -25,12 +26,9 @@ from wdstrain.report.terminal import (
     print_result,
     table_text,
 )
-from wdstrain.runtime.options import format_size
 from wdstrain.tuning.options import BenchOptions
 
 if TYPE_CHECKING:
-    from wdstrain.inspection.repair import Repair
-    from wdstrain.inspection.verify import Verification
     from wdstrain.loader.stats import Finding
 
 _BAR = 30  # characters of the longest bar
@@ -89,51 +87,17 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.verify import verify
 
-    return _read_all(arguments, VerifyOptions, verify, "verifying", _verified)
-
-
-def _verified(done: Verification) -> dict[str, str]:
-    """Return the result of `verify` as rows of a table."""
-    part = f"{done.unindexed} of {done.shards} shards: only their structure was checked"
-    ignored = [f"{count} x {reason}" for reason, count in sorted(done.ignored.items())]
-    return {
-        "shards": str(done.shards),
-        "samples": str(done.samples),
-        "size": format_size(done.bytes),
-        "fields": _counts(done.fields),
-        "columns compared": _counts(done.columns),
-        "groups compared": _counts(done.groups),
-        "no checksums": part if done.unindexed else "",
-        "decoded": _counts(done.decoded),
-        "ignored members": ", ".join(ignored),
-        "findings": str(len(done.findings) or "none"),
-    }
+    return _read_all(arguments, VerifyOptions, verify, "verifying")
 
 
 def _repair(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.repair import repair
 
-    return _read_all(arguments, RepairOptions, repair, "repairing", _repaired)
-
-
-def _repaired(done: Repair) -> dict[str, str]:
-    """Return the result of `repair` as rows of a table."""
-    is_unsure = any(not finding.key for finding in done.findings)
-    return {
-        "shards": str(done.shards),
-        "samples copied": str(done.samples),
-        "samples lost": f"{'at least ' * is_unsure}{done.lost}",
-        "size": format_size(done.bytes),
-        "written to": done.out,
-    }
+    return _read_all(arguments, RepairOptions, repair, "repairing")
 
 
 def _read_all(
-    arguments: argparse.Namespace,
-    options: type[Any],
-    work: Callable[..., Any],
-    title: str,
-    rows: Callable[[Any], Mapping[str, str]],
+    arguments: argparse.Namespace, options: type[Any], work: Callable[..., Any], title: str
 ) -> int:
     """Do work that reads whole shards, with its progress, and print its result and its findings."""
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
@@ -144,19 +108,14 @@ def _read_all(
             step_bytes(reporter, title, getattr(so_far, "bytes", so_far), total, "")
 
         done = work(**given(arguments, options), progress=progress)
-    seconds = time.monotonic() - start
-    rate = f"{done.bytes / 1e6 / max(1e-9, seconds):.0f} MB/s"
-    table = {**rows(done), "time": f"{seconds:.1f} s, {rate}"}
-    report = {**done.report(), "seconds": round(seconds, 3)}
-    result(arguments, report, [(name, text) for name, text in table.items() if text])
+    seconds = round(time.monotonic() - start, 3)
+    report = {**done.report(), "seconds": seconds}
+    rows = {**report, "bytes": Size(done.bytes), "findings": len(done.findings), "notes": ""}
+    result(arguments, report, rows_of(rows))
     for note in done.notes:
         print_message(f"note: {note}")
     _print_findings(done.findings)
     return 0 if done.ok else 1
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:

@@ -23,17 +23,11 @@ class Result:
     """Base of dataclasses that print all their fields, but those with repr=False and empty ones."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return names and values as text: a row for each part of a list, by its first field."""
+        """Return names and values as text."""
         shown: Any = self
-        rows = list[tuple[str, str]]()
-        for name, value in ((f.name, getattr(self, f.name)) for f in fields(shown) if f.repr):
-            title = name.replace("_", " ")
-            if isinstance(value, tuple) and value and isinstance(value[0], Result):
-                first = fields(value[0])[0].name  # type: ignore[arg-type]
-                rows += [(f"{title} {getattr(part, first)}", str(part)) for part in value]
-            elif value not in (None, "", (), {}):
-                rows.append((title, text_of(value)))
-        return rows
+        return rows_of(
+            {field.name: getattr(self, field.name) for field in fields(shown) if field.repr}
+        )
 
     def __str__(self) -> str:
         return "; ".join(" ".join(row) for row in self.rows())
@@ -45,6 +39,18 @@ class Result:
         """Return everything as JSON-able values."""
         shown: Any = self
         return asdict(shown)
+
+
+def rows_of(named: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as text: a row for each part of a result, by its first field."""
+    rows = list[tuple[str, str]]()
+    for name, value in named.items():
+        title = name.replace("_", " ")
+        if isinstance(value, tuple) and value and isinstance(value[0], Result):
+            rows += [(f"{title} {next(iter(vars(part).values()))}", str(part)) for part in value]
+        elif value not in (None, "", (), {}, []):
+            rows.append((title, text_of(value)))
+    return rows
 
 
 def text_of(value: object) -> str:

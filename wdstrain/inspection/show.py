@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,18 +101,15 @@ def peek(options: PeekOptions) -> Peek:
     """
     source = options.source
     if isinstance(source, (Mapping, Loader)):
-        plain = PeekOptions(source, options.n)
-        if isinstance(source, Mapping):  # its classes are names of class numbers
-            plain = replace(plain, classes=options.classes)
-        if vars(options) != vars(plain):
+        names = options.classes if isinstance(source, Mapping) else ()  # of its class numbers
+        if vars(options) != vars(PeekOptions(source, options.n, classes=names)):
             raise UsageError(
                 f"a {type(source).__name__} has an order of its own, and its first rows are shown.",
                 "To choose samples, give its shards: loader.index.",
             )
         if isinstance(source, Loader):
             return _peek_loader(source, options.n)
-        views, notes = _batch_views(source, options.n, options.classes)
-        return Peek([views], f"the first {len(views)} rows of a batch", notes)
+        return _peek_batch(source, options)
     if isinstance(source, Iterator):
         raise UsageError(
             f"{type(source).__name__} is used up by looking at it.",
@@ -130,15 +126,12 @@ def peek(options: PeekOptions) -> Peek:
 
 def _view(chosen: Selected, number: int) -> SampleView:
     """Return a sample. Only members that can be shown are read; near ones in one request."""
-    index, view = chosen.index, SampleView(chosen.index.key(number))
-    _locate(view, index, number)
-    members, labelled = index.members(number), {label.field for label in chosen.labels}
-    view.fields = {name: format_size(size) for name, _, size in members}
-    names = [
-        name
-        for name, _, size in members
-        if size <= _MAX_BYTES and (name in labelled or is_shown(name))
-    ]
+    index, view = chosen.index, _stored(chosen.index, number)
+    labelled, names = {label.field for label in chosen.labels}, list[str]()
+    for name, _, size in index.members(number):
+        view.fields[name] = format_size(size)
+        if size <= _MAX_BYTES and (name in labelled or is_shown(name)):
+            names.append(name)
     try:
         values = dict(index.read([number], names))[number]
     except DamageError as error:
@@ -155,11 +148,10 @@ def _view(chosen: Selected, number: int) -> SampleView:
     return view
 
 
-def _locate(view: SampleView, index: Index, number: int) -> None:
-    """Set where a sample is stored."""
-    shard = index.shard_with(number)
-    view.shard, view.split = shard.shown, shard.split
-    view.offset = int(index.offsets.start[number])
+def _stored(index: Index, number: int) -> SampleView:
+    """Return an empty view that says where a sample is stored."""
+    shard, start = index.shard_with(number), int(index.offsets.start[number])
+    return SampleView(index.key(number), shard.shown, start, shard.split)
 
 
 # --- rows of a loader and of a batch --------------------------------------------------------------
@@ -167,55 +159,53 @@ def _locate(view: SampleView, index: Index, number: int) -> None:
 
 def _peek_loader(loader: Loader, n: int) -> Peek:
     """Return the first n rows that the next `for` over a loader gives. The loader is not moved."""
-    index, views, notes = loader.index, list[SampleView](), list[str]()
+    index, views, notes = loader.index, list[SampleView](), dict[str, None]()
     fields = (loader.fields or {}).items()
     names = {name: field.classes for name, field in fields if isinstance(field, LabelField)}
     with closing(loader.copy_with_threads()) as copy:
         batches = iter(copy)
-        for batch in batches:
-            new, found = _batch_views(batch, n - len(views), names, index.labels)
-            for view, number, is_own in zip(new, batches.ids.tolist(), batches.own, strict=False):
-                _locate(view, index, number)
+        while len(views) < n and (batch := next(batches, None)) is not None:
+            new = [_stored(index, number) for number in batches.ids.tolist()[: n - len(views)]]
+            notes |= dict.fromkeys(_add_rows(new, batch, names, index.labels))
+            for view, is_own in zip(new, batches.own, strict=False):
                 if not is_own:
                     view.add_error("", "it replaces a bad sample")
-            views, notes = [*views, *new], [*notes, *found]
-            if len(views) >= n:
-                break
-        bad = copy.report()["bad_samples"][:_MAX_BAD]
-        notes += [f"bad: {Finding(**finding).sentence}" for finding in bad]
+            views += new
+        for bad in copy.report()["bad_samples"][:_MAX_BAD]:
+            notes[f"bad: {Finding(**bad).sentence}"] = None
     epoch, step = loader.next_position
     start = f" from step {step} on" if step else ""
     title = f"the first {len(views)} samples of epoch {epoch}{start} of a Loader"
-    return Peek([views], f"{place_of(index)}: {title}", list(dict.fromkeys(notes)))
+    return Peek([views], f"{place_of(index)}: {title}", [*notes])
 
 
-def _batch_views(
-    batch: Mapping[str, Any],
-    n: int,
-    classes: Sequence[str] | Mapping[str, Sequence[str]],
-    labels: Sequence[ColumnInfo] = (),
-) -> tuple[list[SampleView], list[str]]:
-    """Return the first n rows of a batch, and notes on how they are shown.
-
-    classes: names of class numbers or class shares, of each field or of all. labels: that fields of
-    bytes hold.
-    """
-    plain = {name: _plain(column) for name, column in batch.items() if name != RNG}
-    columns = {
-        name: column
-        for name, column in plain.items()
-        if isinstance(column, (list, tuple)) or np.ndim(column)
-    }
-    if not columns:
+def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:
+    """Return the first rows of a batch. options.classes: names of its class numbers."""
+    rows = [len(column) for column in batch.values() if _has_rows(column)]
+    if not rows:
         raise UsageError(
             "this batch has no column with a row for each sample.",
             "Give a batch of a loader: a dict of tensors and lists.",
         )
-    rows = len(next(iter(columns.values())))
-    keys = columns.pop("__key__", [f"row {row}" for row in range(rows)])
-    views, notes = [SampleView(str(key)) for key in keys[:n]], []
-    for name, column in columns.items():
-        of_field = classes.get(name, ()) if isinstance(classes, Mapping) else classes
+    keys = batch.get("__key__") or [f"row {row}" for row in range(rows[0])]
+    views = [SampleView(str(key)) for key in keys[: options.n]]
+    notes = _add_rows(views, batch, dict.fromkeys(batch, options.classes), ())
+    return Peek([views], f"the first {len(views)} rows of a batch", notes)
+
+
+def _add_rows(
+    views: Sequence[SampleView],
+    batch: Mapping[str, Any],
+    classes: Mapping[str, Sequence[str]],
+    labels: Sequence[ColumnInfo],
+) -> list[str]:
+    """Add the rows of a batch to the views of its samples. Returns notes on how they are shown.
+
+    classes: names of class numbers or class shares, by field. labels: that fields of bytes hold.
+    """
+    notes = []
+    for name in (name for name in batch if _has_rows(batch[name]) and name not in (RNG, "__key__")):
+        column = _plain(batch[name])
         is_float = isinstance(column, np.ndarray) and column.dtype.kind == "f"
         if is_float and is_image_shape(column.shape[1:]):
             low, high = display_range(column)
@@ -225,8 +215,12 @@ def _batch_views(
             if isinstance(value, (bytes, memoryview)):
                 view.add_bytes(name, bytes(value), labels)
             else:
-                view.add(name.strip("_"), _plain(value), of_field)
-    return views, notes
+                view.add(name.strip("_"), _plain(value), classes.get(name, ()))
+    return notes
+
+
+def _has_rows(column: Any) -> bool:
+    return isinstance(column, (list, tuple)) or getattr(column, "ndim", 0) > 0
 
 
 def _plain(value: Any) -> Any:

@@ -119,6 +119,9 @@ def verify(options: VerifyOptions) -> Verification:
         counts = sum((getattr(check, name) for check in scanned), Counter[str]())
         setattr(result, name, dict(counts))
     result.unindexed = sum(not check.is_compared for check in scanned)
+    if result.unindexed:
+        part = f"{result.unindexed} of {result.shards} shards have no checksums"
+        result.notes.append(f"{part}: only their structure was checked")
     indexes = [index for _, index in shards if index is not None]
     if scanned:
         labels = {label.field for index in indexes for label in index.labels}

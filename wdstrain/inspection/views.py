@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from wdstrain.decode.codecs import decode_image, decode_mask
 from wdstrain.decode.formats import is_image
+from wdstrain.inspection.result import text_of
 from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
 from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
@@ -42,7 +43,6 @@ _HUES = [hsv_to_rgb(n * 0.618 % 1, 1, 1) for n in range(256)]
 COLORS: Pixels = np.rint(np.array(_HUES) * 255).astype(np.uint8)
 
 _CELL = 192  # pixels of a picture in the PNG
-_SMALL_CELL, _MANY = 72, 500  # pixels of a picture, and the number of pictures that are so small
 _SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
 _MAX_LINES = 6  # of text of a sample
@@ -97,7 +97,7 @@ class SampleView:
         try:
             for label in mine:
                 if label.kind == "number":
-                    self.labels[label.name] = _text(scalar(memoryview(data), label.entry))
+                    self.labels[label.name] = text_of(scalar(memoryview(data), label.entry))
                 elif label.kind != "mask":
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = "|".join(names)
@@ -115,14 +115,14 @@ class SampleView:
         elif is_array and value.dtype == np.int64 and is_image_shape(value.shape):
             self._add_mask(name, value)
         elif is_array:
-            self.fields[name] = _array_text(value)
+            self.fields[name] = f"{value.dtype}{list(value.shape)}"
             pixels = to_image(value)
             if pixels is not None:
                 self.pictures[name] = _thumbnail(pixels)
         elif isinstance(value, (np.ndarray, np.generic, int, float)):
             number = np.asarray(value).item()
             is_class = type(number) is int and 0 <= number < len(classes)
-            self.labels[name] = classes[number] if is_class else _text(number)
+            self.labels[name] = classes[number] if is_class else text_of(number)
         elif not isinstance(value, str):
             text = json.dumps(value, ensure_ascii=False, default=lambda item: type(item).__name__)
             self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
@@ -169,12 +169,9 @@ def _decoded(name: str, data: bytes, labels: Sequence[ColumnInfo]) -> Any:
         return decode_image(data)
     if extension == "npy":
         return npy_array(memoryview(data))
-    if extension != "json":
-        return None if labels else data.decode("utf-8-sig")
-    document, shown = parsed_json(data), {label.entry for label in labels}
-    if not isinstance(document, dict):
-        return document
-    return {entry: value for entry, value in document.items() if entry not in shown}
+    if extension == "json":
+        return parsed_json(data)
+    return None if labels else data.decode("utf-8-sig")
 
 
 # --- values as texts ------------------------------------------------------------------------------
@@ -184,20 +181,6 @@ def _shortened(text: str) -> str:
     """Return the beginning of a text, as one line."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
-
-
-def _text(value: Any) -> str:
-    """Return a number as short text; another value as it is."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _array_text(value: Array) -> str:
-    """Return type, shape and range of an array."""
-    kind = f"{value.dtype}{list(value.shape)}"
-    if value.dtype.kind not in "iuf":
-        return kind
-    low, high = _range(value)
-    return f"{kind}, {low:.4g} to {high:.4g}"
 
 
 def _shares_text(shares: Array, classes: Sequence[str]) -> str:
@@ -244,14 +227,9 @@ def to_image(value: Array, of: Array | None = None) -> Pixels | None:
 
 def display_range(value: Array) -> tuple[float, float]:
     """Return the numbers that are shown as black and white: 0 and 1, or the extremes of an array."""
-    low, high = _range(value)
-    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-
-
-def _range(value: Array) -> tuple[float, float]:
-    """Return the smallest and the largest finite number; (0, 0) if there is none."""
     finite = value[np.isfinite(value)]
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
 # --- sheets ---------------------------------------------------------------------------------------
@@ -259,10 +237,9 @@ def _range(value: Array) -> tuple[float, float]:
 
 def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[str]) -> bytes:
     """Return a PNG with equal cells in a grid. Each of `rows` begins on a new line."""
-    counts = [len(view.pictures) for row in rows for view in row]
-    side = _CELL if len(counts) * max(counts, default=0) < _MANY else _SMALL_CELL
-    width = max([1, *counts]) * (side + _PADDING) + _PADDING
-    height = side + _MAX_LINES * _LINE + 3 * _PADDING
+    panels = max([1, *(len(view.pictures) for row in rows for view in row)])
+    width = panels * (_CELL + _PADDING) + _PADDING
+    height = _CELL + _MAX_LINES * _LINE + 3 * _PADDING
     columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
     lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
     sheet_width = max(480, columns * width)
@@ -272,25 +249,22 @@ def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
     for number, line in enumerate(lines):
         for column, view in enumerate(line):
-            cell = _cell(view, side, (width, height))
+            cell = _cell(view, (width, height))
             sheet.paste(cell, (column * width, top + number * height))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
 
 
-def _cell(view: SampleView, side: int, size: tuple[int, int]) -> Image.Image:
-    """Return the cell of a sample: its pictures, its texts and its key.
-
-    side: pixels of the square for a picture; size: of the cell.
-    """
+def _cell(view: SampleView, size: tuple[int, int]) -> Image.Image:
+    """Return the cell of a sample: its pictures, its texts and its key. size: in pixels."""
     cell, top = Image.new("RGB", size, _CARD), _PADDING
     for place, pixels in enumerate(view.pictures.values()):
         is_tiny = max(pixels.shape[:2]) <= _TINY  # its pixels stay crisp
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
-        picture = ImageOps.pad(Image.fromarray(pixels), (side, side), method, _CARD)
-        cell.paste(picture, (_PADDING + place * (side + _PADDING), _PADDING))
-        top = side + 2 * _PADDING
+        picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
+        cell.paste(picture, (_PADDING + place * (_CELL + _PADDING), _PADDING))
+        top = _CELL + 2 * _PADDING
     key = _wrapped(view.key, size[0], 11)[:2]
     lines = [line for text in view.lines for line in _wrapped(text, size[0], 11)[:4]]
     text = "\n".join([*lines[: _MAX_LINES - len(key)], *key])
