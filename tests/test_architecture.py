@@ -47,9 +47,9 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3652,
     "training": 3271,
-    "inspection": 1727,
+    "inspection": 1731,
     "loader": 1223,
-    "shards": 2188,
+    "shards": 2190,
     "decode": 1353,
     "storage": 1113,
     "reader": 506,

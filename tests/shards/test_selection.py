@@ -305,13 +305,18 @@ def test_a_sample_is_read_by_key_and_by_number(packed: Path, index: wt.Index) ->
         list(index)
 
 
-def test_a_key_of_several_samples_is_an_error(tmp_path: Path) -> None:
+def test_a_key_of_several_samples_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(2):
         write_tar(tmp_path / f"s-{number}.tar", [("same", {"txt": b"%d" % number})])
     index = wt.open(tmp_path)
     with pytest.raises(wt.UsageError, match=r"2 samples have the key 'same'.*s-0.tar and s-1.tar"):
         index["same"]
     assert index.where("shard == 's-1.tar'")["same"]["txt"] == b"1"
+    caplog.clear()
+    wt.index(tmp_path)
+    assert caplog.messages == ["1 samples have the key of another sample of this set"]
 
 
 def test_reading_a_damaged_sample_by_key_raises(packed: Path, tmp_path: Path) -> None:

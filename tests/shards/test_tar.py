@@ -12,7 +12,6 @@ import webdataset
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.tar import SkippedMembers, samples, split_name
@@ -343,7 +342,6 @@ def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
     assert outcome == 4 or "wdstrain repair" in str(outcome)
 
 
-@known_fault("core/tars_and_fields_of_other_writers")
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE], ids=["hard", "symbolic"])
 @pytest.mark.parametrize("has_label", [True, False])
 def test_a_file_stored_as_a_link_is_read_or_named(

@@ -50,6 +50,7 @@ from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.selection import group_codes
+from wdstrain.shards.tar import LINK
 from wdstrain.storage.remote import shown_path
 
 _POLL = 0.1  # seconds between reports of progress
@@ -236,6 +237,9 @@ def _check(reader: ShardReader, path: str, expected: Index | None, decode: bool)
         check.is_compared = bool(listed.sha256) or expected.offsets.has_checksums
         if reader.size != listed.bytes:
             whole.insert(0, (0, f"has {reader.size} bytes, its index says {listed.bytes}"))
+    if links := scan.ignored[LINK]:
+        reason = f"holds {links} links or devices, whose data no sample has"
+        whole.append((0, f"{reason}. Pack the files that they name: tar --hard-dereference"))
     findings += [Finding(reader.shown, "", "", start, reason) for start, reason in whole]
     faults = [(keys[number], *fault) for number, *fault in scan.faults] + values.faults
     findings += [Finding(reader.shown, *fault) for fault in faults]

@@ -100,6 +100,8 @@ def index(options: IndexOptions) -> Index:
         index = with_columns(index, as_list(options.columns))
     if options.label is not None:
         index = with_label(index, options.label, options.classes)
+    if twice := len(index) - pc.count_distinct(index.offsets.rows.column(0)).as_py():
+        _log.warning("%d samples have the key of another sample of this set", twice)
     save_index(index, folder)
     return index
 

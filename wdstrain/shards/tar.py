@@ -129,7 +129,7 @@ def is_not_sample(name: str) -> bool:
 
 
 NO_KEY, NOT_A_SAMPLE = "no key in the name", "not a sample"  # reasons to skip a member
-_DIRECTORY = "a directory"
+_DIRECTORY, LINK = "a directory", "a link or device"
 
 
 def skipped_text(skipped: Mapping[str, int]) -> str:
@@ -288,7 +288,7 @@ def walk(source: Window, skipped: SkippedMembers, offset: int = 0) -> Iterator[M
                 yield member
             else:
                 is_directory = kind == b"5" or member.name.endswith("/")
-                skipped[_DIRECTORY if is_directory else "a link or device"] += 1
+                skipped[_DIRECTORY if is_directory else LINK] += 1
                 length = 0 if kind in b"123456" else length
             start = offset = data + length + padding(length)
             extra = {}
