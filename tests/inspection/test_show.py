@@ -419,9 +419,8 @@ def test_a_normalized_batch_is_scaled_and_mixed_labels_are_shares(packed: Path) 
     normal = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)
     batch = next(iter(wt.to_device(plain.epoch(0), "cpu", normal)))
     shown = wt.peek(batch, 16)
-    low, high = float(batch["image"].min()), float(batch["image"].max())
-    assert shown.notes == (f"image: {low:.3g} as black and {high:.3g} as white",)
     for sample, pixels in zip(shown, batch["image"].float(), strict=True):
+        low, high = float(pixels.min()), float(pixels.max())
         expected = (pixels.permute(1, 2, 0).numpy() - low) * (255 / (high - low))
         assert sample.picture is not None
         assert np.abs(sample.picture - expected).max() <= 1
@@ -437,19 +436,10 @@ def test_a_normalized_batch_is_scaled_and_mixed_labels_are_shares(packed: Path) 
     plain.close()
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "note"),
-    [
-        (0.0, 1.0, "0 as black and 1 as white"),
-        (0.0, 200.0, "0 as black and 200 as white"),
-        (-1.0, 1.0, "-1 as black and 1 as white"),
-        (-9.0, 7.0, "-9 as black and 7 as white"),
-    ],
-)
-def test_float_images_are_scaled_by_their_range(low: float, high: float, note: str) -> None:
-    shares = torch.linspace(0, 1, 2 * 3 * 10 * 12).view(2, 3, 10, 12)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 200.0), (-1.0, 1.0), (-9.0, 7.0)])
+def test_float_images_are_scaled_by_their_range(low: float, high: float) -> None:
+    shares = torch.linspace(0, 1, 3 * 10 * 12).view(1, 3, 10, 12).expand(2, 3, 10, 12)
     shown = wt.peek({"image": low + shares * (high - low)}, 2)
-    assert note in shown.notes[0]
     expected = (shares * 255).round().permute(0, 2, 3, 1).numpy()
     for sample, expected_values in zip(shown, expected, strict=True):
         assert sample.picture is not None

@@ -527,7 +527,7 @@ def test_many_findings_are_grouped_by_kind_and_complete_in_json(
     )
     assert main(["verify", str(tmp_path), "--decode"]) == 1
     printed = capsys.readouterr()
-    assert printed.err.count("\n") == 3
+    assert printed.err.count("\n") == 4  # a note, two kinds, and their number
     assert "30 x " in printed.err
     assert "60 findings of 2 kinds" in printed.err
     assert main(["verify", str(tmp_path), "--decode", "--json"]) == 1

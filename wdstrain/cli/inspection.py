@@ -121,10 +121,9 @@ def _read_all(
 def _print_findings(findings: Sequence[Finding]) -> None:
     """Print findings; many of them by kind, with the first of each."""
     kinds: dict[tuple[object, ...], list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        kind: tuple[object, ...] = (number,)
-        if len(findings) > _MOST:
-            kind = (finding.field, finding.kind) if finding.key else finding
+    for finding in findings:
+        is_one_of_many = len(findings) > _MOST and finding.key
+        kind = (finding.field, finding.kind) if is_one_of_many else finding
         kinds.setdefault(kind, []).append(finding)
     for same in sorted(kinds.values(), key=len, reverse=True):
         print_error(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)

@@ -38,7 +38,7 @@ _VALUE_BYTES = 8 << 20  # of the values of a sample that are read
 _ALL_BYTES = 64 << 20  # of all values that are read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
-_NO_CLASSES = "For its classes, look at each set alone"
+_ALONE = "For its classes, look at each set alone"
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,7 +189,10 @@ def info(options: InfoOptions) -> Info:
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
         contents=contents,
         columns=_columns(index, counted),
-        disagreements=_disagreements(index),
+        disagreements={  # a loader refuses these, too
+            printable(label.stored_as): printable(f"{index.disagreement(*label.place)}. {_ALONE}")
+            for label in index.differing
+        },
         findings=tuple(dict.fromkeys(printable(str(error)) for error in errors)),
         ok=not errors,
     )
@@ -328,20 +331,6 @@ def _numbers(values: Any) -> Numbers | None:
             bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
     bad = len(values) - len(finite)
     return Numbers(mean, deviation, low, tuple(quartiles), high, bad, tuple(bins))
-
-
-# --- the set as a whole ---------------------------------------------------------------------------
-
-
-def _disagreements(index: Index) -> dict[str, str]:
-    """Return the reasons that labels cannot be joined, by place: a loader refuses these too."""
-    places = [label.place for label in index.differing]
-    reasons = {"/".join(filter(None, place)): index.disagreement(*place) for place in places}
-    return {
-        printable(place): printable(f"{reason}. {_NO_CLASSES}")
-        for place, reason in reasons.items()
-        if reason
-    }
 
 
 def _provenance(info: Mapping[str, Any]) -> str:

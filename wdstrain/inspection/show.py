@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from wdstrain.augment.gpu import RNG
@@ -21,12 +20,9 @@ from wdstrain.inspection.choose import Selected, place_of, select
 from wdstrain.inspection.options import PeekOptions, check_ending
 from wdstrain.inspection.views import (
     SampleView,
-    display_range,
-    is_image_shape,
     is_mask,
     is_shown,
     png_sheet,
-    to_image,
 )
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
@@ -48,7 +44,7 @@ class Peek(list[SampleView]):
     """Samples to look at. Prints as a table, shows pictures in a notebook.
 
     title: where the samples come from and how they were chosen. notes: sentences about samples that
-    were not found, and about the scale of float images.
+    were not found or are bad.
     """
 
     def __init__(
@@ -159,24 +155,24 @@ def _stored(index: Index, number: int) -> SampleView:
 
 def _peek_loader(loader: Loader, n: int) -> Peek:
     """Return the first n rows that the next `for` over a loader gives. The loader is not moved."""
-    index, views, notes = loader.index, list[SampleView](), dict[str, None]()
+    index, views = loader.index, list[SampleView]()
     fields = (loader.fields or {}).items()
     names = {name: field.classes for name, field in fields if isinstance(field, LabelField)}
     with closing(loader.copy_with_threads()) as copy:
         batches = iter(copy)
         while len(views) < n and (batch := next(batches, None)) is not None:
             new = [_stored(index, number) for number in batches.ids.tolist()[: n - len(views)]]
-            notes |= dict.fromkeys(_add_rows(new, batch, names, index.labels))
+            _add_rows(new, batch, names, index.labels)
             for view, is_own in zip(new, batches.own, strict=False):
                 if not is_own:
                     view.add_error("", "it replaces a bad sample")
             views += new
-        for bad in copy.report()["bad_samples"][:_MAX_BAD]:
-            notes[f"bad: {Finding(**bad).sentence}"] = None
+        bad = copy.report()["bad_samples"][:_MAX_BAD]
     epoch, step = loader.next_position
     start = f" from step {step} on" if step else ""
     title = f"the first {len(views)} samples of epoch {epoch}{start} of a Loader"
-    return Peek([views], f"{place_of(index)}: {title}", [*notes])
+    notes = [f"bad: {Finding(**finding).sentence}" for finding in bad]
+    return Peek([views], f"{place_of(index)}: {title}", notes)
 
 
 def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:
@@ -189,8 +185,8 @@ def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:
         )
     keys = batch.get("__key__") or [f"row {row}" for row in range(rows[0])]
     views = [SampleView(str(key)) for key in keys[: options.n]]
-    notes = _add_rows(views, batch, dict.fromkeys(batch, options.classes), ())
-    return Peek([views], f"the first {len(views)} rows of a batch", notes)
+    _add_rows(views, batch, dict.fromkeys(batch, options.classes), ())
+    return Peek([views], f"the first {len(views)} rows of a batch")
 
 
 def _add_rows(
@@ -198,25 +194,17 @@ def _add_rows(
     batch: Mapping[str, Any],
     classes: Mapping[str, Sequence[str]],
     labels: Sequence[ColumnInfo],
-) -> list[str]:
-    """Add the rows of a batch to the views of its samples. Returns notes on how they are shown.
+) -> None:
+    """Add the rows of a batch to the views of its samples.
 
     classes: names of class numbers or class shares, by field. labels: that fields of bytes hold.
     """
-    notes = []
     for name in (name for name in batch if _has_rows(batch[name]) and name not in (RNG, "__key__")):
-        column = _plain(batch[name])
-        is_float = isinstance(column, np.ndarray) and column.dtype.kind == "f"
-        if is_float and is_image_shape(column.shape[1:]):
-            low, high = display_range(column)
-            notes.append(f"{name}: {low:.3g} as black and {high:.3g} as white")
-            column = [to_image(row, column) for row in column[: len(views)]]
-        for view, value in zip(views, column, strict=False):
+        for view, value in zip(views, batch[name], strict=False):
             if isinstance(value, (bytes, memoryview)):
                 view.add_bytes(name, bytes(value), labels)
             else:
                 view.add(name.strip("_"), _plain(value), classes.get(name, ()))
-    return notes
 
 
 def _has_rows(column: Any) -> bool:

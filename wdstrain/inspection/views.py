@@ -34,7 +34,6 @@ Array = npt.NDArray[Any]
 _SIDE = 256  # pixels of the longer side of a thumbnail
 _MAX_TEXT = 300  # characters of a text that are kept
 _MIN_SIDE = 8  # pixels of the shorter side of an array that is shown as an image
-_MAX_ASPECT = 64  # longer side / shorter side of such an array
 _TEXTS = ("txt", "text", "caption", "transcript")
 _WORDS = ("cls", "cls2", "class", "count", "index", "inx", "id", "source", "valid")
 _OPACITY = 0.6  # of a mask over its image
@@ -112,13 +111,12 @@ class SampleView:
         is_array = isinstance(value, np.ndarray) and value.ndim > 0
         if is_array and classes and value.shape == (len(classes),):
             self.labels[name] = _shares_text(value, classes)
-        elif is_array and value.dtype == np.int64 and is_image_shape(value.shape):
+        elif is_array and value.dtype == np.int64 and _is_image(value.shape):
             self._add_mask(name, value)
         elif is_array:
             self.fields[name] = f"{value.dtype}{list(value.shape)}"
-            pixels = to_image(value)
-            if pixels is not None:
-                self.pictures[name] = _thumbnail(pixels)
+            if value.dtype.kind in "biuf" and _is_image(value.shape):
+                self.pictures[name] = _thumbnail(_to_image(value))
         elif isinstance(value, (np.ndarray, np.generic, int, float)):
             number = np.asarray(value).item()
             is_class = type(number) is int and 0 <= number < len(classes)
@@ -200,36 +198,29 @@ def _thumbnail(pixels: Pixels) -> Pixels:
     return np.array(image)
 
 
-def is_image_shape(shape: Sequence[int]) -> bool:
+def _is_image(shape: Sequence[int]) -> bool:
     """Return whether an array [h, w], [h, w, 1 or 3] or [1 or 3, h, w] is shown as an image."""
     sides = sorted(shape)
     if len(sides) == 3 and (shape[0] in (1, 3) or shape[2] in (1, 3)):
         sides = sides[1:]
-    return len(sides) == 2 and sides[0] >= _MIN_SIDE and sides[1] <= _MAX_ASPECT * sides[0]
+    return len(sides) == 2 and sides[0] >= _MIN_SIDE
 
 
-def to_image(value: Array, of: Array | None = None) -> Pixels | None:
-    """Return an array of numbers as an image uint8[h, w, 3]; None if it has not the shape of one.
+def _to_image(value: Array) -> Pixels:
+    """Return an array that `_is_image` as one: uint8[h, w, 3].
 
-    uint8 stays as it is. Other numbers are mapped linearly, so that the `display_range` of the array
-    `of` (default: of this one) is black to white.
+    uint8 stays as it is. Of other numbers, 0 to 1 is black to white if they all lie there, else
+    their extremes are.
     """
-    if value.dtype.kind not in "biuf" or not is_image_shape(value.shape):
-        return None
     if value.ndim == 3 and value.shape[2] not in (1, 3):
         value = np.moveaxis(value, 0, -1)
     planes = value[:, :, None] if value.ndim == 2 else value
     if planes.dtype != np.uint8:
-        shades = np.interp(planes, display_range(value if of is None else of), (0, 255))
-        planes = np.rint(np.nan_to_num(shades)).astype(np.uint8)
+        planes = np.nan_to_num(planes.astype(np.float64), posinf=0, neginf=0)
+        low, high = float(planes.min()), float(planes.max())
+        limits = (0, 1) if low >= 0 and high <= 1 else (low, high)
+        planes = np.rint(np.interp(planes, limits, (0, 255))).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(planes, (*planes.shape[:2], 3)))
-
-
-def display_range(value: Array) -> tuple[float, float]:
-    """Return the numbers that are shown as black and white: 0 and 1, or the extremes of an array."""
-    finite = value[np.isfinite(value)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
 # --- sheets ---------------------------------------------------------------------------------------
