@@ -331,12 +331,13 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
     assert page.pictures == 24
     assert {
         "Loss",
-        "kind/accuracy",
-        "light/mse",
+        "kind: Accuracy",
+        "light: MSE",
         "Seconds by stage",
         "Samples per second",
         "Learning rate",
         "kind: Confusion matrix",
+        "kind: Calibration",
         "light: Prediction by true value",
     } <= set(page.titles)
     for words in ("total time", "balanced accuracy", "Predicting always"):
@@ -670,4 +671,4 @@ def test_axis_tick_labels_are_distinct(low: float, high: float, share: bool) -> 
 
 def test_bars_and_matrices_show_whole_counts() -> None:
     assert ">1234567<" in pages.bars({"a": 1234567, "b": 3})
-    assert ">1234567<" in pages.matrix(["a", "b"], [[1234567, 2], [3, 4]])
+    assert ": 1234567 of 1234569" in pages.matrix(["a", "b"], [[1234567, 2], [3, 4]])

@@ -116,6 +116,59 @@ def test_the_json_of_evaluate_has_results_of_each_class(
         assert f'"{name}"' in text
 
 
+@pytest.mark.parametrize("kind", ["binary", "class", "multi", "number"])
+def test_evaluate_writes_its_page_and_a_table_of_predictions(
+    labeled: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shards, run = labeled(kind)
+    files = ["--report", str(tmp_path / "test.html"), "--predictions", str(tmp_path / "p.csv")]
+    words = ["evaluate", str(last(run)), str(shards), *MODEL]
+    assert main([*words, "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert main([*words, *files]) == 0
+    shown = {line.rpartition("  ")[0].strip() for line in capsys.readouterr().out.splitlines()}
+    assert len(shown - {""}) == len(metrics.keys() - {"classes"}) + 2  # all, and the two files
+    page = (tmp_path / "test.html").read_text()
+    titles = re.findall("<h2>([^<]*)</h2>", page)
+    expected = ["Metrics", "Calibration", "Confusion matrix", "Classes"]
+    expected = {"multi": ["Metrics", "Classes"], "number": ["Metrics"]}.get(kind, expected)
+    assert [title for title in titles if title in expected] == expected
+    assert "Worst predictions" in titles
+    assert page.count("<img") == 16
+    for name in KINDS[kind][0].classes:
+        assert f"<td>{name}</td>" in page
+    wt.predict(last(run), shards, tmp_path / "other.csv", model=Linear)
+    assert (tmp_path / "p.csv").read_text() == (tmp_path / "other.csv").read_text()
+
+
+def test_a_matrix_hides_classes_that_do_not_occur(tmp_path: Path) -> None:
+    """60 classes: of more than 50 the worst pairs are listed, first the most frequent."""
+    for classes, there in ((12, 4), (60, 60)):
+        shards, run = tmp_path / f"set{classes}", tmp_path / f"run{classes}"
+        names = [f"kind {number:02d}" for number in range(classes)]
+        samples = ({"png": small_image(i), "cls": i % there} for i in range(2 * classes))
+        wt.pack(samples, shards, classes=names)
+        wt.train(shards, run, model=Linear, **SMALL)
+        page = tmp_path / f"{classes}.html"
+        wt.evaluate(last(run), shards, model=Linear, report=page)
+        card = re.search(
+            "(?s)<h2>(Confusion matrix|Most frequent mistakes)(.*?)</section>", page.read_text()
+        )
+        assert card is not None
+        if classes == 12:
+            assert card[1] == "Confusion matrix"
+            predicted = {name for name in names if f"taken for {name}:" in card[2]}
+            assert set(names[:4]) <= predicted < set(names)
+        else:
+            counts = [int(count) for count in re.findall(r"<td>(\d+) of \d+</td>", card[2])]
+            assert card[1] == "Most frequent mistakes"
+            assert counts == sorted(counts, reverse=True)
+            assert counts
+
+
 # --- the same from shards and from files ----------------------------------------------------------
 
 

@@ -82,7 +82,12 @@ def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path
     assert np.mean([row["IoU"] for row in rows]) == pytest.approx(metrics["mIoU"])
     assert "3 classes per pixel" in str(task)
     report = (run / "report.html").read_text()
-    for text in ("image, prediction, true mask", "IoU", "Confusion matrix", "Pixels are counted"):
+    for text in (
+        "image, prediction, true mask",
+        "IoU",
+        "Confusion matrix",
+        "Percent of the pixels",
+    ):
         assert text in report
 
 

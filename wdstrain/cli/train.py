@@ -179,20 +179,15 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
-    from wdstrain.training.report import metrics_text
+    from wdstrain.training.report import metric_rows
 
-    task, metrics = evaluate(
-        arguments.checkpoint,
-        selected(arguments),
-        model=arguments.model,
-        **given(arguments, EvaluateOptions),
+    options = given(arguments, EvaluateOptions)
+    _, metrics = evaluate(
+        arguments.checkpoint, selected(arguments), model=arguments.model, **options
     )
     if DistributedContext().leads:
-        result(
-            arguments,
-            metrics,
-            [("samples", str(int(metrics["samples"]))), ("metrics", metrics_text(task, metrics))],
-        )
+        files = [(name, options[name]) for name in ("report", "predictions") if name in options]
+        result(arguments, metrics, [*metric_rows(metrics), *files])
     return 0
 
 

@@ -65,20 +65,25 @@ def bars(counts: Mapping[str, float]) -> str:
 
 
 def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
-    """Return a confusion matrix: rows are true classes, columns predictions.
+    """Return a confusion matrix in percent of its rows: true classes; columns are predictions.
 
-    counts: a row for each class. A cell is as dark as its share of the row.
+    counts: a row for each class; a cell's count is in its tooltip. Classes that neither occur nor
+    are predicted are left out. Cells shrink until the page is wide enough for all.
     """
-    text = '<td style="background:rgba({},{:.3f})" title="{}">{:.12g}</td>'.format
-    head = "".join(f"<th><span>{escape(name)}</span></th>" for name in names)
-    table = f'<table class="matrix"><tr><th></th>{head}</tr>'
-    for name, row in zip(names, counts, strict=True):
-        whole, cells = sum(row) or 1, ""
-        for other, value in zip(names, row, strict=True):
-            color = "59,125,216" if name == other else "208,80,50"
-            title = f"{name} taken for {other}: {value:.12g} of {whole:.12g} ({value / whole:.1%})"
-            cells += text(color, value / whole, escape(title), value)
-        table += f"<tr><th>{escape(name)}</th>{cells}</tr>"
+    values = np.array(counts, np.float64)
+    shown = np.flatnonzero(values.sum(0) + values.sum(1)).tolist()
+    text = '<td style="background:rgba({},{:.3f})" title="{}">{}</td>'.format
+    head = "".join(f"<th>{escape(names[i])}</th>" for i in shown)
+    size = f"clamp(6px,33vw/{max(1, len(shown))},12px)"
+    table = f'<table class="matrix" style="font-size:{size}"><tr><th></th>{head}</tr>'
+    for i in shown:
+        whole, cells = values[i].sum() or 1, ""
+        for j in shown:
+            color, value = "59,125,216" if i == j else "208,80,50", values[i, j]
+            title = f"{names[i]} taken for {names[j]}: {value:.12g} of {whole:.12g}"
+            share = value / whole
+            cells += text(color, share, escape(title), f"{100 * share:.0f}" if value else "")
+        table += f"<tr><th>{escape(names[i])}</th>{cells}</tr>"
     return f"{table}</table>"
 
 
@@ -115,13 +120,14 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--line:#333b48;--soft:#9aa4b2;--card:#1b212b;
   --back:#12161d;--text:#e6e9ee}}
 body{margin:0;background:var(--back);color:var(--text);font:14px/1.45 system-ui,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:20px}
+main{max-width:2400px;margin:0 auto;padding:20px}
+p{max-width:100ch}
 h1{font-size:22px;margin:0 0 4px}
 h2{font-size:15px;margin:0 0 8px}
 p{margin:0 0 10px}
 .soft,.none{color:var(--soft)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;
-  margin:14px 0;align-items:start}
+  margin:14px 0;align-items:start;grid-auto-flow:dense}
 .cards>.card,.card{box-sizing:border-box}
 .card+.card{margin-top:14px}
 .cards>.card+.card{margin-top:0}
@@ -146,10 +152,11 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .bar{width:70%}
 .matrix th{vertical-align:middle}
 .matrix th,.matrix td{white-space:nowrap;overflow-wrap:normal}
-.matrix td{text-align:center;min-width:24px;padding:5px;border:1px solid var(--line)}
-.matrix tr:first-child th{padding:4px 2px;font-size:12px;writing-mode:vertical-rl;
-  transform:rotate(180deg);max-height:110px;overflow:hidden;text-overflow:ellipsis}
-.cards>.card:has(.matrix){grid-column:1/-1}
+.matrix td{text-align:center;min-width:1.9em;padding:.35em .2em;border:1px solid var(--line)}
+.matrix th{max-width:14em;overflow:hidden;text-overflow:ellipsis}
+.matrix tr:first-child th{padding:.3em .2em;writing-mode:vertical-rl;transform:rotate(180deg);
+  max-height:10em;margin-left:auto}
+.cards>.card:has(.matrix,.shown){grid-column:1/-1}
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}
 .shown img{width:100%;height:auto;border-radius:4px}
@@ -158,6 +165,7 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .small{image-rendering:pixelated}
 .wrong{color:#d05032}
 .key{color:var(--soft);font-size:11px}
+@media(max-width:600px){main{padding:10px}.card{padding:10px}svg text{font-size:13px}}
 """
 
 

@@ -195,6 +195,14 @@ class EvaluateOptions(PredictOptions):
 
     on_error: str | None = _override("on_error")
     max_errors: float | None = _override("max_errors")
+    report: str | os.PathLike[str] | None = option(
+        None,
+        "page to write: all metrics, numbers of each class, confusion matrix, worst samples",
+        metavar="FILE",
+    )
+    predictions: str | os.PathLike[str] | None = option(
+        None, "table to write, .csv or .parquet, as of predict", metavar="FILE"
+    )
 
 
 # --- arguments of the public functions -------------------------------------------------------------

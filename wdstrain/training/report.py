@@ -18,12 +18,14 @@ from wdstrain.report.printing import printable
 from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
 from wdstrain.storage.files import write_whole
+from wdstrain.training.config import Config
 from wdstrain.training.heads import Head, MaskHead, NumberHead
 from wdstrain.training.metrics import Classes, classes_of
 from wdstrain.training.run import Run
 from wdstrain.training.state import STAGES, Monitor
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Preview, color_of
+from wdstrain.training.weights import LoadedCheckpoint
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
@@ -41,7 +43,7 @@ _STAGE_NAMES = {
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 _TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2", "ece": "calibration error"}
-_TITLES |= {"mse_of_mean": "mse of predicting the mean"}
+_TITLES |= {"mse": "MSE", "mae": "MAE", "mse_of_mean": "MSE of predicting the mean"}
 _SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
 
 History = Sequence[Mapping[str, Any]]
@@ -59,51 +61,81 @@ def write_report(
     task, history = run.task, run.state.history
     last, title = history[-1], os.path.basename(os.path.dirname(os.path.abspath(path)))
     seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
-    facts = {
+    facts = _shown_first(run.state.best or {}, run.monitor.name) | {
         "epochs": f"{len(history)} of {run.config.epochs}",
         "total time": f"{seconds // 3600:.0f} h {seconds // 60 % 60:.0f} min {seconds % 60:.0f} s",
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
     }
-    about = f"model {run.config.model}, task {task}"
+    verdict = last["verdict"]
     texts = [
-        f"These figures are of the last epoch. {best}.",
-        f"{last['verdict'][:1].upper()}{last['verdict'][1:]}.",
+        f"{best}. The other figures are of the last epoch.",
+        f"{verdict[:1].upper()}{verdict[1:]}.",
     ]
+    cards = [*_curves(task, run.monitor.name, history, steps)]
+    if details:
+        cards += _results(task, last["val"], details)
     sets = {"train": run.train_set, "val": run.val_set}
-    options = {name: value for name, value in vars(run.config).items() if value not in (None, "")}
-    sections = [
-        _header(title, about, facts, task, last.get("val", {}), texts),
-        _cards(_curves(task, run.monitor.name, history, steps)),
-        *(_results(task, details) if details else ()),
-        _cards(_data(name, index, task) for name, index in sets.items() if index),
-        _cards([_card("Options", pages.table(options))]),
+    _write(path, title, run.config, task, facts, texts, cards, sets)
+
+
+def write_evaluation(
+    path: str,
+    loaded: LoadedCheckpoint,
+    index: Index,
+    metrics: Mapping[str, Any],
+    details: Mapping[str, Any],
+) -> None:
+    """Write the page of an evaluation. metrics, details: of its pass."""
+    main = loaded.task.metric_name(loaded.task.heads[0], loaded.task.heads[0].shown_metrics[0])
+    facts = _shown_first(metrics, main)
+    facts |= {name: str(int(metrics[name])) for name in ("samples", "bad")}
+    title, cards = f"Evaluation of {loaded.path}", _results(loaded.task, metrics, details)
+    _write(path, title, loaded.config, loaded.task, facts, (), cards, {"evaluated": index})
+
+
+def _write(
+    path: str,
+    title: str,
+    config: Config,
+    task: Task,
+    facts: Mapping[str, str],
+    texts: Iterable[str],
+    cards: Iterable[str],
+    sets: Mapping[str, Index | None],
+) -> None:
+    """Write a page: title, facts, sentences, cards, data and options."""
+    cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
+    options = {name: value for name, value in vars(config).items() if value not in (None, "")}
+    shown = [
+        *cards,
+        *(_data(name, index, task) for name, index in sets.items() if index),
+        _card("Options", pages.table(options)),
     ]
-    page = pages.page(f"{title} - wdstrain", "".join(sections))
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class=soft>{escape(f'model {config.model}, task {task}')}</p>",
+        f'<div class="facts">{cells}</div>',
+        *(f"<p>{escape(text)}</p>" for text in texts),
+        f'<div class="cards">{"".join(shown)}</div>',
+    ]
+    page = pages.page(f"{title} - wdstrain", "".join(parts))
     write_whole(path, page.encode("utf-8", "replace"))
 
 
-def _header(
-    title: str,
-    about: str,
-    facts: Mapping[str, str],
-    task: Task,
-    metrics: Mapping[str, Any],
-    texts: Sequence[str],
-) -> str:
-    cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
-    table = pages.table(head_texts(task, metrics)) if metrics else ""
-    words = "".join(f"<p>{escape(text)}</p>" for text in texts)
-    head = f"<h1>{escape(title)}</h1><p class=soft>{escape(about)}</p>"
-    return f'{head}<div class="facts">{cells}</div>{table}{words}'
-
-
-def _cards(cards: Iterable[str]) -> str:
-    return f'<div class="cards">{"".join(cards)}</div>'
+def _shown_first(metrics: Mapping[str, float], name: str) -> dict[str, str]:
+    """Return the metric that chooses the best, if there is one, by its name in words."""
+    return {metric_title(name): metric_value(name, metrics[name])} if name in metrics else {}
 
 
 def _card(title: str, body: str) -> str:
+    """Return a card. title: words, or the name of a metric, with its label if there are several."""
+    label, _, own = title.rpartition("/")
+    words = metric_title(own)
+    if words[1:].islower():  # no abbreviation such as mAP
+        words = f"{words[:1].upper()}{words[1:]}"
+    title = f"{label}: {words}" if label else words
     return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
 
 
@@ -162,9 +194,9 @@ def _data(name: str, index: Index, task: Task) -> str:
 # --- results --------------------------------------------------------------------------------------
 
 
-def _results(task: Task, details: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the mistakes of each head, and the worst samples. details: of a pass."""
-    cards = []
+def _results(task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a card for each result of a pass: metrics, mistakes of each head, worst samples."""
+    yield _card("Metrics", pages.table(dict(metric_rows(metrics))))
     for head in task.heads:
         own = details["heads"][head.name]
         if "points" in own:
@@ -172,27 +204,40 @@ def _results(task: Task, details: Mapping[str, Any]) -> Iterator[str]:
             points = Line("prediction", true, said, joined=False)
             ideal = Line("prediction = true value", true, true)
             shown = charts.lines([points, ideal], across="true value")
-            cards.append(_card(f"{head.name}: Prediction by true value", shown))
+            yield _card(task.metric_name(head, "prediction by true value"), shown)
+        if "calibration" in own:
+            chart = _calibration(own["calibration"])
+            yield _card(task.metric_name(head, "calibration"), chart)
         if "confusion" in own:
-            cards.append(_confusion(head, own["confusion"]))
+            is_short = len(head.classes) <= _MATRIX_CLASSES
+            title = "confusion matrix" if is_short else "most frequent mistakes"
+            yield _card(task.metric_name(head, title), _confusion(head, own["confusion"]))
         if "classes" in own:
-            cards.append(_card(f"{head.name}: classes", _class_table(own["classes"])))
-    yield _cards(cards)
+            yield _card(task.metric_name(head, "classes"), _class_table(own["classes"]))
     yield _gallery(details["worst"], task)
+
+
+def _calibration(bins: Sequence[Sequence[float]]) -> str:
+    """Return the share of right predictions by their probability. bins: sums of each."""
+    filled = [values for values in zip(*bins, strict=True) if values[0]]
+    sure, right = ([values[n] / values[0] for values in filled] for n in (1, 2))
+    lines = [Line("model", sure, right, dots=True), Line("right as often as sure", sure, sure)]
+    words = "<p class=soft>Share of right predictions by the probability that they had.</p>"
+    return words + charts.lines(lines, across="probability of the predicted class", share=True)
 
 
 def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> str:
     """Return the confusion matrix; of many classes the pairs that are mistaken most often."""
     names = head.classes
     if len(names) <= _MATRIX_CLASSES:
-        unit = " Pixels are counted." if isinstance(head, MaskHead) else ""
-        legend = f"<p class=soft>Rows are true classes, columns are predictions.{unit}</p>"
-        return _card(f"{head.name}: Confusion matrix", legend + pages.matrix(names, counts))
+        unit = "pixels" if isinstance(head, MaskHead) else "samples"
+        words = f"Percent of the {unit} of each true class (rows) by prediction (columns)."
+        legend = f"<p class=soft>{words}</p>"
+        return legend + pages.matrix(names, counts)
     cells = ((value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row))
     pairs = sorted(((v, i, j) for v, i, j in cells if i != j and v), reverse=True)[:_PAIRS]
     rows = [(names[i], names[j], f"{v:g} of {sum(counts[i]):g}") for v, i, j in pairs]
-    table = pages.grid(("class", "predicted as", "samples"), rows)
-    return _card(f"{head.name}: most frequent mistakes", table)
+    return pages.grid(("class", "predicted as", "samples"), rows)
 
 
 def _class_table(classes: Classes) -> str:
@@ -355,11 +400,27 @@ def figure(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
+def metric_title(name: str) -> str:
+    """Return the name of a metric in words."""
+    return _TITLES.get(name, name.replace("_", " "))
+
+
+def metric_value(name: str, value: float) -> str:
+    """Return the value of a metric: shares in percent, errors as numbers."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.2%}" if name.rpartition("/")[2] in _SHARES else figure(value)
+
+
 def metric_text(name: str, value: float) -> str:
-    """Return one metric in words: shares in percent, errors as numbers."""
-    is_share = name.rpartition("/")[2] in _SHARES
-    title = _TITLES.get(name, name.replace("_", " "))
-    return f"{title} {f'{value:.2%}' if is_share else figure(value)}"
+    """Return one metric in words."""
+    return f"{metric_title(name)} {metric_value(name, value)}"
+
+
+def metric_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and value of each metric of a pass in words."""
+    numbers = ((name, value) for name, value in metrics.items() if name != "classes")
+    return [(metric_title(name), metric_value(name, value)) for name, value in numbers]
 
 
 def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
