@@ -111,7 +111,7 @@ def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) 
         done.val["loss"], abs=1e-9
     )
     with pytest.raises(
-        wt.UsageError, match=r"the input was image: Inverted\(.*, is image: image\("
+        wt.UsageError, match=r"the input was .*source='Inverted'.*, is .*source='image'"
     ):
         wt.train(shards, tmp_path / "run", resume=True, **{**QUICK, "epochs": 2})
 

@@ -152,11 +152,6 @@ class DistributedContext:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def wait(self) -> None:
-        """Wait until all processes are here."""
-        if self.size > 1:
-            dist.barrier(group=self._control)
-
     def agreed(self, wish: int) -> int:
         """Return the most urgent wish of all processes at the step before."""
         if self.size == 1:

@@ -121,10 +121,6 @@ class InputSpec:
         """Dtype and shape, such as uint8[3, 224, 224]."""
         return f"{self.dtype}{list(self.shape)}"
 
-    def __str__(self) -> str:
-        values = {**self.state(), "source": ""}
-        return f"{self.source}({', '.join(f'{n}={v}' for n, v in values.items() if v)})"
-
 
 @dataclass(frozen=True)
 class ModelInputs:
@@ -198,10 +194,6 @@ class ModelInputs:
             name: torch.zeros(rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for name, spec in self.specs.items()
         }
-
-    def __str__(self) -> str:
-        specs = ", ".join(f"{name}: {spec}" for name, spec in self.specs.items())
-        return f"{specs}, mean={self.normalization.mean}, std={self.normalization.std}"
 
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:

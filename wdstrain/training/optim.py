@@ -92,7 +92,8 @@ def make_optimizer(
     """Return the optimizer of a model's parameters, and of those of losses.
 
     given: function that is called with parameter groups; learning rate and weight decay are those
-    that it gives. Else config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
+    that it gives. Else config.optimizer names it. Frozen parameters are left out unless they are to
+    be trained later.
     """
     groups = parameter_groups(model, config)
     if own := [p for p in losses.parameters() if p.requires_grad] if losses is not None else []:

@@ -38,6 +38,7 @@ from wdstrain.training.inputs import (
 )
 from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
+from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.state import EpochSums, Monitor, TrainerState, check_objects
 from wdstrain.training.tasks import Task
@@ -85,7 +86,7 @@ class Run:
             task.outputs,
             inputs.image_size or max(config.image_shape),
             title=config.model,
-            pretrained=model_weights.uses_timm_weights(config.model, weights),
+            pretrained=weights is not None and not is_file(weights),
             is_dense=task.is_dense,
         )
         shape = task.output_shape(inputs.image_shape)
@@ -323,18 +324,13 @@ def resume(run: Run) -> None:
     former = Config.of(checkpoint["config"])
     _check_same(run, checkpoint, former)
     run.loader.load_state_dict(checkpoint["loader"])
-    try:
+    problem = "the checkpoint is of another model"
+    with model_weights.refusing_others(problem, "Use the same model, or another folder."):
         load_model_state(run.model, checkpoint.get("raw", checkpoint["model"]))
         if run.average is not None:
             load_model_state(run.average.model, checkpoint["model"])
         load_optimizer_state(run.optimizer, checkpoint["optimizer"])
         run.setup.criterion_modules.load_state_dict(checkpoint.get("criterion_state", {}))
-    except (RuntimeError, ValueError) as error:
-        cause = " ".join(str(error).split())[:300]
-        raise UsageError(
-            f"the checkpoint is of another model: {cause}.",
-            "Use the same model, or another folder.",
-        ) from error
     run.scaler.load_state_dict(checkpoint["scaler"])
     for callback, (_, state) in zip(_stateful(run), checkpoint.get("callbacks", ()), strict=False):
         callback.load_state_dict(state)

@@ -102,7 +102,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         resume(run)
         log = open_log(run, stack) if distributed.leads else None
         _fit(run, signals, log)
-        distributed.wait()  # until the last checkpoint is there
+        distributed.gather(None)  # waits until the last checkpoint is there
         reporter.line(f"training ended: {run.stop_reason}")
         if run.state.history:
             reporter.line(best_sentence(run.state.history, run.state.best, run.monitor))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,9 +52,14 @@ class LoadedWeights:
     normalization: Normalization | None
 
 
-def uses_timm_weights(model_name: str, weights: str | None) -> bool:
-    """Return whether timm itself loads the weights when it creates the model."""
-    return model_name.startswith(TIMM) and weights is not None and not is_file(weights)
+@contextmanager
+def refusing_others(problem: str, hint: str) -> Iterator[None]:
+    """Raise UsageError for a state dict that does not fit. problem: what it is of."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise UsageError(f"{problem}: {cause}.", hint) from error
 
 
 def load(
@@ -68,25 +74,26 @@ def load(
     """
     if is_file(weights):
         return _load_file(model, weights, classes)
-    if model_name.startswith(TIMM):
-        return _timm_weights(model, weights)
-    if model_name == "small" or ":" in model_name:
+    if not model_name.startswith(TIMM):
+        return _load_torchvision(model, model_name, weights)
+    if weights != "DEFAULT":
         raise UsageError(
-            f"weights={weights}: the model {model_name} has none by name.",
-            "Give a file.",
+            f"weights={weights}: timm's weights are DEFAULT.",
+            "Name others in the model, as in timm:vit_small_patch16_224.augreg_in1k.",
         )
-    return _load_torchvision(model, model_name, weights)
+    config = cast(Any, model).pretrained_cfg
+    return LoadedWeights((), Normalization(tuple(config["mean"]), tuple(config["std"])))
 
 
 def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> LoadedWeights:
     from torchvision.models import get_model_weights
 
-    members = get_model_weights(model_name)
-    if weights not in members.__members__:
-        names = ", ".join(members.__members__) or "none"
+    has_names = model_name != "small" and ":" not in model_name
+    members: Any = get_model_weights(model_name).__members__ if has_names else {}
+    if weights not in members:
         raise UsageError(
             f"weights={weights}: {model_name} has no such weights and no such file exists.",
-            f"Use one of: {names}.",
+            f"Use one of: {', '.join([*members, 'a file'])}.",
         )
     member = members[weights]
     try:
@@ -100,22 +107,6 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     transforms = member.transforms()
     normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
     return LoadedWeights(_copy_weights(model, state, weights), normalization)
-
-
-def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
-    if weights != "DEFAULT":
-        raise UsageError(
-            f"weights={weights}: timm's weights are DEFAULT.",
-            "Name others in the model, as in timm:vit_small_patch16_224.augreg_in1k.",
-        )
-    config = cast(Any, model).pretrained_cfg
-    normalization = Normalization(tuple(config["mean"]), tuple(config["std"]))
-    classifier = config.get("classifier") or ()
-    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    fresh = [name for name in model.state_dict() if name.startswith(tuple(f"{h}." for h in heads))]
-    if config.get("num_classes") == getattr(model, "num_classes", None):
-        fresh = []  # timm keeps a classifier of the right size
-    return LoadedWeights(tuple(fresh), normalization)
 
 
 def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> LoadedWeights:
@@ -134,8 +125,7 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
     for name in _NESTED:
         if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
             value = value[name]
-    is_state = isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
-    if not is_state:
+    if not isinstance(value, Mapping) or not all(isinstance(t, Tensor) for t in value.values()):
         raise UsageError(f"weights={path} holds no state dict of names and tensors.")
     return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
 
@@ -148,50 +138,28 @@ def _copy_weights(
     is_other: the weights are of other classes, so the last layer stays fresh.
     """
     wanted, last = model.state_dict(), output_layers(model)
-    given = _without_prefixes(state, wanted)
-    fresh = [
-        name
-        for name, value in wanted.items()
-        if name.startswith(last)
-        and (is_other or name not in given or given[name].shape != value.shape)
-    ]
-    differences = [
-        f"{name} is missing" for name in wanted if name not in given | dict.fromkeys(fresh)
-    ]
-    differences += [
-        f"{name} is unknown" for name in given if name not in wanted and not name.startswith(last)
-    ]
-    differences += [
-        f"{name} is {list(given[name].shape)}, not {list(value.shape)}"
-        for name, value in wanted.items()
-        if name in given and name not in fresh and given[name].shape != value.shape
-    ]
-    if differences:
-        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(
-            f"weights={source} are of another model: {'; '.join(differences[:3])}{more}.",
-            "Give the model that they are of.",
-        )
-    kept = {n: value for n, value in given.items() if n in wanted and n not in fresh}
-    model.load_state_dict({**wanted, **kept})
-    return tuple(fresh)
-
-
-def _without_prefixes(
-    state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return a state dict without the prefixes of wrappers, and without auxiliary heads."""
     names = list(state)
-    for prefix in 2 * _PREFIXES:  # in any order
+    for prefix in 2 * _PREFIXES:  # of wrappers, in any order
         is_own = any(name.startswith(prefix) for name in wanted)
         if not is_own and all(name.startswith(prefix) for name in names):
             names = [name.removeprefix(prefix) for name in names]
-    renamed = dict(zip(names, state.values(), strict=True))
-    return {
+    left_out = (*last, *_AUXILIARY)
+    given = {
         name: value
-        for name, value in renamed.items()
-        if name in wanted or not name.startswith(_AUXILIARY)
+        for name, value in zip(names, state.values(), strict=True)
+        if name in wanted or not name.startswith(left_out)
     }
+    fresh = {
+        name: value
+        for name, value in wanted.items()
+        if name.startswith(last)
+        and (is_other or name not in given or given[name].shape != value.shape)
+    }
+    with refusing_others(
+        f"weights={source} are of another model", "Give the model that they are of."
+    ):
+        model.load_state_dict({**given, **fresh})
+    return tuple(fresh)
 
 
 def freeze(model: nn.Module, patterns: str) -> list[str]:
@@ -204,7 +172,11 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     frozen: set[str] = set()
     for pattern in (part.strip() for part in patterns.split(",")):
-        matching = _matching(model, names, pattern)
+        if pattern == "backbone":
+            last = output_layers(model)
+            matching = [name for name in names if not name.startswith(last)]
+        else:
+            matching = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")]
         if not matching:
             raise UsageError(
                 f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}."
@@ -215,17 +187,6 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
         raise UsageError(f"freeze={patterns!r} leaves no parameter to train.")
     set_trainable(model, frozen, False)
     return sorted(frozen & trained)
-
-
-def _matching(model: nn.Module, names: Iterable[str], pattern: str) -> list[str]:
-    if pattern == "backbone":
-        last = output_layers(model)
-        return [name for name in names if not name.startswith(last)]
-    return [
-        name
-        for name in names
-        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-    ]
 
 
 def set_trainable(model: nn.Module, names: Iterable[str], trainable: bool) -> None:
@@ -293,13 +254,9 @@ class LoadedCheckpoint:
         given = config.model if model is None else model
         size = inputs.image_size or max(config.image_shape)
         net = build(given, task.outputs, size, is_dense=task.is_dense)
-        try:
+        problem = f"the weights of {path} are of another model than {config.model}"
+        with refusing_others(problem, "Give the same model."):
             net.load_state_dict(state["model"])
-        except RuntimeError as error:
-            cause = " ".join(str(error).split())[:300]
-            raise UsageError(
-                f"the weights of {path} are of another model than {config.model}: {cause}"
-            ) from error
         return cls(net.eval(), task, config, os.fspath(path), inputs)
 
     def fields(self, given: Mapping[str, Field] | None, index: Index | None) -> Fields:
