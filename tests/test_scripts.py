@@ -57,7 +57,7 @@ def test_the_torchvision_script_converts_a_data_set_by_its_class(
     write_class_folder(tmp_path / "root" / "eurosat" / "2750", {"Forest": 3, "River": 2})
     words = ["EuroSAT", tmp_path / "out", "--root", tmp_path / "root"]
     printed = run("convert_torchvision", *words, monkeypatch=monkeypatch, capsys=capsys)
-    assert re.search(r"^5 samples in 1 shards", printed, re.MULTILINE)
+    assert re.search(r"^5 samples in 1 shards?", printed, re.MULTILINE)
     assert printed.endswith("train: 5 samples of 2 classes\n")
     assert wt.open(tmp_path / "out").labels[0].classes == ("Forest", "River")
 

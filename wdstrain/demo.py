@@ -19,6 +19,7 @@ from wdstrain.conversion.runner import convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.inspection.verify import verify
+from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter
 from wdstrain.training.train import train
 
@@ -40,7 +41,9 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
         for split in index.splits
     }
     size = sum(shard.bytes for shard in index.shards)
-    tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
+    tell.line(
+        f"2. converted into {counted(len(index.shards), 'shard')}, {size / 1e6:.1f} MB in all: {shards}"
+    )
     checked = verify(shards)
     if checked.findings:
         raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")

@@ -606,7 +606,7 @@ def test_with_an_index_all_undamaged_samples_are_saved(packed: Path, tmp_path: P
 def check(folder: Path, out: Path, intact: dict[str, dict[str, bytes]], touched: set[str]) -> None:
     """Check that untouched samples are saved, touched ones named, and the new set is intact."""
     if touched == set(intact):
-        with pytest.raises(wt.ShardError, match="none of 1 shards holds an intact sample"):
+        with pytest.raises(wt.ShardError, match="none of 1 shard holds an intact sample"):
             wt.repair(folder, out, overwrite=True)
         return
     done = wt.repair(folder, out, overwrite=True)

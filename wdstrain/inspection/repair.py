@@ -40,6 +40,7 @@ from wdstrain.inspection.scan import (
 )
 from wdstrain.inspection.verify import HasFindings, decode_error
 from wdstrain.loader.stats import Finding
+from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
@@ -96,7 +97,9 @@ def repair(options: RepairOptions) -> Repair:
             parts = [index for index in made if len(index)]
             if not parts:
                 first = f" The first: {result.findings[0]}" if result.findings else ""
-                raise ShardError(f"none of {len(todo)} shards holds an intact sample.{first}")
+                raise ShardError(
+                    f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
+                )
             known = [expected for _, expected in todo if expected is not None]
             index = _with_what_was_known(join(parts), known, result)
             stage.commit(index, [shard.name for shard in index.shards])

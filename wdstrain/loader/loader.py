@@ -24,6 +24,7 @@ from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_num
 from wdstrain.loader.stats import Report
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
+from wdstrain.report.printing import counted
 from wdstrain.runtime.options import hinted, integer
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
@@ -254,8 +255,8 @@ class Loader:
         plan, (epoch, step, _) = self.plan(0), self._state.position
         fields = (self.fields or {}).items()
         lines = [
-            f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} "
-            f"batches of {self.batch_size} on rank {self.rank} of {self.world_size}, "
+            f"Loader({counted(len(self.index), 'sample')} in "
+            f"{counted(len(self.index.shards), 'shard')}, {counted(len(self), 'batch')} of {self.batch_size} on rank {self.rank} of {self.world_size}, "
             f"shuffle_buffer={self.shuffle_buffer} holds about "
             f"{self._plans.buffered_megabytes(self.rank):.1f} MB)",
             f"  at epoch {epoch}, step {step} of {len(self)}; seed {plan.seed}, {plan.left_out} "

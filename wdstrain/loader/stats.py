@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from wdstrain.reader.fetch import ReadStats
 from wdstrain.report import pages
-from wdstrain.report.printing import printable
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.machine import cores
 
 _log = logging.getLogger("wdstrain")
@@ -231,7 +231,7 @@ class EpochStats(StageTotals):
         if more < 1:
             return f"All {cores()} cores are taken; smaller images (convert --resize) would help"
         rate = min(other_rate, (self.decoders + more) * decoder_rate)
-        return f"{more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
+        return f"{counted(more, 'more worker')} would give about {rate:.0f} samples/s"
 
     # --- texts ------------------------------------------------------------------------------------
 
@@ -259,9 +259,9 @@ class EpochStats(StageTotals):
         """Seconds of each stage and the verdict, in one line."""
         stages = ", ".join(f"{name} {getattr(self, key):.2f}" for name, key in _STAGES.items())
         return (
-            f"epoch {self.epoch}: {self.batches} batches, {self.fetched / 1e6:.1f} MB fetched, "
+            f"epoch {self.epoch}: {counted(self.batches, 'batch')}, {self.fetched / 1e6:.1f} MB fetched, "
             f"{self.cached / 1e6:.1f} MB from the cache; seconds: {stages}; "
-            f"{self.decoders} decoder{'s' * (self.decoders != 1)}; {self.verdict}"
+            f"{counted(self.decoders, 'decoder')}; {self.verdict}"
         )
 
     def log(self) -> None:

@@ -28,5 +28,6 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """Return a number of things, such as "1 shard" or "3 shards"."""
-    return f"{count} {name}{'s' * (count != 1)}"
+    """Return a number of things, such as "1 shard", "3 shards" or "2 classes"."""
+    ending = "es" if name.endswith(("s", "ch")) else "s"
+    return f"{count} {name}{ending * (count != 1)}"

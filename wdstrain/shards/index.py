@@ -20,7 +20,7 @@ import pyarrow as pa
 from isal.isal_zlib import crc32
 
 from wdstrain.errors import DamageError, UsageError
-from wdstrain.report.printing import printable
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.kinds import ColumnInfo, joined_labels
@@ -107,8 +107,8 @@ class Index:
             "labels": [c.name for c in self.labels],
         }
         shown = [f"{title} {', '.join(words)}" for title, words in names.items() if any(words)]
-        counts = f"{len(self)} samples, {len(self.shards)} shards, {self.megabytes:.1f} MB"
-        return printable(f"Index({'; '.join([counts, *shown])})")
+        counts = f"{counted(len(self), 'sample')}, {counted(len(self.shards), 'shard')}"
+        return printable(f"Index({'; '.join([f'{counts}, {self.megabytes:.1f} MB', *shown])})")
 
     @property
     def megabytes(self) -> float:

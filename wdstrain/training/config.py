@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.errors import UsageError
+from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, help_text, option
 from wdstrain.training.options import LIMITS, RunOptions
@@ -76,7 +77,7 @@ class Config(RunOptions):
         refuse(
             (
                 self.warmup >= self.epochs,
-                f"warmup={self.warmup}: must be shorter than the {self.epochs} epochs.",
+                f"warmup={self.warmup}: must be shorter than the {counted(self.epochs, 'epoch')}.",
             ),
             (
                 self.warmup and self.schedule == "onecycle",
