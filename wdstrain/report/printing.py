@@ -29,5 +29,5 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 def counted(count: int, name: str) -> str:
     """Return a number of things, such as "1 shard", "3 shards" or "2 classes"."""
-    ending = "es" if name.endswith(("s", "ch")) else "s"
+    ending = "es" if name.endswith(("s", "tch")) else "s"
     return f"{count} {name}{ending * (count != 1)}"
