@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3652,
     "training": 3290,
-    "inspection": 1713,
+    "inspection": 1710,
     "loader": 1224,
     "shards": 2190,
     "decode": 1353,
@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 398,
     "tuning": 240,
     "order": 400,
-    "report": 242,
+    "report": 234,
     "augment": 270,
     "webdataset": 314,
     "native": 56,

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.inspection.labels import known_labels
@@ -25,6 +24,7 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
+from wdstrain.shards.selection import group_codes
 from wdstrain.storage.remote import is_remote, range_size
 
 _NEIGHBORS = 16  # samples that follow each other on disk and count as one place
@@ -227,18 +227,16 @@ def _neighbors(index: Index, plan: Plan) -> Ints | None:
 def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> Mixing | None:
     """Return the spread of codes over batches; None if there are none, or not two of them.
 
-    codes: of each sample, -1 if unknown. places: samples and their steps. P is the probability that
-    two samples of a batch have one code, P0 that of two samples of the set. rho = (P - P0) / (1 - P0)
-    is the intraclass correlation, 1 + (batch size - 1) * rho the design effect (Kish).
+    codes: of each sample. places: samples and their steps. P is the probability that two samples of
+    a batch have one code, P0 that of two samples of the set. rho = (P - P0) / (1 - P0) is the
+    intraclass correlation, 1 + (batch size - 1) * rho the design effect (Kish).
     """
     if codes is None:
         return None
-    counts = np.unique(codes[codes >= 0], return_counts=True)[1].astype(np.float64)
-    ids, step = places
-    known, width, size = codes[ids] >= 0, len(counts) + int(codes.max()) + 1, plan.global_batch
-    cells, number = np.unique(step[known] * width + codes[ids[known]], return_counts=True)
-    of_batch = np.bincount(cells // width, weights=number)
-    pairs, total = float((of_batch * (of_batch - 1)).sum()), float(counts.sum())
+    counts, (ids, step), size = np.bincount(codes).astype(np.float64), places, plan.global_batch
+    cells, number = np.unique(step * len(counts) + codes[ids], return_counts=True)
+    of_batch = np.bincount(cells // len(counts), weights=number)
+    pairs, total = float((of_batch * (of_batch - 1)).sum()), len(codes)
     if len(counts) < 2 or not pairs:
         return None
     ideal = float((counts * (counts - 1)).sum()) / (total * (total - 1))
@@ -252,7 +250,7 @@ def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> Mixing 
 
 
 def _class_codes(index: Index, name: str | None) -> tuple[str | None, Ints | None]:
-    """Return (label, class of each sample or -1); (None, None) without one that has a column."""
+    """Return (label, number of each sample's class); (None, None) without one with a column."""
     labels = known_labels(index, name)
     places = [label.place for label in labels if label.is_class]
     if name is not None and not places:
@@ -260,5 +258,4 @@ def _class_codes(index: Index, name: str | None) -> tuple[str | None, Ints | Non
     columns = [column for column in index.columns if column.place in places]
     if len(columns) != 1:
         return None, None
-    codes = pc.fill_null(columns[0].values.dictionary_encode().indices, -1)
-    return columns[0].name, np.asarray(codes, np.int64)
+    return columns[0].name, group_codes(index, columns[0].name)

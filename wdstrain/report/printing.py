@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 def printable(text: str) -> str:
     """Return a text as one line without control characters.
@@ -19,12 +17,6 @@ def printable(text: str) -> str:
         else "\ufffd"
         for char in text
     )
-
-
-def aligned(rows: Sequence[tuple[str, str]]) -> str:
-    """Return names and values as lines in two columns."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def counted(count: int, name: str) -> str:

@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from io import StringIO
 from shutil import get_terminal_size
 from typing import Any, cast
@@ -23,18 +24,11 @@ from wdstrain.report.printing import printable
 
 _PLAIN_SECONDS = 5.0  # between plain lines
 _REDRAW_SECONDS = 0.4  # between lines that replace each other, in a terminal or notebook
+_MOST_SECONDS = 1e9  # that are left
 _quiet = False  # with --quiet, nothing but results and errors is printed
 
 
-def duration_text(seconds: float) -> str:
-    """Return a time in its two largest units at most, such as "45 s", "12 min" or "3 h 20 min"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-class Reporter:
+class Reporter(AbstractContextManager["Reporter"]):
     """Progress of work on stderr, or in the output of a notebook cell.
 
     is_silent: show nothing. Functions that take a reporter call `step` and `line` only.
@@ -72,7 +66,8 @@ class Reporter:
         share = f"{done / max(1, total or 0):.0%}"
         figures = [f"{count} {unit}", f"{rate:.0f}/s"] if unit else [share]
         if total is not None:
-            figures.append(f"{duration_text((total - done) / max(1e-9, rate))} left")
+            seconds = min(_MOST_SECONDS, (total - done) / max(1e-9, rate))
+            figures.append(f"{timedelta(seconds=round(seconds))} left")
         line = f"{title}: {', '.join([*figures, *filter(None, [text])])}"
         if self._replaces:
             self._show(printable(line))
@@ -103,9 +98,6 @@ class Reporter:
             from IPython.display import display
 
             self._cell = display({"text/plain": line}, raw=True, display_id=True)
-
-    def __enter__(self) -> Reporter:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

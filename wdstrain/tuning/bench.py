@@ -27,7 +27,7 @@ from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
-from wdstrain.report.printing import aligned
+from wdstrain.report.terminal import table_text
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
@@ -146,7 +146,7 @@ class Bench:
         return {**asdict(self), "trials": trials, "advice": self.advice, "verdict": self.verdict}
 
     def __repr__(self) -> str:
-        return aligned(self.rows())
+        return table_text(self.rows())
 
 
 # --- measurements ---------------------------------------------------------------------------------
