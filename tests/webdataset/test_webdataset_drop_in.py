@@ -19,6 +19,7 @@ from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
+from wdstrain.shards.resolve import open_index
 
 
 @pytest.fixture
@@ -292,6 +293,25 @@ def test_remote_shards_without_an_index_are_streamed_at_once(
         wt.index(str(tmp_path / "set"))
         caplog.clear()
         assert keys(wt.WebDataset(address)) == [f"d/s{i:04d}" for i in range(12)]
+        assert "Whole shards" not in caplog.text
+
+
+def test_the_headers_that_a_pass_read_are_an_index_for_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    urls, expected = write_set(tmp_path / "set", [2] * 6), [f"d/s{i:04d}" for i in range(12)]
+    with serving(tmp_path) as server:
+        address = urls.replace(str(tmp_path), server.url)
+        selected = wt.WebDataset(address, select_files=lambda name: name.endswith(".txt"))
+        assert keys(selected) == expected
+        caplog.clear()
+        notes: list[str] = []
+        index = open_index(address, note=notes.append)
+        assert notes == []
+        assert [index.key(n) for n in range(12)] == expected
+        assert index.fields == ("cls", "txt")
+        assert list(wt.WebDataset(address)) == list(wt.WebDataset(address))
         assert "Whole shards" not in caplog.text
 
 

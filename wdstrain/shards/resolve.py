@@ -27,7 +27,7 @@ from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_sizes, find_index, load, pack_part, unpack_part
 from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.tar import SkippedMembers, samples, skipped_text
+from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
@@ -285,7 +285,14 @@ def scan_shard(
     skipped = SkippedMembers()
     with open_source(path, stopping=stopping) as source:
         rows = list(islice(samples(source.read, source.size, shown_path(path), skipped), most))
-        shard = Shard(path, len(rows), source.size, tag=source.version or "")
+    return index_of(path, rows, source.size, source.version, skipped)
+
+
+def index_of(
+    path: str, rows: list[Sample], size: int, tag: str | None, skipped: SkippedMembers
+) -> Index:
+    """Return the index of a shard of `size` bytes whose headers were read. tag: its state."""
+    shard = Shard(path, len(rows), size, tag=tag or "")
     return Index((shard,), Offsets.of(rows), info={"ignored": dict(skipped)})
 
 

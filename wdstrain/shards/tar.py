@@ -149,7 +149,12 @@ def samples(
     """
     source, skipped = Window(read, size), SkippedMembers() if skipped is None else skipped
     check_plain(source.read(0, BLOCK), shard)
-    for key, fields in grouped(walk(source, skipped), shard, skipped):
+    yield from placed(walk(source, skipped), shard, skipped)
+
+
+def placed(members: Iterable[Member], shard: str, skipped: SkippedMembers) -> Iterator[Sample]:
+    """Yield the positions of the samples of members. Raises ShardError as `samples` does."""
+    for key, fields in grouped(members, shard, skipped):
         places = [(name, member.offset, member.size) for name, member in fields.items()]
         held = list(fields.values())
         yield Sample(key, held[0].start, held[-1].stop, places)

@@ -21,17 +21,18 @@ from torch.utils.data import IterableDataset
 from webdataset import cache, compat, filters, handlers, shardlists
 from webdataset.pipeline import DataPipeline
 
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import groups_of, open_shards, recall
+from wdstrain.shards.resolve import groups_of, index_of, open_shards, recall, remember
 from wdstrain.shards.tar import (
     CompressedError,
     Member,
     SkippedMembers,
     is_not_sample,
+    placed,
     skipped_text,
 )
 from wdstrain.shards.tar_stream import (
@@ -273,32 +274,41 @@ class WholeShards:
         self._select, self._rename = select_files or bool, rename_files or str  # keep all names
 
     def __call__(self, shards: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
-        cache = open_cache(**self._cache_options)
+        cache, passed = open_cache(**self._cache_options), dict[str, Index]()
         with suppress(PassEnds):
             for shard in shards:
                 try:
-                    yield from self._samples(shard["url"], cache)
+                    yield from self._samples(shard["url"], cache, passed)
                 except WdstrainError as error:  # the sample before it is incomplete, and left out
                     self._handler(error)
+            for index in passed.values():
+                remember(index)
 
-    def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard."""
-        skipped = SkippedMembers()
+    def _samples(
+        self, path: str, cache: Cache | None, passed: dict[str, Index]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard. passed: gets its index if it is a plain tar of a server."""
+        skipped, heads = SkippedMembers(), list[Member]()
         with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
-            cached = raw.raw.file.cached_path if isinstance(raw.raw, RemoteStream) else ""
-            files = self._selected(members(stream, shown(path), skipped))
-            origin = _origin_of(path, cached)
+            file = raw.raw.file if isinstance(raw.raw, RemoteStream) else None
+            files = self._selected(members(stream, shown(path), skipped), heads)
+            origin = _origin_of(path, file.cached_path if file else "")
             for sample in samples(files, shown(path), skipped, origin, self._handler):
                 if sample.get("__bad__"):
                     skipped['samples with the field "__bad__"'] += 1
                 else:
                     yield sample
+            if file and stream is raw:
+                with suppress(ShardError):  # torn samples, which the handler skipped
+                    rows = list(placed(heads, shown(path), SkippedMembers()))
+                    passed[path] = index_of(path, rows, file.size, file.tag, skipped)
         if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown(path), reasons)
 
-    def _selected(self, files: Iterable[Member]) -> Iterator[Member]:
-        """Yield the selected members under their new names."""
+    def _selected(self, files: Iterable[Member], heads: list[Member]) -> Iterator[Member]:
+        """Yield the selected members under their new names. heads: gets all, without their data."""
         for member in files:
+            heads.append(member._replace(data=b""))
             if not is_not_sample(member.name):  # such members are counted under their own names
                 name = self._handler.result(self._rename, member.name)
                 if name is None or not self._handler.result(self._select, name):
