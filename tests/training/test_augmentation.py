@@ -146,26 +146,6 @@ def test_a_field_that_augments_is_refused_for_validation(shards: Path, tmp_path:
     assert torch.equal(*val.chunk(2))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"scale": (0.5, 1)}, "Add rrc"),
-        ({"augment": "rrc", "scale": (0.5,)}, r"scale=\(0.5,\): must be"),
-        ({"augment": "rrc", "ratio": (2, 1)}, "ratio"),
-        ({"crop_pct": 0}, "above 0"),
-        ({"color_jitter": (0.1, 0.2)}, "1, 3 or 4"),
-        ({"color_jitter": (0.1, 0.2, 0.1, 0.6)}, "at most 0.5"),
-        ({"color_jitter": "strong"}, "not a list of numbers"),
-        ({"random_erasing": 1.5}, "in 0 to 1"),
-        ({"mixup_prob": 0.5}, "needs mixup or cutmix"),
-        ({"mixup": 1, "mixup_switch_prob": -1}, "in 0 to 1"),
-    ],
-)
-def test_augmentation_out_of_range_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(wt.UsageError, match=words):
-        Config.of(options)
-
-
 def test_lists_of_numbers_are_flags_and_lines_of_a_file(shards: Path, tmp_path: Path) -> None:
     words = ["--augment", "rrc", "--scale", "0.35,1", "--color-jitter", "0.4", "--epochs", "1"]
     words += ["--batch-size", "8", "--image-size", "8", "--json", "--quiet"]

@@ -74,45 +74,6 @@ def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
     assert recorder.calls == ["train start", *steps, "epoch 0", "checkpoint", "train end"]
 
 
-def test_a_callback_stops_a_run_which_resumes_where_it_ended(shards: Path, tmp_path: Path) -> None:
-    class Stop(wt.Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if (trainer.state.epoch, trainer.state.step) == (1, 2):
-                trainer.stop("enough")
-
-    options = {**QUICK, "label": "cls", "deterministic": True}
-    uninterrupted = wt.train(shards, tmp_path / "whole", **options)
-    stopped = wt.train(shards, tmp_path / "run", callbacks=[Stop()], **options)
-    assert (stopped.stop_reason, len(stopped.epochs)) == ("enough", 1)
-    resumed = wt.train(shards, tmp_path / "run", resume=True, **options)
-    assert resumed.stop_reason == "all 2 epochs are done"
-    for name, value in uninterrupted.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value), name
-
-
-class Halve(wt.Callback):
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        trainer.lr_scale *= 0.5
-
-
-CONSTANT: dict[str, Any] = {**QUICK, "label": "cls", "schedule": "constant", "lr": 0.01}
-
-
-def test_a_callback_changes_the_learning_rate(shards: Path, tmp_path: Path) -> None:
-    run = wt.train(shards, tmp_path / "run", callbacks=[Halve()], **CONSTANT)
-    assert [line["lr"] for line in run.epochs] == [0.01, 0.005]
-
-
-def test_a_rate_that_a_callback_changed_after_an_epoch_is_kept_by_a_resume(
-    shards: Path, tmp_path: Path
-) -> None:
-    """The checkpoint of the epoch is written before the callback is called."""
-    for epochs in (1, 2):
-        options = {**CONSTANT, "epochs": epochs, "resume": True}
-        run = wt.train(shards, tmp_path / "run", callbacks=[Halve()], **options)
-    assert [line["lr"] for line in run.epochs] == [0.01, 0.005]
-
-
 def test_user_defined_loss_optimizer_and_metric_are_used(shards: Path, tmp_path: Path) -> None:
     calls = {"loss": 0, "optimizer": 0}
 
@@ -151,37 +112,6 @@ def test_the_metric_of_the_best_checkpoint_can_be_named(shards: Path, tmp_path: 
         wt.train(shards, tmp_path / "other", monitor="f2", **options)
     with pytest.raises(wt.UsageError, match="need validation data"):
         wt.train(f"{shards}/train-*.tar", tmp_path / "none", monitor="f1", **options)
-
-
-def test_limits_of_batches_hold_for_each_epoch(shards: Path, tmp_path: Path) -> None:
-    limits = {"limit_train_batches": 3, "limit_val_batches": 1}
-    run = wt.train(shards, tmp_path / "run", label="cls", **QUICK, **limits)
-    assert [line["samples"] for line in run.epochs] == [24, 24]
-    assert [line["val"]["samples"] for line in run.epochs] == [8, 8]
-
-
-def test_weights_and_their_average_are_both_validated(shards: Path, tmp_path: Path) -> None:
-    run = wt.train(shards, tmp_path / "run", label="cls", ema=0.9, **QUICK)
-    last = run.epochs[-1]
-    assert last["val"]["loss"] != last["val_raw"]["loss"]
-    assert last["val"]["samples"] == last["val_raw"]["samples"] == VAL
-
-
-def test_frozen_parameters_are_trained_from_the_epoch_that_unfreezes_them(
-    shards: Path, tmp_path: Path
-) -> None:
-    seen = []
-
-    class Look(wt.Callback):
-        def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-            seen.append(trainer.model.stem[0].weight.detach().clone())
-
-        on_train_start = lambda self, trainer: self.on_epoch_end(trainer, {})  # noqa: E731
-
-    options = {**QUICK, "label": "cls", "freeze": "backbone", "unfreeze_epoch": 1}
-    wt.train(shards, tmp_path / "run", callbacks=[Look()], **options)
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
 
 
 class Fixed(torch.nn.Module):

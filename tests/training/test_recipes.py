@@ -423,6 +423,16 @@ def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
         ({"augment": "rrc+blur"}, "'blur' is not known"),
         ({"batch_size": 2.5}, "must be a whole number"),
         ({"epochs": True}, "must be a whole number"),
+        ({"scale": (0.5, 1)}, "Add rrc"),
+        ({"augment": "rrc", "scale": (0.5,)}, r"scale=\(0.5,\): must be"),
+        ({"augment": "rrc", "ratio": (2, 1)}, "ratio"),
+        ({"crop_pct": 0}, "above 0"),
+        ({"color_jitter": (0.1, 0.2)}, "1, 3 or 4"),
+        ({"color_jitter": (0.1, 0.2, 0.1, 0.6)}, "at most 0.5"),
+        ({"color_jitter": "strong"}, "not a list of numbers"),
+        ({"random_erasing": 1.5}, "in 0 to 1"),
+        ({"mixup_prob": 0.5}, "needs mixup or cutmix"),
+        ({"mixup": 1, "mixup_switch_prob": -1}, "in 0 to 1"),
     ],
 )
 def test_contradicting_options_are_refused(options: dict[str, Any], words: str) -> None:

@@ -226,17 +226,6 @@ def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signa
     assert raised.value.status == 128 + number
 
 
-@pytest.mark.parametrize(
-    ("title", "done"), [("training", 2), ("training", 9), ("validating", 1), ("training", 17)]
-)
-def test_a_run_stopped_at_any_point_resumes_to_the_same_bits(
-    pets: Path, undisturbed: Path, tmp_path: Path, title: str, done: int
-) -> None:
-    stopped_at(pets, tmp_path / "run", title, done)
-    train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
-    same(tmp_path / "run", undisturbed)
-
-
 def test_a_run_resumes_with_other_workers_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

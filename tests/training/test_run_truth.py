@@ -7,7 +7,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from tests.support.small_runs import (
     Constant,
     Linear,
     Lines,
-    Stop,
     last,
     numbers,
     saved,
@@ -443,91 +442,21 @@ def test_folds_divide_the_selected_samples(tens: Path, tmp_path: Path) -> None:
     assert sum(val for _, val in sizes) == whole
 
 
-# --- bad samples and a resume ---------------------------------------------------------------------
+# --- a resume with other options ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of two classes; every tenth cannot be read."""
-    out = tmp_path_factory.mktemp("spoiled") / "set"
-    samples = [
-        {"__key__": f"k{i:02d}", "png": small_image(i), "cls": i % 2, "json": {"n": i}}
-        for i in range(60)
-    ]
-    for i in range(0, 60, 10):
-        samples[i]["png"] = b"\x89PNG\r\n\x1a\n no image"
-    wt.pack(samples, out, classes=["a", "b"])
-    return out
-
-
-def outcome(shards: Path, out: Path, stops: Sequence[int], **options: Any) -> str | int:
-    """Return the bad samples of a run that is stopped after these steps and resumed; or its error."""
-    options = {**SMALL, "batch_size": 6, "model": Linear, "on_error": "replace", **options}
-    try:
-        for number, step in enumerate([*stops, 999]):
-            resume = {"resume": number > 0, "callbacks": [Stop(0, step)]}
-            run = wt.train(shards, out, **resume, **options)
-    except wt.WdstrainError as error:
-        return type(error).__name__
-    return int(run.epochs[0]["bad"])
-
-
-@pytest.mark.parametrize(
-    ("stops", "options"),
-    [
-        ((3,), {"max_errors": 0.2}),
-        ((3, 6), {"max_errors": 0.2}),
-        ((3, 6), {"max_errors": 0.06}),
-        ((5,), {"max_errors": 0.06}),
-        ((3, 6), {"max_errors": 0.2, "limit_train_batches": 8}),
-        ((2, 4), {"max_errors": 0.2, "accumulate": 2}),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_counts_bad_samples_as_an_undisturbed_one(
-    spoiled: Path, tmp_path: Path, stops: Sequence[int], options: dict[str, Any]
-) -> None:
-    whole = outcome(spoiled, tmp_path / "whole", (), **options)
-    assert outcome(spoiled, tmp_path / "run", stops, **options) == whole
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_batches_that_an_error_undid_are_counted_once(
-    spoiled: Path, tmp_path: Path, accumulate: int
-) -> None:
-    """The run ends at a bad sample too many; a resumed one reads the last batches again."""
-    options = {**SMALL, "batch_size": 3, "model": Linear, "on_error": "replace"}
-    options["accumulate"] = accumulate
-    whole = wt.train(spoiled, tmp_path / "whole", max_errors=1.0, **options)
-    counts = []
-    for number, most in enumerate((0.02, 0.04, 0.06, 0.09)):
-        out = tmp_path / str(number)
-        with pytest.raises(wt.SampleError):
-            wt.train(spoiled, out, max_errors=most, **options)
-        run = wt.train(spoiled, out, resume=True, max_errors=1.0, **options)
-        counts.append(run.epochs[0]["bad"])
-    assert counts == [whole.epochs[0]["bad"]] * 4
-
-
-def test_bad_samples_that_ended_a_run_are_counted_once_after_a_resume(
-    spoiled: Path, tmp_path: Path
-) -> None:
-    options = {**SMALL, "batch_size": 6, "model": Linear, "on_error": "replace"}
-    whole = wt.train(spoiled, tmp_path / "whole", max_errors=1.0, **options)
-    with pytest.raises(wt.SampleError, match="Raise max_errors"):
-        wt.train(spoiled, tmp_path / "run", max_errors=0.01, **options)
-    resumed = wt.train(spoiled, tmp_path / "run", max_errors=1.0, resume=True, **options)
-    assert resumed.epochs[0]["bad"] == whole.epochs[0]["bad"]
-
-
-def test_patience_goes_on_after_a_resume(halves: Path, tmp_path: Path) -> None:
-    options = {**STILL, "epochs": 6, "patience": 3}
-    ends = []
-    for name, stop in (("whole", []), ("run", [Stop(2, 1)])):
-        wt.train(halves, tmp_path / name, val=halves, callbacks=stop, **options)
-        run = wt.train(halves, tmp_path / name, val=halves, resume=True, **options)
-        ends.append(len(run.epochs))
-    assert ends == [4, 4]
+def test_rate_and_patience_may_change_when_a_run_is_resumed(shards: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "model": Linear}
+    first = wt.train(
+        shards, tmp_path / "run", **{**options, "lr": 1e-9, "patience": 1, "epochs": 9}
+    )
+    assert len(first.epochs) < 9
+    assert "did not improve" in first.stop_reason
+    again = {**options, "lr": 0.01, "patience": 0, "epochs": 5, "resume": True}
+    resumed = wt.train(shards, tmp_path / "run", **again)
+    assert resumed.stop_reason == "all 5 epochs are done"
+    count = len(first.epochs)
+    assert [line["lr"] for line in resumed.epochs] == [1e-9] * count + [0.01] * (5 - count)
 
 
 # --- files of a run -------------------------------------------------------------------------------

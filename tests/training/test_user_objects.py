@@ -120,16 +120,6 @@ def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path)
     assert [[group["lr"] for group in step] for step in seen.steps] == [[1e-3, 1e-5]] * 3
 
 
-def test_a_resumed_run_keeps_the_rate_of_its_optimizer(shards: Path, tmp_path: Path) -> None:
-    seen = Seen()
-    options = {**SMALL, "model": Linear, "epochs": 2}
-    options["optimizer"] = lambda groups: torch.optim.SGD(groups, lr=1e-5)
-    wt.train(shards, tmp_path / "run", callbacks=[Stop(0, 2)], **options)
-    run = wt.train(shards, tmp_path / "run", resume=True, callbacks=[seen], **options)
-    assert seen.values("lr") == {1e-5}
-    assert [line["lr"] for line in run.epochs] == [1e-5, 1e-5]
-
-
 # --- frozen parameters ----------------------------------------------------------------------------
 
 

@@ -253,10 +253,9 @@ def _split_like(value: Any, like: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
-# --- signals and checkpoints that are due ---------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 # Schedulers send SIGTERM or SIGUSR1. A signal is recorded, the step is finished, a checkpoint is
-# written, and the run ends with the status of the signal. A single process that waits for data ends
-# at once, because no step is in progress. A second Ctrl-C ends the run immediately.
+# written, and the run ends with the status of the signal. A second Ctrl-C ends the run immediately.
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -274,8 +273,7 @@ class Stopped(KeyboardInterrupt):
 class SignalHandler:
     """Records signals. number: of the last one, 0 if there was none."""
 
-    def __init__(self) -> None:
-        self.number, self._may_raise = 0, False
+    number = 0
 
     @contextmanager
     def watched(self) -> Iterator[SignalHandler]:
@@ -289,24 +287,10 @@ class SignalHandler:
                 if signal.getsignal(number) == self._record:  # other code may have replaced it
                     signal.signal(number, handler)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Let a signal raise Stopped in this context, where no step is in progress."""
-        if self.number:
-            raise Stopped(self.number)
-        self._may_raise = True
-        try:
-            yield
-        finally:
-            self._may_raise = False
-
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.number == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
-        if self._may_raise:
-            self._may_raise = False
-            raise Stopped(number)
 
 
 def raise_stopped(

@@ -206,7 +206,7 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     batches, progress = to_device(epoch, device, augmentation), StepLog(run, log)
     plateaus = run.monitor.plateaus(state.history)
     while state.step < run.steps:
-        state.step += _take_step(run, epoch, batches, signals, progress, plateaus)
+        state.step += _take_step(run, epoch, batches, progress, plateaus)
         progress.update()
         run.call("on_step_end")
         if run.is_stopped:
@@ -288,7 +288,6 @@ def _take_step(
     run: Run,
     epoch: EpochBatches,
     batches: Iterator[dict[str, Any]],
-    signals: SignalHandler,
     progress: StepLog,
     plateaus: int,
 ) -> int:
@@ -309,10 +308,7 @@ def _take_step(
     before = [tensor.clone() for tensor in changing]
     try:
         for turn in range(group):
-            # All processes must stop at the same step, and none within a step of the optimizer.
-            may_stop = distributed.size == 1 and turn == 0
-            with signals.waiting() if may_stop else nullcontext():
-                batch = next(batches)
+            batch = next(batches)
             run.sums.count("bad", len(epoch.bad))
             progress.timer.lap("data")
             with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
@@ -356,7 +352,8 @@ def _update_weights(run: Run, update: int) -> None:
     for parameter in own:  # DDP shares the gradients of the model only
         if parameter.grad is not None:
             parameter.grad = distributed.reduce(parameter.grad) / distributed.size
-    run.scaler.unscale_(run.optimizer)
+    if config.clip_value or config.clip_norm:
+        run.scaler.unscale_(run.optimizer)
     if config.clip_value:
         nn.utils.clip_grad_value_(parameters, config.clip_value)
     elif config.clip_norm:
