@@ -46,10 +46,10 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3652,
-    "training": 3278,
+    "training": 3279,
     "inspection": 1710,
     "loader": 1224,
-    "shards": 2194,
+    "shards": 2188,
     "decode": 1353,
     "storage": 1113,
     "reader": 506,

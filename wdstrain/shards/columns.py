@@ -272,6 +272,12 @@ def mapped(values: pa.Array, function: Callable[[Any], Any], arrow: pa.DataType)
     return pa.array(results, arrow).take(coded.indices)
 
 
+def counted(values: pa.Array) -> dict[Any, int]:
+    """Return the number of each value, of lists of each member."""
+    values = values.flatten() if pa.types.is_list(values.type) else values
+    return {row["values"]: row["counts"] for row in pc.value_counts(values).to_pylist()}
+
+
 def no_column(place: Place, nulls: pa.Array) -> Column:
     """Return the column of values that no column can hold."""
     return Column(column_name(place), NOT_A_COLUMN, *place, is_label=False, values=nulls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ from wdstrain.shards.columns import (
     ColumnBuilder,
     as_label,
     column_name,
+    counted,
     is_json,
     typed,
 )
@@ -167,9 +168,8 @@ def class_counts(index: Index) -> dict[str, dict[str, int]]:
     places = {name: place for place, name in enumerate(label.classes if label is not None else ())}
     by_split = {split: Counter[str]() for split in index.splits}
     for shard, first in zip(index.shards, index.first.tolist(), strict=False):
-        for row in pc.value_counts(values.slice(first, shard.samples)).to_pylist():
-            name = "" if row["values"] is None else str(row["values"])
-            by_split[shard.split][name] += row["counts"]
+        for value, count in counted(values.slice(first, shard.samples)).items():
+            by_split[shard.split]["" if value is None else str(value)] += count
     return {
         split: dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
         for split, counts in by_split.items()
@@ -298,10 +298,9 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
 def _kind(column: Column, classes: Sequence[str] | None) -> str:
     """Return the kind of a label, by its values. classes: as the user names them."""
     if column.kind in ("number", "text") and classes is None:
-        counts = pc.value_counts(column.values.drop_null()).to_pylist()
-        values = ([row[name] for row in counts] for name in ("values", "counts"))
-        is_number = rule_of("these shards", column.stored_as, *values) == "quantity"
-        return "number" if is_number else "class"
+        counts = counted(column.values.drop_null())
+        rule = rule_of("these shards", column.stored_as, counts, counts.values())
+        return "number" if rule == "quantity" else "class"
     is_named = column.kind == "flag" and classes is not None
     return "class" if column.kind not in _LABELS or is_named else column.kind
 
@@ -371,10 +370,8 @@ def even_part(index: Index, most: int) -> Ints:
 
 def complete_column(index: Index, label: ColumnInfo) -> Column | None:
     """Return the column of a label if it has a value for every sample."""
-    for column in index.columns:
-        if column.place == label.place and column.kind == label.kind and len(column):
-            return None if column.values.null_count else column
-    return None
+    found = (c for c in index.columns if (c.place, c.kind) == (label.place, label.kind))
+    return next((c for c in found if len(c) and not c.values.null_count), None)
 
 
 def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
@@ -385,21 +382,9 @@ def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
     column = complete_column(index, label)
     if column is None or not label.classes:
         return {}
-    values = column.values.flatten() if label.kind == "multi" else column.values
-    counts = {str(row["values"]): row["counts"] for row in pc.value_counts(values).to_pylist()}
+    counts = {str(value): count for value, count in counted(column.values).items()}
     is_known = set(counts) <= set(label.classes)
     return {name: counts.get(name, 0) for name in label.classes} if is_known else {}
-
-
-def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memoryview]]:
-    """Yield (id, bytes of the field) for each sample that has the field.
-
-    ids: int64[n], ascending, so that reads go forward. Raises ShardError and StorageError for
-    shards that cannot be read.
-    """
-    for number, fields in index.read(ids, [field]):
-        if field in fields:
-            yield number, memoryview(fields[field])
 
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:

@@ -402,8 +402,8 @@ def scalar(
     if column is None:
         return text
     document = parsed_json(text, parse_float)
-    if isinstance(document, dict) and column in document:
-        return document[column]
-    is_dict = isinstance(document, dict)
-    entries = ", ".join(list(document)[:20]) if is_dict else type(document).__name__
-    raise SampleError(f"it has no entry {column!r}, but {entries}")
+    entries = document if isinstance(document, dict) else {}
+    if column in entries:
+        return entries[column]
+    held = ", ".join(list(entries)[:20]) or type(document).__name__
+    raise SampleError(f"it has no entry {column!r}, but {held}")

@@ -23,7 +23,6 @@ from wdstrain.shards.columns import Column, as_label
 from wdstrain.shards.declare import (
     complete_column,
     even_part,
-    label_bytes,
     read_columns,
     with_label,
     with_mask,
@@ -343,9 +342,10 @@ def count_pixels(index: Index, head: MaskHead, *, is_strict: bool = False) -> di
     is_strict: raise UsageError for masks with class numbers that are not learned.
     """
     counts, learned = np.zeros(_MASK_NUMBERS, np.int64), len(head.classes)
-    for _, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_MASKS)):
-        with suppress(WdstrainError):
-            numbers = decode_mask(data).clip(0, _MASK_NUMBERS - 1)
+    name = head.target.field
+    for _, fields in index.read(even_part(index, _COUNTED_MASKS), [name]):
+        with suppress(WdstrainError, KeyError):
+            numbers = decode_mask(fields[name]).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != head.ignored]
     if is_strict and others:
