@@ -185,6 +185,10 @@ def evaluate(run: Json, work: Path, out: Path) -> Any:
     return run("evaluate", checkpoint(work), work / "set" / "val-000000.tar", "--device", "cpu")
 
 
+def compare(run: Json, work: Path, out: Path) -> Any:
+    return run("compare", checkpoint(work).parents[1])
+
+
 def predict(run: Json, work: Path, out: Path) -> Any:
     words = ["-o", out / "table.csv", "--device", "cpu"]
     return run("predict", checkpoint(work), work / "set" / "val-000000.tar", *words)
@@ -236,6 +240,7 @@ VERBS: dict[str, Callable[[Json, Path, Path], Any]] = {
         bench,
         train,
         evaluate,
+        compare,
         predict,
         export,
         serve,
@@ -263,6 +268,7 @@ WRONG: dict[str, list[str]] = {
     "bench": ["bench", ABSENT],
     "train": ["train", ABSENT, "--out", "run"],
     "evaluate": ["evaluate", ABSENT, ABSENT],
+    "compare": ["compare", ABSENT],
     "predict": ["predict", ABSENT, ABSENT, "-o", "table.csv"],
     "export": ["export", ABSENT, "model.pt"],
     "serve": ["serve", ABSENT],

@@ -19,7 +19,16 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.support.small_runs import PLAIN, SMALL, Linear, last, small_image, two_classes
+from tests.support.small_runs import (
+    PLAIN,
+    SMALL,
+    Bias,
+    Constant,
+    Linear,
+    last,
+    small_image,
+    two_classes,
+)
 from wdstrain.cli import main
 
 MODEL = ["--model", "tests.support.small_runs:Linear", "--device", "cpu"]
@@ -167,6 +176,40 @@ def test_a_matrix_hides_classes_that_do_not_occur(tmp_path: Path) -> None:
             assert card[1] == "Most frequent mistakes"
             assert counts == sorted(counts, reverse=True)
             assert counts
+
+
+# --- several runs ---------------------------------------------------------------------------------
+
+
+def test_runs_are_compared_in_a_table_and_on_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best epoch, not the last, and only options that differ."""
+    shards = two_classes(tmp_path / "set")
+    options: dict[str, Any] = {**SMALL, "model": Constant, "epochs": 3, "lr": 1e-30}
+    for name, values, seed in (("one", [-1, 1, -1], 0), ("two", [-1, -1, -1], 5)):
+        bias = [Bias([value * 3.0 for value in values])]
+        labels = tmp_path / f"val {name}"
+        wt.pack(({"png": small_image(i), "cls": 1} for i in range(8)), labels, classes=["a", "b"])
+        wt.train(shards, tmp_path / name, val=labels, callbacks=bias, seed=seed, **options)
+    (tmp_path / "no run").mkdir()
+    runs, page = [str(tmp_path / "one"), str(tmp_path / "two")], tmp_path / "runs.html"
+    assert main(["compare", *runs, "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["runs"]
+    assert (one["best_epoch"], one["epochs"], one["metrics"]["accuracy"]) == (2, 3, 1.0)
+    assert (two["best_epoch"], two["epochs"], two["metrics"]["accuracy"]) == (1, 3, 0.0)
+    assert set(one["options"]) == {"seed", "val"}
+    assert (one["options"]["seed"], two["options"]["seed"]) == (0, 5)
+    assert main(["compare", *runs, "--report", str(page)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["run", "accuracy", "loss", "best"]
+    assert "100.00%" in "".join(rows)
+    assert "2 of 3" in "".join(rows)
+    text = page.read_text()
+    assert re.findall("<h2>([^<]*)</h2>", text) == ["Accuracy", "Loss"]
+    assert text.count("<polyline") == 4
+    assert main(["compare", str(tmp_path / "no run")]) == 2
+    assert "no run holds no run." in capsys.readouterr().err
 
 
 # --- the same from shards and from files ----------------------------------------------------------

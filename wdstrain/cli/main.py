@@ -38,6 +38,7 @@ _VERBS = {  # the module that adds a verb, and what it does
     "bench": ("inspection", "measure each stage of loading, and name the bottleneck"),
     "train": ("train", "train a model on shards"),
     "evaluate": ("train", "evaluate a checkpoint on shards"),
+    "compare": ("train", "compare runs: their results, and the options that differ"),
     "predict": ("train", "predict the labels of images, as a table"),
     "export": ("train", "export a trained model for other programs"),
     "serve": ("sets", "let other programs and machines read a folder of shards over HTTP"),

@@ -6,9 +6,19 @@ import argparse
 import os
 from typing import Any
 
-from wdstrain.cli.common import Verb, add_options, given, result, selected, urls, verb, where
+from wdstrain.cli.common import (
+    Verb,
+    add_options,
+    given,
+    print_json,
+    result,
+    selected,
+    urls,
+    verb,
+    where,
+)
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import Reporter, print_message, print_result
+from wdstrain.report.terminal import Reporter, print_message, print_result, table_text
 from wdstrain.training.config import (
     CONFIG,
     Config,
@@ -67,6 +77,13 @@ def add_evaluate(verbs: Any, text: str) -> None:
     urls(parser)
     where(parser)
     add_options(parser, EvaluateOptions)
+
+
+def add_compare(verbs: Any, text: str) -> None:
+    """Add `compare` to the verbs of the command line."""
+    parser = verb(verbs, "compare", _compare, text, "compare runs/* --report runs.html")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--report", metavar="FILE", help="page to write, with curves of all runs")
 
 
 def add_predict(verbs: Any, text: str) -> None:
@@ -133,8 +150,8 @@ def _train(arguments: argparse.Namespace) -> int:
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped
-    from wdstrain.training.report import metric_text, metrics_text
     from wdstrain.training.train import train
+    from wdstrain.training.words import metric_rows, metric_text
 
     try:
         done = train(
@@ -159,7 +176,7 @@ def _train(arguments: argparse.Namespace) -> int:
         ("samples/s", f"{last['samples_per_second']:.0f}"),
         ("stall", f"{last['stall']:.1%}"),
         ("bad samples", str(last["bad"])),
-        ("validation", metrics_text(done.task, done.val) if done.val else "none"),
+        ("validation", ", ".join(map(" ".join, metric_rows(done.val))) or "none"),
         ("best", "" if best is None else f"{metric_text(done.monitor, best)} (best.pt)"),
         ("verdict", last["verdict"]),
         ("run is in", done.folder),
@@ -179,7 +196,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
-    from wdstrain.training.report import metric_rows
+    from wdstrain.training.words import metric_rows
 
     options = given(arguments, EvaluateOptions)
     _, metrics = evaluate(
@@ -188,6 +205,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if DistributedContext().leads:
         files = [(name, options[name]) for name in ("report", "predictions") if name in options]
         result(arguments, metrics, [*metric_rows(metrics), *files])
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.compare import compare, table
+
+    rows = compare(arguments.runs, arguments.report)
+    if arguments.json:
+        print_json({"runs": rows})
+    else:
+        print_result(table_text(table(rows)))
     return 0
 
 

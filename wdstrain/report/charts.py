@@ -12,7 +12,9 @@ import numpy as np
 from wdstrain.report import pages
 
 # also distinct for people with impaired color vision
-COLORS = ("#3b7dd8", "#e08214", "#2a9d6f", "#b3477f", "#7a6ad8", "#8a8a8a")
+COLORS = ("#3b7dd8", "#e08214", "#2a9d6f", "#b3477f", "#7a6ad8", "#8a8a8a") + (
+    *("#17a2b8", "#c9a400", "#d9534f", "#5b8c2a", "#9c6b4a", "#d070c8"),  # of many runs
+)
 
 _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 506, 12, 196  # edges of the lines
@@ -33,7 +35,7 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
     """Return a chart of lines and points. Values that are not finite are left out.
 
     across: label of the x axis. share: show y in percent.
-    Lines beyond the sixth have no color and are not drawn.
+    Lines beyond the last of `COLORS` are not drawn.
     """
     series = [_drawable(line) for line in series]
     xs = [x for line in series for x in line.xs]

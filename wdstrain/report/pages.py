@@ -35,6 +35,11 @@ def fragment(title: str, body: str) -> str:
     return f'<div class="wdstrain">{head}{body}</div>'
 
 
+def card(title: str, body: str) -> str:
+    """Return a part of a page with a heading."""
+    return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
+
+
 def table(rows: Mapping[str, object]) -> str:
     """Return a table with a row for each name and value."""
     return (

@@ -37,7 +37,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CONFIG = "config.toml"  # in the folder of a run
+CONFIG, METRICS = "config.toml", "metrics.jsonl"  # in the folder of a run
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
 _OPTIMIZERS = ("adamw", "sgd")
 IMAGE_OPTIONS = ("augment", "scale", "ratio", "crop_pct")  # of the default input
@@ -370,6 +370,16 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             "Write for example: [data] train = 'shards/train-*.tar'",
         )
     return options, data
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""
+    lines = []
+    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
 
 
 def _read_table(path: str) -> dict[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from html import escape
 from typing import Any
 
@@ -26,6 +27,13 @@ from wdstrain.training.state import STAGES, Monitor
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Preview, color_of
 from wdstrain.training.weights import LoadedCheckpoint
+from wdstrain.training.words import (
+    heading,
+    metric_rows,
+    metric_text,
+    metric_title,
+    metric_value,
+)
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars
@@ -42,9 +50,6 @@ _STAGE_NAMES = {
 }
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
-_TITLES = {"top5": "top-5", "auroc": "AUROC", "f1": "F1", "r2": "R2", "ece": "calibration error"}
-_TITLES |= {"mse": "MSE", "mae": "MAE", "mse_of_mean": "MSE of predicting the mean"}
-_SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
 
 History = Sequence[Mapping[str, Any]]
 # (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
@@ -63,7 +68,7 @@ def write_report(
     seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
     facts = _shown_first(run.state.best or {}, run.monitor.name) | {
         "epochs": f"{len(history)} of {run.config.epochs}",
-        "total time": f"{seconds // 3600:.0f} h {seconds // 60 % 60:.0f} min {seconds % 60:.0f} s",
+        "total time": str(timedelta(seconds=round(seconds))),
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
@@ -130,13 +135,8 @@ def _shown_first(metrics: Mapping[str, float], name: str) -> dict[str, str]:
 
 
 def _card(title: str, body: str) -> str:
-    """Return a card. title: words, or the name of a metric, with its label if there are several."""
-    label, _, own = title.rpartition("/")
-    words = metric_title(own)
-    if words[1:].islower():  # no abbreviation such as mAP
-        words = f"{words[:1].upper()}{words[1:]}"
-    title = f"{label}: {words}" if label else words
-    return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
+    """Return a card. title: words, or the name of a metric."""
+    return pages.card(heading(title), body)
 
 
 # --- curves and data ------------------------------------------------------------------------------
@@ -390,54 +390,3 @@ def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: s
     if is_short and (stats.stall < 0.5 or not stats.is_input_bound):
         return f"no bottleneck is named: epochs of fewer than {_FEWEST_STEPS} steps are too short"
     return stats.verdict_of(consumer, seconds["compute"] + seconds["optimizer"])
-
-
-# --- metrics in words -----------------------------------------------------------------------------
-
-
-def figure(value: float) -> str:
-    """Return a number with four decimals, or four digits where these would say little."""
-    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def metric_title(name: str) -> str:
-    """Return the name of a metric in words."""
-    return _TITLES.get(name, name.replace("_", " "))
-
-
-def metric_value(name: str, value: float) -> str:
-    """Return the value of a metric: shares in percent, errors as numbers."""
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:.2%}" if name.rpartition("/")[2] in _SHARES else figure(value)
-
-
-def metric_text(name: str, value: float) -> str:
-    """Return one metric in words."""
-    return f"{metric_title(name)} {metric_value(name, value)}"
-
-
-def metric_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and value of each metric of a pass in words."""
-    numbers = ((name, value) for name, value in metrics.items() if name != "classes")
-    return [(metric_title(name), metric_value(name, value)) for name, value in numbers]
-
-
-def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics of each head in a few words, by its name."""
-    texts = {}
-    for head in task.heads:
-        prefix = task.metric_name(head, "")
-        own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
-        parts = [metric_text(name, own[name]) for name in head.shown_metrics if name in own]
-        lacking = (n for n, value in own.items() if n.startswith("classes_without_") and value)
-        parts += [f"{own[n]} {n.replace('_', ' ')} left out of means" for n in lacking]
-        texts[head.name] = ", ".join(parts)
-    return texts
-
-
-def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
-    """Return the metrics of a pass in a few words."""
-    texts = head_texts(task, metrics).items()
-    parts = [f"{name}: {text}" if task.has_several else text for name, text in texts]
-    return ", ".join([*parts, f"loss {figure(metrics['loss'])}"])

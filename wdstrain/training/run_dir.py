@@ -28,9 +28,9 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.storage.files import check_folder_output, disk_errors, publish, write_whole
-from wdstrain.training.config import CONFIG
+from wdstrain.training.config import CONFIG, METRICS, read_lines
 
-METRICS, STEPS = "metrics.jsonl", "steps.jsonl"
+STEPS = "steps.jsonl"
 REPORT, BOARD, CHECKPOINTS = "report.html", "tensorboard", "checkpoints"
 _RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
 _LOCK = ".lock"
@@ -92,15 +92,7 @@ class RunDir:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""
-        lines = []
-        with (
-            suppress(FileNotFoundError),
-            open(self.path(name), encoding="utf-8", errors="replace") as file,
-        ):
-            for line in file:
-                with suppress(ValueError):
-                    lines.append(json.loads(line))
-        return lines
+        return read_lines(self.path(name))
 
     def rewind(self, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
         """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""

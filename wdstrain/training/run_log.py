@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError
+from wdstrain.training.config import METRICS
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
@@ -20,7 +21,6 @@ from wdstrain.training.run import Diverged, Run
 from wdstrain.training.run_dir import (
     BOARD,
     CHECKPOINTS,
-    METRICS,
     REPORT,
     STEPS,
     Checkpoints,

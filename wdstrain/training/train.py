@@ -228,6 +228,7 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     if passes:
         run.monitor.check(metrics["val"])
     former, is_best = state.best, run.monitor.is_best(metrics.get("val"), state.best)
+    metrics["is_best"] = is_best
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.waits(state.history, run.config.min_delta)[-1]

@@ -1,0 +1,115 @@
+"""Runs side by side: the results of each, and the options in which they differ."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from wdstrain.errors import UsageError
+from wdstrain.report import charts, pages
+from wdstrain.report.charts import Line
+from wdstrain.storage.files import write_whole
+from wdstrain.training.config import CONFIG, METRICS, read_config, read_lines
+from wdstrain.training.words import heading, metric_title, metric_value
+
+_MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
+_MOST = len(charts.COLORS)  # runs with curves
+
+
+def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, Any]]:
+    """Return a row for each run: run, epochs, best_epoch, seconds, metrics, options.
+
+    metrics: of validation after the best epoch, without validation those of training. options:
+    those that differ between the runs. report: page to write, with curves. Raises UsageError for a
+    folder that holds no run.
+    """
+    histories = [read_lines(os.path.join(run, METRICS)) for run in runs]
+    tables = [_options(run) for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
+    rows = [
+        _row(run, lines) | {"options": {name: table.get(name) for name in differing}}
+        for run, lines, table in zip(runs, histories, tables, strict=True)
+    ]
+    if report is not None:
+        _write_page(report, rows, histories)
+    return rows
+
+
+def _options(run: str) -> dict[str, Any]:
+    """Return the options and the data of a run."""
+    path = os.path.join(run, CONFIG)
+    if not os.path.exists(path):
+        raise UsageError(f"{run} holds no run.", "Name folders that train wrote.")
+    options, data = read_config(path)
+    return {**options, **data}
+
+
+def _row(run: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of a run. lines: of metrics.jsonl."""
+    best = max((i for i, line in enumerate(lines) if line.get("is_best", True)), default=None)
+    line = {} if best is None else lines[best]
+    figures = line.get("val", {name: line[name] for name in _MAIN if name in line})
+    return {
+        "run": run,
+        "epochs": len(lines),
+        "best_epoch": None if best is None else best + 1,
+        "seconds": sum(line["seconds"] + line.get("val_seconds", 0.0) for line in lines),
+        "metrics": dict(figures),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of `compare` as texts, below a line of titles."""
+    names = _main_metrics(rows)
+    head = ["run", *map(metric_title, names), "best epoch", "time", "options that differ"]
+    return [head] + [
+        [
+            run,
+            *(_text(name, row["metrics"].get(name)) for name in names),
+            f"{row['best_epoch'] or '-'} of {row['epochs']}",
+            str(timedelta(seconds=round(row["seconds"]))),
+            ", ".join(f"{name}={value}" for name, value in row["options"].items()),
+        ]
+        for run, row in zip(_short_names(rows), rows, strict=True)
+    ]
+
+
+def _short_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the runs from the folder that holds all of them."""
+    paths = [os.path.abspath(row["run"]) for row in rows]
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, folder) for path in paths]
+
+
+def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics that are shown: of each label the one that chooses the best, and the loss."""
+    there = dict.fromkeys(name for row in rows for name in row["metrics"])
+    order = [name for name in there if name.rpartition("/")[2] in _MAIN]
+    return sorted(order, key=lambda name: _MAIN.index(name.rpartition("/")[2]))
+
+
+def _text(name: str, value: float | None) -> str:
+    return "-" if value is None else metric_value(name, value)
+
+
+def _write_page(
+    path: str, rows: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Write a page with the table and the curves of each metric by epoch."""
+    head, *body = table(rows)
+    cards = []
+    for name in _main_metrics(rows):
+        lines = []
+        for run, history in zip(_short_names(rows)[:_MOST], histories, strict=False):
+            values = [line.get("val", line).get(name, math.nan) for line in history]
+            lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
+        is_share = metric_value(name, 1.0).endswith("%")
+        cards.append(pages.card(heading(name), charts.lines(lines, across="epoch", share=is_share)))
+    more = f"Curves of the first {_MOST} runs." if len(rows) > _MOST else ""
+    text = f"<h1>{len(rows)} runs</h1>{pages.grid(head, body)}<p>{more}</p>"
+    page = pages.page("wdstrain compare", f'{text}<div class="cards">{"".join(cards)}</div>')
+    write_whole(path, page.encode("utf-8", "replace"))
