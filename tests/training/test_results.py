@@ -212,6 +212,32 @@ def test_runs_are_compared_in_a_table_and_on_a_page(
     assert "no run holds no run." in capsys.readouterr().err
 
 
+def test_folds_are_trained_one_after_another_and_never_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, out = two_classes(tmp_path / "set"), tmp_path / "run"
+    words = ["train", str(shards), "--out", str(out), "--folds", "3", "--epochs", "2", *MODEL]
+    words += ["--image-size", "8", "--batch-size", "8"]
+    assert main([*words, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    scores = [fold["metrics"]["loss"] for fold in done["folds"]]
+    assert [fold["options"]["fold"] for fold in done["folds"]] == ["1/3", "2/3", "3/3"]
+    assert done["mean"]["loss"] == pytest.approx(np.mean(scores))
+    assert done["deviation"]["loss"] == pytest.approx(np.std(scores, ddof=1))
+    assert sum(fold["metrics"]["samples"] for fold in done["folds"]) == 40
+    times = {n: (out / f"fold-{n}" / "checkpoints" / "last.pt").stat().st_mtime_ns for n in (1, 2)}
+    shutil.rmtree(out / "fold-3")
+    assert main(words) == 2  # the first fold is there
+    capsys.readouterr()
+    assert main(["train", "--out", str(out), "--folds", "3", "--resume", "--json", *MODEL]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for fold, former in zip(again["folds"], done["folds"], strict=True):
+        assert fold["metrics"] == pytest.approx(former["metrics"])
+    assert all(last(out / f"fold-{n}").stat().st_mtime_ns == time for n, time in times.items())
+    assert main([*words[:-8], "--folds", "1"]) == 2
+    assert "--folds 1: must be 2 or more" in capsys.readouterr().err
+
+
 # --- the same from shards and from files ----------------------------------------------------------
 
 

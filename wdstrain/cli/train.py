@@ -62,6 +62,13 @@ def add_train(verbs: Any, text: str) -> None:
         "--overwrite", action="store_true", help="replace an earlier run in the folder"
     )
     train.add_argument(
+        "--folds",
+        type=int,
+        metavar="COUNT",
+        help="train a run for each --fold 1/COUNT to COUNT/COUNT, in DIR/fold-1 and so on, and give "
+        "mean and deviation of their best epochs; --resume goes on where it stopped",
+    )
+    train.add_argument(
         "--config", metavar="FILE", help="options in a .toml or .yaml file; flags override it"
     )
     add_options(train, Config, groups=GROUPS)
@@ -126,7 +133,13 @@ def _of_checkpoint(
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    saved = os.path.join(arguments.out, CONFIG)
+    parts: dict[str, dict[str, str]] = {arguments.out: {}}
+    if (count := arguments.folds) is not None:
+        if count < 2:
+            raise UsageError("must be 2 or more.", option="folds", value=count)
+        folds = range(1, count + 1)
+        parts = {os.path.join(arguments.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
+    saved = os.path.join(next(iter(parts)), CONFIG)
     is_there = os.path.exists(saved)
     before, data = read_config(saved) if arguments.resume and is_there else ({}, {})
     more, more_data = read_config(arguments.config) if arguments.config else ({}, {})
@@ -154,14 +167,15 @@ def _train(arguments: argparse.Namespace) -> int:
     from wdstrain.training.words import metric_rows, metric_text
 
     try:
-        done = train(
-            addresses,
-            arguments.out,
-            val=val,
-            resume=arguments.resume,
-            overwrite=arguments.overwrite,
-            **options,
-        )
+        for out, fold in parts.items():
+            done = train(
+                addresses,
+                out,
+                val=val,
+                resume=arguments.resume,
+                overwrite=arguments.overwrite,
+                **{**options, **fold},
+            )
     except Stopped as stopped:
         print_message(
             f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}"
@@ -169,6 +183,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return stopped.status
     if not DistributedContext().leads:
         return 0
+    if count is not None:
+        return _print_runs(arguments, list(parts), "folds")
     last = done.epochs[-1]
     best = (done.best or {}).get(done.monitor)
     rows = [
@@ -209,13 +225,22 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.compare import compare, table
+    return _print_runs(arguments, arguments.runs, "runs", arguments.report)
 
-    rows = compare(arguments.runs, arguments.report)
+
+def _print_runs(
+    arguments: argparse.Namespace, runs: list[str], title: str, report: str | None = None
+) -> int:
+    """Print results of runs. title: in JSON; with "folds" their means and deviations, too."""
+    from wdstrain.training.compare import compare, spread, spread_lines, table
+
+    rows = compare(runs, report)
+    figures = spread(rows) if title == "folds" else {}
     if arguments.json:
-        print_json({"runs": rows})
+        print_json({title: rows, **figures})
     else:
-        print_result(table_text(table(rows)))
+        lines = spread_lines(**figures) if figures else []
+        print_result("\n".join([table_text(table(rows)), *lines]))
     return 0
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from wdstrain.report import pages
 
 # also distinct for people with impaired color vision
-COLORS = ("#3b7dd8", "#e08214", "#2a9d6f", "#b3477f", "#7a6ad8", "#8a8a8a") + (
+COLORS = (
+    *("#3b7dd8", "#e08214", "#2a9d6f", "#b3477f", "#7a6ad8", "#8a8a8a"),
     *("#17a2b8", "#c9a400", "#d9534f", "#5b8c2a", "#9c6b4a", "#d070c8"),  # of many runs
 )
 

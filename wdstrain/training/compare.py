@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.storage.files import write_whole
 from wdstrain.training.config import CONFIG, METRICS, read_config, read_lines
-from wdstrain.training.words import heading, metric_title, metric_value
+from wdstrain.training.words import heading, metric_text, metric_title, metric_value
 
 _MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
 _MOST = len(charts.COLORS)  # runs with curves
@@ -75,6 +76,24 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ", ".join(f"{name}={value}" for name, value in row["options"].items()),
         ]
         for run, row in zip(_short_names(rows), rows, strict=True)
+    ]
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return "mean" and "deviation" of each metric that all of these runs have."""
+    columns = {name: [row["metrics"].get(name) for row in rows] for name in rows[0]["metrics"]}
+    shares = {n: values for n, values in columns.items() if all(type(x) is float for x in values)}
+    return {
+        "mean": {name: statistics.fmean(values) for name, values in shares.items()},
+        "deviation": {name: statistics.stdev(values) for name, values in shares.items()},
+    }
+
+
+def spread_lines(mean: Mapping[str, float], deviation: Mapping[str, float]) -> list[str]:
+    """Return mean and deviation of each metric in words."""
+    return [
+        f"{metric_text(name, value)} ± {metric_value(name, deviation[name])}"
+        for name, value in mean.items()
     ]
 
 
