@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_a_sheet_shows_each_class_of_a_mask_in_its_own_color(
     peeked = wt.peek(str(striped(tmp_path, classes, mode)), 1)
     for drawn in (pixels(peeked.save(tmp_path / "sheet.png")), peeked[0].pictures["mask.png"]):
         assert colors(np.asarray(drawn, np.int64)) >= classes - 1  # class 0 shows the image
+
+
+def test_the_classes_in_a_mask_are_named(tmp_path: Path) -> None:
+    names = ("sky", "road", "car", "tree")
+    index = wt.open(striped(tmp_path, 4, "L"))
+    assert wt.peek(index, 1)[0].labels == {"mask.png": "0, 1, 2, 3"}
+    named = replace(index, labels=(wt.Label("seg", "mask", "mask.png", None, names),))
+    assert wt.peek(named, 1)[0].labels == {"mask.png": ", ".join(names)}
 
 
 def test_masks_of_a_loader_are_shown_in_colors(tmp_path: Path) -> None:

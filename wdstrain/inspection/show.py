@@ -26,7 +26,7 @@ from wdstrain.inspection.views import (
 )
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
-from wdstrain.report.printing import printable
+from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import table_text
 from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.index import Index
@@ -170,7 +170,7 @@ def _peek_loader(loader: Loader, n: int) -> Peek:
         bad = copy.report()["bad_samples"][:_MAX_BAD]
     epoch, step = loader.next_position
     start = f" from step {step} on" if step else ""
-    title = f"the first {len(views)} samples of epoch {epoch}{start} of a Loader"
+    title = f"the first {counted(len(views), 'sample')} of epoch {epoch}{start} of a Loader"
     notes = [f"bad: {Finding(**finding).sentence}" for finding in bad]
     return Peek([views], f"{place_of(index)}: {title}", notes)
 
@@ -186,7 +186,7 @@ def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:
     keys = batch.get("__key__") or [f"row {row}" for row in range(rows[0])]
     views = [SampleView(str(key)) for key in keys[: options.n]]
     _add_rows(views, batch, dict.fromkeys(batch, options.classes), ())
-    return Peek([views], f"the first {len(views)} rows of a batch")
+    return Peek([views], f"the first {counted(len(views), 'row')} of a batch")
 
 
 def _add_rows(

@@ -102,7 +102,7 @@ class SampleView:
                     self.labels[label.name] = "|".join(names)
             value = _decoded(name, data, mine)
             if value is not None:
-                self.add(name, value)
+                self.add(name, value, next((one.classes for one in mine if one.kind == "mask"), ()))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
             self.add_error(name, error)
 
@@ -112,7 +112,7 @@ class SampleView:
         if is_array and classes and value.shape == (len(classes),):
             self.labels[name] = _shares_text(value, classes)
         elif is_array and value.dtype == np.int64 and _is_image(value.shape):
-            self._add_mask(name, value)
+            self._add_mask(name, value, classes)
         elif is_array:
             self.fields[name] = f"{value.dtype}{list(value.shape)}"
             if value.dtype.kind in "biuf" and _is_image(value.shape):
@@ -136,9 +136,11 @@ class SampleView:
         else:
             self.text = text
 
-    def _add_mask(self, name: str, numbers: Array) -> None:
+    def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
-        self.fields[name] = _shortened(f"classes {', '.join(map(str, np.unique(numbers)))}")
+        found = np.unique(numbers).tolist()
+        names = (classes[n] if 0 <= n < len(classes) else str(n) for n in found)
+        self.labels[name] = _shortened(", ".join(names))
         below = self.picture
         if below is None:
             below = _thumbnail(np.zeros((*numbers.shape, 3), np.uint8))
