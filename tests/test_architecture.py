@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3652,
     "training": 3344,
-    "inspection": 1710,
+    "inspection": 1712,
     "loader": 1224,
     "shards": 2188,
     "decode": 1353,

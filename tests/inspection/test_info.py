@@ -102,20 +102,6 @@ def test_an_indexed_set_is_reported_exactly(tmp_path: Path) -> None:
     assert "split train 0.8, val 0.2" in info.made[0]
 
 
-def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
-    np.save(tmp_path / "y.npy", np.array([0, 2, 2, 2]))
-    np.save(tmp_path / "x.npy", np.zeros((4, 5), np.float32))
-    wt.convert_arrays(
-        {"x": str(tmp_path / "x.npy"), "cls": str(tmp_path / "y.npy")},
-        str(tmp_path / "out"),
-        classes=["a", "b", "c"],
-    )
-    info = wt.info(tmp_path / "out")
-    assert info.columns[0].classes == {"a": 1, "b": 0, "c": 3}
-    assert info.columns[0].empty == ("b",)
-    assert "float32 array [5]" in repr(info)
-
-
 def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> None:
     angles = [json.dumps(float("nan") if i == 0 else i / 4) for i in range(9)]
     rows = [
@@ -164,20 +150,6 @@ def test_columns_that_are_not_labels_have_statistics(tmp_path: Path, capsys: Any
     assert by_name["town"].distinct == 5
     assert main(["info", str(tmp_path / "out")]) == 0
     assert "mean 4.5" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_condition_limits_what_is_reported(tmp_path: Path, capsys: Any) -> None:
-    wt.pack(
-        ({"__key__": f"k{i}", "cls": i % 3, "json": {"age": i}} for i in range(30)),
-        str(tmp_path / "out"),
-        classes=["a", "b", "c"],
-    )
-    info = wt.info(tmp_path / "out", where="age < 9 and label != 'c'")
-    assert info.exact
-    assert info.samples == 6
-    assert info.columns[0].classes == {"a": 3, "b": 3, "c": 0}
-    assert main(["info", str(tmp_path / "out"), "--where", "age < 9", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 9
 
 
 # --- without an index ---
@@ -268,17 +240,6 @@ def test_exact_counts_are_equal_on_a_server_and_on_disk(
     assert remote.samples == local.samples == 450
     assert remote.columns == local.columns
     assert [item.sizes for item in remote.contents] == [item.sizes for item in local.contents]
-
-
-def test_labels_far_inside_large_samples_are_requested(tmp_path: Path) -> None:
-    rows = [{"__key__": f"k{i}", "bin": bytes(1_200_000), "json": {"x": i}} for i in range(5)]
-    wt.pack(
-        rows, str(tmp_path / "out"), labels=[wt.Label("x", "number", "json", "x")], shuffle=False
-    )
-    with Server(tmp_path / "out") as server:
-        info = wt.info(server.url)
-    assert info.columns[0].numbers is not None
-    assert info.columns[0].numbers.mean == 2
 
 
 def test_an_interrupt_does_not_wait_for_a_stalled_server(foreign: Path) -> None:

@@ -226,13 +226,6 @@ def test_classes_come_from_the_index_without_a_read(tmp_path: Path) -> None:
     assert chosen.samples == 800
 
 
-def test_a_condition_limits_the_epoch(tmp_path: Path, capsys: Any) -> None:
-    folder = by_class(tmp_path, [300, 300], 3)
-    wt.index(folder, columns=["cls"])
-    assert main(["plan", str(folder), "--where", "cls == 1", "--batch-size", "10", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 200
-
-
 # --- command line ---
 
 
@@ -316,13 +309,6 @@ def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, cap
     printed = capsys.readouterr().out
     for name, value in (("rate", 50), ("hours", document["hours"]), ("cost", expected)):
         assert re.search(rf"^{name} +{value:.5g}$", printed, re.MULTILINE)
-
-
-def test_the_help_of_plan_has_an_example(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--help"])
-    assert stopped.value.code == 0
-    assert "example: wdstrain plan" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -240,12 +240,6 @@ def test_labels_of_a_table_are_shown_by_name(tmp_path: Path) -> None:
     assert shown[1].fields["json"].endswith("speed: 1}")
 
 
-def test_a_condition_limits_the_shown_samples(packed: Path) -> None:
-    shown = wt.peek(packed, 100, where="label == 'owl'")
-    assert len(shown) == 10
-    assert {sample.labels["label"] for sample in shown} == {"owl"}
-
-
 def test_classes_come_from_the_index_without_reading_labels(packed: Path) -> None:
     with serving(packed) as served:
         wt.peek(f"{served.url}/index.json", 2, classes=["owl"])
