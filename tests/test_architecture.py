@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 3344,
     "inspection": 1712,
     "loader": 1224,
-    "shards": 2188,
+    "shards": 2187,
     "decode": 1353,
     "storage": 1113,
     "reader": 506,
@@ -59,7 +59,7 @@ BUDGETS = {
     "order": 400,
     "report": 236,
     "augment": 270,
-    "webdataset": 321,
+    "webdataset": 319,
     "native": 56,
     "": 291,  # modules at the top, memory.py among them
 }

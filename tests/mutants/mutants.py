@@ -346,7 +346,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("negative-numbers", "if low < -1 or", "if low < 0 or"),
     ],
     "shards/tar.py": [
-        ("adjacent-fields", "(), key in keys", "(), key == keys"),
+        ("adjacent-fields", "if key in keys:", "if key == keys:"),
         ("second-end-block", "if zeros < len(END):", "if zeros < BLOCK:"),
         ("data-after-end", "if zeros < len(end):", "if zeros < len(END):"),
     ],

@@ -197,26 +197,26 @@ def grouped(
     keys, also = set[str](), ", or a reserved name" if reserved else ""
     try:
         for key, group in by_key(members, skipped):
-            fields, is_torn = dict[str, Member](), key in keys
+            fields = dict[str, Member]()
             for _, name, member in group:
-                if is_torn:
-                    is_torn = False
+                if name in fields or name in reserved:
                     on_error(
                         ShardError(
-                            f"{shard} holds members of '{printable(key)}' in two places, the "
-                            f"second ('{printable(member.name)}') at offset {member.start}; the "
-                            "fields of a sample must be adjacent.",
-                            "Repack it from a sorted list.",
+                            f"{shard} holds two members named '{printable(member.name)}'{also}, the "
+                            f"second at offset {member.start}.",
+                            "Repack it.",
                         )
                     )
-                if name not in fields and name not in reserved:
+                else:
                     fields[name] = member
-                    continue
+            if key in keys:
+                first = next(iter(fields.values()), member)
                 on_error(
                     ShardError(
-                        f"{shard} holds two members named '{printable(member.name)}'{also}, the "
-                        f"second at offset {member.start}.",
-                        "Repack it.",
+                        f"{shard} holds members of '{printable(key)}' in two places, the second "
+                        f"('{printable(first.name)}') at offset {first.start}; the fields of a "
+                        "sample must be adjacent.",
+                        "Repack it from a sorted list.",
                     )
                 )
             keys.add(key)

@@ -274,20 +274,16 @@ class WholeShards:
         self._select, self._rename = select_files or bool, rename_files or str  # keep all names
 
     def __call__(self, shards: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
-        cache, passed = open_cache(**self._cache_options), dict[str, Index]()
+        cache = open_cache(**self._cache_options)
         with suppress(PassEnds):
             for shard in shards:
                 try:
-                    yield from self._samples(shard["url"], cache, passed)
+                    yield from self._samples(shard["url"], cache)
                 except WdstrainError as error:  # the sample before it is incomplete, and left out
                     self._handler(error)
-            for index in passed.values():
-                remember(index)
 
-    def _samples(
-        self, path: str, cache: Cache | None, passed: dict[str, Index]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard. passed: gets its index if it is a plain tar of a server."""
+    def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard. Remembers the index of a plain tar of a server."""
         skipped, heads = SkippedMembers(), list[Member]()
         with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
             file = raw.raw.file if isinstance(raw.raw, RemoteStream) else None
@@ -301,7 +297,7 @@ class WholeShards:
             if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
                     rows = list(placed(heads, shown(path), SkippedMembers()))
-                    passed[path] = index_of(path, rows, file.size, file.tag, skipped)
+                    remember(index_of(path, rows, file.size, file.tag, skipped))
         if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown(path), reasons)
 
