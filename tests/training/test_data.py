@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import webdataset as wds
 from PIL import Image
-from torch import nn
 
 import wdstrain as wt
+from tests.support.small_runs import Linear, Lines
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 8}
 KINDS = ("cat", "dog", "elk")
@@ -53,10 +53,6 @@ def keys(index: Any) -> set[str]:
     return {index.key(i) for i in range(len(index))}
 
 
-def linear(outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, outputs))
-
-
 class Seen(wt.Callback):
     """Records the number of samples of each epoch, and of its validation."""
 
@@ -80,7 +76,7 @@ def test_each_fold_validates_on_its_part_and_trains_on_the_others(
     for part in (1, 2, 3, 4):  # the folds have 13 or 14 samples
         seen, out = Seen(), tmp_path / str(part)
         wt.train(
-            f"{shards}/train-*.tar", out, fold=f"{part}/4", model=linear, callbacks=[seen], **QUICK
+            f"{shards}/train-*.tar", out, fold=f"{part}/4", model=Linear, callbacks=[seen], **QUICK
         )
         train, val = list(index.folds(4, stratify=label))[part - 1]
         assert (seen.trained, seen.validated) == ([len(train)], [len(val)])
@@ -88,7 +84,7 @@ def test_each_fold_validates_on_its_part_and_trains_on_the_others(
         whole = Counter(index.table.column(label).to_pylist())
         assert all(abs(counts[kind] - whole[kind] / 4) < 1 for kind in KINDS)
         table = tmp_path / f"{part}.csv"
-        wt.predict(out / "checkpoints" / "last.pt", val, table, model=linear)
+        wt.predict(out / "checkpoints" / "last.pt", val, table, model=Linear)
         assert {line.split(",")[0] for line in table.read_text().splitlines()[1:]} == keys(val)
 
 
@@ -131,7 +127,7 @@ def test_train_and_val_may_be_named_splits(shards: Path, tmp_path: Path) -> None
             urls,
             tmp_path / str(number),
             val=[f"{shards}/val-*.tar"],
-            model=linear,
+            model=Linear,
             callbacks=[seen],
             **QUICK,
         )
@@ -175,7 +171,7 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
         val=f"{tmp_path}/val-*.tar",
         label=label,
         classes=classes,
-        model=linear,
+        model=Linear,
         lr=0.02,
         schedule="constant",
         **{**QUICK, "epochs": 3},
@@ -199,7 +195,7 @@ def test_numeric_classes_are_learned_as_class_numbers(tmp_path: Path) -> None:
     )
     wt.pack(samples, tmp_path / "shards", labels=labels)
     done = wt.train(
-        tmp_path / "shards", tmp_path / "run", label="age:number", model=linear, **QUICK
+        tmp_path / "shards", tmp_path / "run", label="age:number", model=Linear, **QUICK
     )
     head = done.task.heads[0]
     assert (head.kind, head.mean, head.deviation) == ("number", 25, 5)
@@ -210,29 +206,17 @@ def test_numeric_classes_are_learned_as_class_numbers(tmp_path: Path) -> None:
 # --- terminal output ---
 
 
-class Lines:
-    """Progress that keeps its lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def step(self, *figures: Any) -> None: ...
-
-    def line(self, text: str) -> None:
-        self.lines.append(" ".join(text.split()))
-
-
 def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
-    lines_ = Lines()
-    done = wt.train(shards, tmp_path / "run", model=linear, device="cpu", progress=lines_, **QUICK)
-    assert lines_.lines[:4] == [
-        "model tests.training.test_data:linear: 579 parameters, on cpu",
+    lines = Lines()
+    done = wt.train(shards, tmp_path / "run", model=Linear, device="cpu", progress=lines, **QUICK)
+    assert lines.lines[:4] == [
+        "model tests.support.small_runs:Linear: 579 parameters, on cpu",
         "task: label (one of 3 classes)",
         "training: 54 samples; label: cat 27, dog 16, elk 11",
         "validation: 18 samples; label: cat 9, dog 6, elk 3",
     ]
     accuracy = f"{done.val['accuracy']:.2%}"
-    assert lines_.lines[-2:] == [
+    assert lines.lines[-2:] == [
         "training ended: the 1 epoch is done",
         f"best.pt is of epoch 1: accuracy {accuracy}, the highest of all epochs",
     ]

@@ -161,14 +161,6 @@ def test_metrics_equal_scikit_learn_without_empty_classes(shards: Path, tmp_path
         wt.predict(checkpoint, f"{shards}/val-*.tar", tmp_path / "p.txt", model=Fixed)
 
 
-def test_validation_does_not_augment_a_given_field(shards: Path, tmp_path: Path) -> None:
-    image = wt.image(size=16, augment="rrc+flip")
-    options = {**QUICK, "label": "cls", "lr": 1e-30, "weight_decay": 0.0, "model": Fixed}
-    run = wt.train(shards, tmp_path / "run", fields={"image": image}, **options)
-    assert run.epochs[0]["val"]["loss"] == pytest.approx(run.epochs[1]["val"]["loss"], rel=1e-6)
-    assert run.epochs[0]["loss"] != pytest.approx(run.epochs[1]["loss"], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("label", "criterion"),
     [

@@ -252,13 +252,6 @@ def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
     assert [line["epoch"] for line in more.epochs] == [0, 1]
 
 
-def test_a_folder_without_a_checkpoint_is_started_with_resume(
-    pets: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
-    same(tmp_path / "run", undisturbed)
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [

@@ -374,23 +374,12 @@ def test_the_output_of_evaluate_is_json_that_every_program_reads(
 # --- two remedies for rare classes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["binary", "class"])
-def test_balance_and_class_weights_do_not_correct_the_same_twice(tmp_path: Path, kind: str) -> None:
-    """A model without input learns the share of each class in the loss."""
-    classes = ["usual", "rare", "other"][: 2 if kind == "binary" else 3]
-    numbers_ = [0] * 60 + [1] * 12 + ([2] * 60 if kind == "class" else [])
-    samples = ({"png": small_image(i), "cls": number} for i, number in enumerate(numbers_))
-    wt.pack(samples, tmp_path / "set", classes=classes)
-    options = {**SMALL, "model": Constant, "epochs": 12, "lr": 0.1, "weight_decay": 0.0}
-
-    def both() -> wt.TrainResult:
-        options["balance"] = "label"
-        return wt.train(tmp_path / "set", tmp_path / "r", class_weights="balanced", **options)
-
-    if unless_refused(both, "balance", "class_weights"):
-        bias = saved(tmp_path / "r")["bias"]
-        share = bias.sigmoid()[0] if kind == "binary" else bias.softmax(0)[1]
-        assert float(share) == pytest.approx(1 / len(classes), abs=0.12)
+def test_balance_and_class_weights_do_not_correct_the_same_twice(
+    shards: Path, tmp_path: Path
+) -> None:
+    both = {"balance": "label", "class_weights": "balanced"}
+    with pytest.raises(wt.UsageError, match="balance=label both correct for rare classes"):
+        wt.train(shards, tmp_path / "run", **SMALL, **both)
 
 
 # --- selections -----------------------------------------------------------------------------------
