@@ -467,7 +467,7 @@ def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
         for n in range(72)
     )
     wt.pack(rows, tmp_path / "shards", max_shard_samples=24)
-    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0}
+    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0, "accumulate": 1}
     train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
     small_and_quick(monkeypatch, 16 << 10)
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")

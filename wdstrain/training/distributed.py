@@ -24,8 +24,6 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.runtime.launch import Launch
 from wdstrain.training.models import blocks_in
 
-_SMALLEST_BLOCK = 100_000  # parameters; smaller blocks are not split by themselves
-
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 
 # parts of the errors of collectives of gloo and nccl when a process is gone
@@ -107,9 +105,7 @@ class DistributedContext:
         # Blocks of sequences only: they are known to be called as modules. Attention, for example,
         # reads the weights of its layers without calling them.
         for block in [*blocks_in(model), model]:
-            size = sum(parameter.numel() for parameter in block.parameters())
-            if block is model or size >= _SMALLEST_BLOCK:
-                fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh)
         return model
 
     def spread(self, model: nn.Module, device: torch.device) -> nn.Module:

@@ -57,7 +57,7 @@ class Run:
     parameters that are not trained. steps: batches of an epoch. updates: of the optimizer in an
     epoch. state: position and history. sums: of the epoch so far. lr_scale: factor on the learning
     rate of further steps, which callbacks set and checkpoints keep. stop_reason: why the run ends.
-    write_error: of the last checkpoint, if it could not be written.
+    in_step: whether a part of a step is done. write_error: of the last checkpoint, if it could not be written.
     """
 
     def __init__(
@@ -134,14 +134,13 @@ class Run:
         self.updates = math.ceil(self.steps / config.accumulate)
         has_outputs = arguments.training_step is None
         self.state, self.sums = TrainerState(), EpochSums(task, device, has_outputs=has_outputs)
-        self.lr_scale, self.stop_reason = 1.0, ""
+        self.lr_scale, self.stop_reason, self.in_step = 1.0, "", False
         self.write_error: StorageError | None = None
 
     def check_agreement(self) -> None:
         """Raise UsageError if the processes see different checkpoints, shards or options."""
         distributed, checkpoint = self.setup.distributed, self.checkpoint
-        state = None if checkpoint is None else checkpoint["state"]
-        position = None if state is None else (state["epoch"], state["step"])
+        position = checkpoint and [checkpoint["state"][name] for name in ("epoch", "step")]
         facts = (position, self.train_set.fingerprint, self.val_fingerprint, vars(self.config))
         if any(other != facts for other in distributed.gather(facts)):
             raise UsageError(

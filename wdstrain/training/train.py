@@ -161,8 +161,8 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     """Train until all epochs are done, or validation stops improving, or a callback stops it.
 
     After a signal a checkpoint is written and Stopped raised. After an error, such as one of the
-    data, one of the last step is written too, for a later resume; not with several processes: the
-    others are within a step, and a checkpoint needs all sums.
+    data, one of the last step is written too, for a later resume; not within a step, as with the
+    second of accumulated batches, and not with several processes: a checkpoint needs all sums.
     """
     run.call("on_train_start")
     try:
@@ -172,7 +172,8 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
                 _finish_epoch(run, signals, log)
     except (WdstrainError, Stopped) as error:
         is_signal = isinstance(error, Stopped)
-        if isinstance(error, Diverged) or (run.setup.distributed.size > 1 and not is_signal):
+        is_partial = run.in_step or run.setup.distributed.size > 1
+        if isinstance(error, Diverged) or (is_partial and not is_signal):
             raise
         run.save()
         if run.write_error is None:
@@ -304,23 +305,17 @@ def _take_step(
         values["lr"] = peak * rate
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
     run.optimizer.zero_grad(set_to_none=True)
-    buffers = [*run.model.buffers(), *run.setup.criterion_modules.buffers()]
-    changing = [run.sums.values, *buffers] if group > 1 else []  # by a step that is cut short
-    before = [tensor.clone() for tensor in changing]
-    try:
-        for turn in range(group):
-            batch = next(batches)
-            run.sums.count("bad", len(epoch.bad))
-            progress.timer.lap("data")
-            with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
-                _backward(run, batch, group)
-            del batch
-            progress.timer.lap("compute")
-    except WdstrainError:
-        for tensor, value in zip(changing, before, strict=True):
-            tensor.data.copy_(value)
-        raise
+    for turn in range(group):
+        batch = next(batches)
+        run.in_step = True  # sums and buffers change from here on
+        run.sums.count("bad", len(epoch.bad))
+        progress.timer.lap("data")
+        with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
+            _backward(run, batch, group)
+        del batch
+        progress.timer.lap("compute")
     _update_weights(run, update)
+    run.in_step = False
     progress.timer.lap("optimizer")
     return group
 
