@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3652,
     "training": 3336,
-    "inspection": 1712,
+    "inspection": 1705,
     "loader": 1224,
     "shards": 2187,
     "decode": 1353,

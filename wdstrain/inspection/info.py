@@ -170,16 +170,17 @@ def info(options: InfoOptions) -> Info:
         raise errors[0]
     contents = _contents(index, errors)
     counted = join([_with_labels(part, options.exact, errors) for part in parts])
-    splits, ignored = Counter[str](), Counter[str]()
-    for shard in index.shards:
-        splits[shard.split] += shard.samples
+    ignored = Counter[str]()
     for part in parts:
         ignored.update(part.info.get("ignored") or {})
     return Info(
         samples=len(index),
         shards=len(index.shards),
         bytes=Size(round(index.megabytes * 1e6)),
-        splits=dict(splits),
+        splits={
+            split: sum(shard.samples for shard in index.shards if shard.split == split)
+            for split in index.splits
+        },
         fields=tuple(map(printable, index.fields)),
         labels=index.labels,
         info={name: value for name, value in index.info.items() if name != "states"},

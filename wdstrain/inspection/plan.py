@@ -126,9 +126,12 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     gigabytes = sum(rank.bytes for rank in ranks) / 1e9
     prices = options.price or (0.0, 0.0)
     cost = prices[0] * gigabytes + prices[1] * requests / 1000
+    packing = index.info.get("options")
+    is_random = plan.shuffle and isinstance(packing, dict) and packing.get("shuffle") is True
+    neighbors = None if is_random else np.arange(len(index)) // _NEIGHBORS
     quality = {
         "classes": _mixing(plan, classes, places, "in their classes"),
-        "neighbors": _mixing(plan, _neighbors(index, plan), places, "in places on disk"),
+        "neighbors": _mixing(plan, neighbors, places, "in places on disk"),
     }
     bad = [mixing for mixing in quality.values() if mixing and not mixing.is_good]
     return EpochPreview(
@@ -215,13 +218,6 @@ def _held(sizes: Ints, step: Ints, due: Ints, steps: int) -> Ints:
 
 
 # --- quality --------------------------------------------------------------------------------------
-
-
-def _neighbors(index: Index, plan: Plan) -> Ints | None:
-    """Return the place on disk of each sample; None if shards were packed in random order."""
-    packing = index.info.get("options")
-    is_random = isinstance(packing, dict) and packing.get("shuffle") is True
-    return None if plan.shuffle and is_random else np.arange(len(index)) // _NEIGHBORS
 
 
 def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> Mixing | None:

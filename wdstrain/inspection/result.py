@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from wdstrain.runtime.options import format_size
@@ -19,15 +19,13 @@ class Size(int):
         return format_size(self)
 
 
+@dataclass(frozen=True, repr=False)
 class Result:
     """Base of dataclasses that print all their fields, but those with repr=False and empty ones."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        shown: Any = self
-        return rows_of(
-            {field.name: getattr(self, field.name) for field in fields(shown) if field.repr}
-        )
+        return rows_of({f.name: getattr(self, f.name) for f in fields(self) if f.repr})
 
     def __str__(self) -> str:
         return "; ".join(" ".join(row) for row in self.rows())
@@ -37,8 +35,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        shown: Any = self
-        return asdict(shown)
+        return asdict(self)
 
 
 def rows_of(named: Mapping[str, Any]) -> list[tuple[str, str]]:

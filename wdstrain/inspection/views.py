@@ -261,11 +261,9 @@ def _cell(view: SampleView, size: tuple[int, int]) -> Image.Image:
     key = _wrapped(view.key, size[0], 11)[:2]
     lines = [line for text in view.lines for line in _wrapped(text, size[0], 11)[:4]]
     text = "\n".join([*lines[: _MAX_LINES - len(key)], *key])
-    color, frame = (_RED, _RED) if view.error else (_INK, _BACK)
-    draw = ImageDraw.Draw(cell)
-    draw.text((_PADDING, top), text, color, _font(11), spacing=2)
-    draw.rectangle((0, 0, size[0] - 1, size[1] - 1), outline=frame, width=2)
-    return cell
+    color = _RED if view.error else _INK
+    ImageDraw.Draw(cell).text((_PADDING, top), text, color, _font(11), spacing=2)
+    return ImageOps.expand(ImageOps.crop(cell, 2), 2, _RED if view.error else _BACK)
 
 
 def _wrapped(text: str, width: int, size: int) -> list[str]:
