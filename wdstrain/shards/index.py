@@ -333,8 +333,6 @@ class Index:
 
     def words(self, attribute: str) -> pa.DictionaryArray:
         """Return the name, or another attribute, of the shard of each sample."""
-        if not self.shards:  # `pa.array` would import pandas, for the schema alone
-            return pa.nulls(0, pa.dictionary(pa.int32(), pa.string()))
         words = pa.array([utf8_text(getattr(s, attribute)) for s in self.shards], pa.string())
         places = np.repeat(np.arange(len(self.shards), dtype=np.int32), self.counts)
         return words.dictionary_encode().take(pa.array(places))

@@ -34,7 +34,15 @@ from wdstrain.runtime.machine import memory
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.kinds import KINDS, ColumnInfo
-from wdstrain.shards.offsets import PARTS, Bools, Ints, Offsets, arrow_file, read_arrow_file
+from wdstrain.shards.offsets import (
+    PARTS,
+    Bools,
+    Ints,
+    Offsets,
+    arrow_file,
+    read_arrow_file,
+    table_names,
+)
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
 from wdstrain.storage.files import read_whole, regular, state_of, sync_folder, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
@@ -89,7 +97,7 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     path: of a file in the folder of the shards. Raises ShardError for other data.
     """
     with refusing(path):
-        index, document = _of_table(data, path, None, path)
+        index, document = _of_table(path, None, path, data)
         return index, dict(document["extra"])
 
 
@@ -157,8 +165,7 @@ def find_index(path: str, base: str | None = None) -> Index | None:
             return None
         if (version := document["wdstrain"]["version"]) != VERSION:
             raise ValueError(f"version {version!r}; this wdstrain reads version {VERSION}")
-        table = beside(path, TABLE_NAME)
-        return _of_table(_table_bytes(table), table, document, base or path)[0]
+        return _of_table(beside(path, TABLE_NAME), document, base or path)[0]
 
 
 def find_document(path: str) -> Index | None:
@@ -178,8 +185,7 @@ def remains(path: str) -> Index | None:
     The contents of an intact index.arrow, or else of index.json: an index whose samples are unknown.
     """
     with suppress(ShardError), refusing(path):
-        table = beside(path, TABLE_NAME)
-        return _of_table(_table_bytes(table), table, None, path)[0]
+        return _of_table(beside(path, TABLE_NAME), None, path)[0]
     with suppress(ShardError):
         return find_document(path)
     return None
@@ -278,15 +284,15 @@ def _document(path: str) -> Any:
     return None if "shardlist" in document and "wdstrain" not in document else document
 
 
-def _of_table(data: Any, table: str, document: Any, base: str) -> tuple[Index, Any]:
-    """Return (index, document) of an index.arrow, whose bytes are `data`.
+def _of_table(table: str, document: Any, base: str, data: Any = None) -> tuple[Index, Any]:
+    """Return (index, document) of the index.arrow at `table`.
 
-    table: its path. document: the index.json; None if it is unknown. If it belongs to another table,
+    data: its bytes, if they are known. document: the index.json; None if it is unknown. If it belongs to another table,
     the copy in the table counts: a set is changed by replacing its table, and its index.json after
     that. base: an address in the folder of the shards. Raises one of FORMAT_ERRORS for a table that
     is damaged.
     """
-    batch, own = read_arrow_file(data)
+    batch, own = read_arrow_file(_table_bytes(table) if data is None else data)
     identity, _, text = own.partition(b"\n")
     if document is None or document["wdstrain"]["id"].encode() != identity:
         if not text or _identity(batch).encode() != identity:
@@ -327,7 +333,13 @@ def _listed(document: Any, path: str) -> Index:
     ]
     labels, fields = tuple(map(ColumnInfo.of_row, own["labels"])), list(map(_word, own["fields"]))
     for info in (*columns, *labels):
-        _check_info(info)
+        kind, words = (
+            KINDS[info.kind],
+            [info.name, info.field, *([] if info.entry is None else [info.entry])],
+        )
+        is_known = kind.can_be_label if info.is_label else kind.arrow is not None
+        if not is_known or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"its column {words} has the kind {info.kind!r}")
     if len(set(fields)) < len(fields):
         raise ValueError("its fields must be different names")
     kinds = [pa.large_binary(), pa.int64(), pa.int64(), *list(PARTS.values()) * len(fields)]
@@ -352,15 +364,6 @@ def _shard(row: dict[str, Any], path: str) -> Shard:
     return Shard(beside(path, name), samples, size, _word(row["split"] or ""), _word(row["sha256"]))
 
 
-def _check_info(info: ColumnInfo) -> None:
-    """Raise ValueError for a label or column that cannot be."""
-    kind = KINDS[info.kind]
-    words = [info.name, info.field, *([] if info.entry is None else [info.entry])]
-    is_known = kind.can_be_label if info.is_label else kind.arrow is not None
-    if not is_known or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"its column {words} has the kind {info.kind!r}")
-
-
 def _word(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} must be a string")
@@ -373,10 +376,10 @@ def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
     Raises ValueError for rows that do not fit the document, or that lead outside a shard.
     """
     batch.validate(full=True)
-    schema = replace(index, shards=()).batch().schema
-    if batch.schema.types[:1] == [pa.large_binary()]:
-        schema = schema.set(0, pa.field("key", pa.large_binary()))
-    if batch.schema != schema:
+    (key, shard, *types), names = batch.schema.types, batch.schema.names
+    is_base = key in (pa.large_string(), pa.large_binary()) and shard == KINDS["class"].arrow
+    rows = index.offsets.rows.schema.types[1:]
+    if not is_base or types != rows or names != table_names(index.fields, index.columns):
         raise ValueError("its columns are not the ones of index.json")
     if any(column.null_count for column in batch.columns[:4]):
         raise ValueError("a column of its samples has empty cells")
