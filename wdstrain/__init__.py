@@ -53,9 +53,8 @@ if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo as Label
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
-    from wdstrain.training.evaluate import evaluate
+    from wdstrain.training.evaluate import evaluate, predict
     from wdstrain.training.export import export
-    from wdstrain.training.predict import predict
     from wdstrain.training.state import Callback
     from wdstrain.training.train import train
     from wdstrain.tuning.bench import Bench, bench
@@ -145,10 +144,9 @@ _NAMES = {
     "shards.index": "Index Shard",
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
-    "training.evaluate": "evaluate",
+    "training.evaluate": "evaluate predict",
     "training.state": "Callback",
     "training.export": "export",
-    "training.predict": "predict",
     "training.train": "train",
     "tuning.bench": "Bench bench",
 }

@@ -44,7 +44,7 @@ IMPORTED = (
     "wdstrain.inspection.show",
     "wdstrain.inspection.verify",
     "wdstrain.training.train",
-    "wdstrain.training.predict",
+    "wdstrain.training.evaluate",
     "wdstrain.tuning.bench",
 )
 

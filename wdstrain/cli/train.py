@@ -102,9 +102,6 @@ def add_predict(verbs: Any, text: str) -> None:
     )
     table = "table to write, .csv or .parquet, one row per image"
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help=table)
-    parser.add_argument("--probabilities", action="store_true", help="add a column for each class")
-    embeddings = "add a column with the input of the last layer"
-    parser.add_argument("--embeddings", action="store_true", help=embeddings)
     where(parser)
     add_options(parser, PredictOptions)
 
@@ -245,7 +242,7 @@ def _print_runs(
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.predict import predict
+    from wdstrain.training.evaluate import predict
 
     chosen = selected(arguments)
     addresses = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else chosen
@@ -253,8 +250,6 @@ def _predict(arguments: argparse.Namespace) -> int:
         arguments.checkpoint,
         addresses,
         arguments.out,
-        probabilities=arguments.probabilities,
-        embeddings=arguments.embeddings,
         model=arguments.model,
         **given(arguments, PredictOptions),
     )

@@ -188,6 +188,10 @@ class PredictOptions:
     num_workers: int | None = _override("num_workers")
     cache_dir: str | None = _override("cache_dir")
     cache_limit: str | None = _override("cache_limit")
+    probabilities: bool = option(False, "add a column of predictions for each class")
+    embeddings: bool = option(
+        False, "add a column with the input of the last layer: lists, or JSON in a CSV file"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +323,6 @@ class PredictArguments(TrainedArguments, PredictOptions):
 
     out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet")
     _: KW_ONLY
-    probabilities: bool = option(False, "one more column for each class")
-    embeddings: bool = option(
-        False, "a column with the input of the last layer: lists, or JSON in a CSV file"
-    )
 
 
 def given_options(arguments: PredictOptions) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""One pass over samples without learning: metrics of a model, and some of its predictions."""
+"""One pass over samples without learning: metrics of a model, and some of its predictions.
+
+Also here: predicted masks as pictures.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +21,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
+from wdstrain.decode.fields import IGNORED, Example
+from wdstrain.decode.formats import EXTENSIONS
+from wdstrain.decode.transforms import center_crop
+from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter
+from wdstrain.storage.files import write_whole
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext, is_sharded
 from wdstrain.training.heads import MaskHead, NumberHead
@@ -248,3 +259,58 @@ def _overlay(pixels: Pixels, numbers: npt.NDArray[np.integer]) -> Pixels:
     """Return the image with the colors of the classes laid over it. uint8[h, w, 3]"""
     mixed: Pixels = ((pixels.astype(np.uint16) + palette()[numbers]) // 2).astype(np.uint8)
     return mixed
+
+
+class MaskFolder:
+    """Folder of predicted masks, named by the keys of their pictures."""
+
+    def __init__(self, inputs: ModelInputs, path: str) -> None:
+        self._folder, self._names, self._image = os.path.splitext(path)[0], set[str](), inputs.image
+        if os.path.exists(self._folder) and (
+            os.path.isfile(self._folder) or os.listdir(self._folder)
+        ):
+            raise UsageError(
+                f"{self._folder} has files already, and predicted masks would be written there.",
+                "Name another out, or empty the folder.",
+            )
+        os.makedirs(self._folder, exist_ok=True)
+
+    def write(self, mask: Tensor, key: str, size: tuple[int, int] | None) -> str:
+        """Write a mask, uint8[h, w], in the size of the picture, of which the model saw the center.
+
+        Returns its path from the folder of the table.
+        """
+        numbers: Pixels = mask.numpy()
+        if size is not None and self._image is not None:
+            aspect = numbers.shape[1] / numbers.shape[0]
+            top, left, h, w = center_crop(*size, aspect, self._image.augment["crop_pct"])
+            seen = Image.fromarray(numbers).resize((w, h), Image.Resampling.NEAREST)
+            numbers = np.full(size, IGNORED, np.uint8)
+            numbers[top : top + h, left : left + w] = np.asarray(seen)
+        stem, ending = os.path.splitext(key)
+        stem = stem if ending[1:].lower() in EXTENSIONS else key
+        name = re.sub(r"[^\w. -]", "_", stem.lstrip("."))[:60] or "_"
+        while name.lower() in self._names:
+            name += f"-{len(self._names)}"
+        self._names.add(name.lower())
+        write_whole(os.path.join(self._folder, f"{name}.png"), mask_png(numbers))
+        return f"{os.path.basename(self._folder)}/{name}.png"
+
+
+@dataclass(frozen=True)
+class PictureSize:
+    """Field of height and width of a picture, upright. int64[2]"""
+
+    names: tuple[str, ...]
+    example: ClassVar[Example] = Example((2,), "int64")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        out[...] = upright_size(bytes(data))
+
+
+def upright_size(picture: bytes) -> tuple[int, int]:
+    """Return height and width of a picture as it is shown."""
+    image = open_picture(picture)
+    width, height = image.size
+    is_turned = image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED
+    return (width, height) if is_turned else (height, width)
