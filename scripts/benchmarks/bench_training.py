@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ import wdstrain as wt
 from wdstrain.training.config import Config
 from wdstrain.training.inputs import Normalization, normalize
 from wdstrain.training.models import build
-from wdstrain.training.optim import Schedule, make_optimizer
+from wdstrain.training.optim import make_optimizer, rate_factor
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,10 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     scale = (
         (0.0, 1.0) if case.classes else (float(np.mean(train.angles)), float(np.std(train.angles)))
     )
-    optimizer, rate = make_optimizer(model, config), Schedule(config, len(loader))
+    optimizer, rate = (
+        make_optimizer(model, config),
+        partial(rate_factor, config, len(loader), config.lr),
+    )
     step, seconds = 0, 0.0
     for _ in range(config.epochs):
         model.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from wdstrain.training.inputs import Normalization
 from wdstrain.training.metrics import EvalMetrics
 from wdstrain.training.models import build, last_layer
 from wdstrain.training.optim import (
-    Schedule,
     make_optimizer,
     parameter_groups,
+    rate_factor,
 )
 from wdstrain.training.state import Monitor
 from wdstrain.training.tasks import Task
@@ -182,7 +183,7 @@ def test_the_main_metric_of_the_task_selects_the_best_epoch() -> None:
 
 
 def test_the_one_cycle_schedule_equals_torch() -> None:
-    rate = Schedule(Config(epochs=3, lr=0.5), 7)
+    rate = partial(rate_factor, Config(epochs=3, lr=0.5), 7, 0.5)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=21)
     for step in range(21):
@@ -422,7 +423,7 @@ def test_a_plateau_schedule_lowers_the_rate_after_epochs_without_improvement() -
         (least, "mse", [3.0] * 5, 2),
     ):
         assert one.plateaus([{"val": {name: value}} for value in values]) == count
-    rate = Schedule(Config(schedule="plateau", lr=1.0, min_lr=0.05), 7, 1.0)
+    rate = partial(rate_factor, Config(schedule="plateau", lr=1.0, min_lr=0.05), 7, 1.0)
     assert [rate(100, plateaus) for plateaus in range(3)] == pytest.approx([1.0, 0.145, 0.0595])
 
 

@@ -38,10 +38,8 @@ from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head, MaskHead, NumberHead
 from wdstrain.training.inputs import (
     Fields,
-    augments_batches,
     check_same_inputs,
     input_fields,
-    listed,
     specs_of,
     with_targets,
 )
@@ -237,24 +235,18 @@ def run_fields(
     else:
         options = {name: getattr(config, name) for name in IMAGE_OPTIONS}
         train = {"image": image(size=config.image_shape, **options)}
-    specs = specs_of(train)
-    if augments_batches(config) and (len(specs) > 1 or not next(iter(specs.values())).is_rgb):
-        raise UsageError(
-            f"fields= gives {listed(specs)}: mixup, cutmix, color_jitter and random_erasing "
-            "need a single input uint8[3, height, width].",
-            "Leave them out.",
-        )
-    val = plain = {name: _without_randomness(field) for name, field in train.items()}
+    val = {name: _without_randomness(field) for name, field in train.items()}
     if val_set is None or (not given and arguments.val_fields is None):
         return train, val
     if arguments.val_fields is not None:
+        specs = specs_of(train)
         val = input_fields(arguments.val_fields, task, val_set, title="val_fields", known=specs)
         check_same_inputs(specs, val, "training has", sizes=False)
-        plain = {name: _without_randomness(field) for name, field in val.items()}
     fields = with_targets(val, task)
     epochs = [few_samples(val_set, fields, config, epoch) for epoch in range(_COMPARED_EPOCHS)]
-    for name in val:
-        if val[name] != plain[name] or len({batch[name].numpy().tobytes() for batch in epochs}) > 1:
+    for name, own in val.items():
+        is_plain = own == _without_randomness(own)
+        if not is_plain or len({batch[name].numpy().tobytes() for batch in epochs}) > 1:
             raise UsageError(
                 f"the input {name!r} differs between epochs, and validation needs the same "
                 "images every time.",

@@ -224,20 +224,19 @@ def _constants(normalization: Normalization, device: torch.device) -> list[Tenso
         return [torch.tensor(value, device=device).view(3, 1, 1) * 255 for value in values]
 
 
-def augments_batches(config: Config) -> bool:
-    """Return whether batches of images are augmented, beside what the image field does."""
-    mixes = (config.mixup or config.cutmix) and config.mixup_prob
-    return bool(mixes or any(config.color_jitter) or config.random_erasing)
-
-
 def batch_augmentation(
     task: Task, inputs: ModelInputs, config: Config, epoch: int
 ) -> Augmentation | None:
     """Return color jitter, random erasing, mixup and CutMix of an epoch, if they are used."""
-    if not augments_batches(config):
+    mixes, head = bool((config.mixup or config.cutmix) and config.mixup_prob), task.heads[0]
+    if not (mixes or any(config.color_jitter) or config.random_erasing):
         return None
-    mixes = bool(config.mixup or config.cutmix)
-    head = task.heads[0]
+    if len(inputs.specs) > 1 or inputs.picture is None:
+        raise UsageError(
+            f"fields= gives {listed(inputs.specs)}: mixup, cutmix, color_jitter and random_erasing "
+            "need a single input uint8[3, height, width].",
+            "Leave them out.",
+        )
     if mixes and (task.has_several or head.kind not in ("class", "binary")):
         raise UsageError(
             f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "

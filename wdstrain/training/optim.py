@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -37,42 +36,32 @@ _NOT_DECAYED = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate as a factor of its peak, by step.
+def rate_factor(config: Config, updates: int, peak: float, step: int, plateaus: int = 0) -> float:
+    """Return the learning rate of a step as a factor of its peak.
 
-    steps: of the optimizer in an epoch. peak: highest learning rate;
-    0: that of the options.
+    updates: steps of the optimizer in an epoch. peak: highest learning rate; 0: that of the options.
+    plateaus: how often validation stopped improving.
     """
+    lowest = min(1.0, config.min_lr / (peak or config.lr))
+    return lowest + (1 - lowest) * _share(config, updates, step, plateaus)
 
-    config: Config
-    steps: int
-    peak: float = 0.0
 
-    def __call__(self, step: int, plateaus: int = 0) -> float:
-        """Return the factor of a step. plateaus: how often validation stopped improving."""
-        config = self.config
-        lowest = min(1.0, config.min_lr / (self.peak or config.lr))
-        return lowest + (1 - lowest) * self._share(step, plateaus)
-
-    def _share(self, step: int, plateaus: int) -> float:
-        config, total = self.config, self.config.epochs * self.steps
-        if config.schedule == "onecycle":
-            rise = max(1e-9, _RISE * total - 1)
-            if step <= rise:
-                return _cosine(_FIRST, 1.0, step / rise)
-            return _cosine(1.0, _LAST, (step - rise) / max(1.0, total - 1 - rise))
-        warmup = round(config.warmup * self.steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        if config.schedule == "cosine":
-            return _cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup))
-        if config.schedule == "step":
-            every = config.step_epochs or max(1, math.ceil(config.epochs / 3))
-            return float(_DROP ** (step // self.steps // every))
-        if config.schedule == "plateau":
-            return float(_DROP**plateaus)
-        return 1.0
+def _share(config: Config, updates: int, step: int, plateaus: int) -> float:
+    """Return the factor of a schedule that falls to 0."""
+    total, warmup = config.epochs * updates, round(config.warmup * updates)
+    if config.schedule == "onecycle":
+        rise = max(1e-9, _RISE * total - 1)
+        if step <= rise:
+            return _cosine(_FIRST, 1.0, step / rise)
+        return _cosine(1.0, _LAST, (step - rise) / max(1.0, total - 1 - rise))
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "cosine":
+        return _cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup))
+    if config.schedule == "step":
+        every = config.step_epochs or max(1, math.ceil(config.epochs / 3))
+        return float(_DROP ** (step // updates // every))
+    return float(_DROP**plateaus) if config.schedule == "plateau" else 1.0
 
 
 def _cosine(begin: float, end: float, part: float) -> float:

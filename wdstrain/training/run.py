@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from wdstrain.training.inputs import (
     with_targets,
 )
 from wdstrain.training.models import blocks_of, build, check_shapes
-from wdstrain.training.optim import ModelEMA, Schedule, make_optimizer
+from wdstrain.training.optim import ModelEMA, make_optimizer, rate_factor
 from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.state import EpochSums, Monitor, TrainerState, check_objects
@@ -169,7 +170,8 @@ class Run:
         self.optimizer = make_optimizer(self.model, config, self.arguments.optimizer, criterion)
         groups = self.optimizer.param_groups
         self.peak_rates = [float(group["lr"]) * group["lr_scale"] for group in groups]
-        self.schedule = Schedule(config, self.updates, max(float(group["lr"]) for group in groups))
+        peak = max(float(group["lr"]) for group in groups)
+        self.schedule = partial(rate_factor, config, self.updates, peak)
         distributed.broadcast(criterion.state_dict().values())
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [

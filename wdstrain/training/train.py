@@ -120,11 +120,9 @@ def train(arguments: TrainArguments) -> TrainResult:
 def _start_lines(run: Run) -> list[str]:
     """Return what a run trains, on which data and where."""
     config, loaded = run.config, run.weights
-    parameters = list(run.model.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
-    millions = f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
+    count = sum(parameter.numel() for parameter in run.model.parameters())
     lines = [
-        f"model {config.model}: {millions} parameters, on {run.setup.device}",
+        f"model {config.model}: {count:,} parameters, on {run.setup.device}",
         f"task: {run.task}",
         f"training: {samples_sentence(run.train_set, run.task)}",
         "no validation: give val=, a split val, or fold="
@@ -135,7 +133,7 @@ def _start_lines(run: Run) -> list[str]:
         fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
         lines.append(f"weights: {config.weights}{fresh}")
     if run.frozen:
-        lines.append(f"frozen: {len(run.frozen)} of {len(parameters)} parameter tensors")
+        lines.append(f"frozen: {len(run.frozen)} parameter tensors")
     return lines
 
 
