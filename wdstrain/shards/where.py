@@ -208,10 +208,8 @@ class _Condition:
             return rows.offsets.extents[part][1]
         if isinstance(rows, TableRows) or name not in _BASE:
             raise self._error(*self._unknown(name))
-        if name == "key":
-            return rows.offsets.rows.column(0).cast(pa.large_string())
-        if name == "size":
-            return rows.offsets.rows.column(2)
+        if name in ("key", "size"):
+            return rows.offsets.rows.column(0 if name == "key" else 2)
         return rows.words("name" if name == "shard" else name).dictionary_decode()
 
     def _unknown(self, name: str) -> tuple[str, str]:
@@ -410,7 +408,9 @@ def _joined(a: Operand, b: Operand) -> Operand:
 
 def _length(value: Operand) -> Operand:
     """Return the number of characters of texts, or of names in lists."""
-    return pc.list_value_length(value) if _kind(value) == "multi" else pc.utf8_length(value)
+    return (
+        pc.list_value_length(value) if _kind(value) == "multi" else pc.utf8_length(_as_text(value))
+    )
 
 
 def _in_lower_case(texts: Operand) -> Operand:
