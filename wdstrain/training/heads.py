@@ -37,7 +37,7 @@ class Head(ABC):
     deviation: float = 1.0
 
     kind: ClassVar[str]
-    shown_metrics: ClassVar[tuple[str, ...]]  # in a sentence; the first chooses the best checkpoint
+    main_metric: ClassVar[str]  # chooses the best checkpoint
     has_accuracy: ClassVar[bool] = False  # whether an epoch of training has one
 
     @property
@@ -126,7 +126,7 @@ class ClassHead(Head):
     """
 
     kind: ClassVar[str] = "class"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "top5", "balanced_accuracy")
+    main_metric: ClassVar[str] = "accuracy"
     has_accuracy: ClassVar[bool] = True
     ignored: ClassVar[int] = -1
 
@@ -167,7 +167,6 @@ class BinaryHead(ClassHead):
     """One of two classes: one logit, for the second class."""
 
     kind: ClassVar[str] = "binary"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "auroc", "f1", "balanced_accuracy")
 
     @property
     def outputs(self) -> int:
@@ -204,7 +203,7 @@ class MultiLabelHead(Head):
     """Any number of classes at once: one logit per class. Targets are float32[b, classes], 0 or 1."""
 
     kind: ClassVar[str] = "multi"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mAP", "f1", "auroc", "accuracy")
+    main_metric: ClassVar[str] = "mAP"
 
     def losses(
         self,
@@ -242,7 +241,7 @@ class NumberHead(Head):
     """A number: squared error of the standardized number."""
 
     kind: ClassVar[str] = "number"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mse", "mse_of_mean", "mae", "r2")
+    main_metric: ClassVar[str] = "mse"
 
     @property
     def label(self) -> ColumnInfo:
@@ -304,7 +303,7 @@ class MaskHead(ClassHead):
     """
 
     kind: ClassVar[str] = "mask"
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mIoU", "pixel_accuracy")
+    main_metric: ClassVar[str] = "mIoU"
     has_accuracy: ClassVar[bool] = False
     ignored: ClassVar[int] = IGNORED
 

@@ -104,12 +104,6 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
             f"model={TIMM}{name} needs timm ({error}).",
             "Install it: pip install 'wdstrain[timm]'",
         ) from None
-    plain = name.partition(".")[0]
-    if not timm.is_model(plain):
-        near = get_close_matches(plain, timm.list_models(), 6, 0.4)
-        raise UsageError(
-            f"model={TIMM}{name}: timm has no such model. Similar are: {', '.join(near) or 'none'}."
-        )
     options = {"pretrained": pretrained, "num_classes": outputs}
     try:
         with suppress(TypeError):  # of models that take images of any size
@@ -118,7 +112,8 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
     except Exception as error:  # timm and its hub client raise errors of many types
         raise UsageError(
             f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}.",
-            "Try another image_size=, or without a network weights=FILE.",
+            "Name one of timm.list_models(), or try another image_size=, or without a network "
+            "weights=FILE.",
         ) from error
 
 

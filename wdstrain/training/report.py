@@ -93,7 +93,7 @@ def write_evaluation(
     details: Mapping[str, Any],
 ) -> None:
     """Write the page of an evaluation. metrics, details: of its pass."""
-    main = loaded.task.metric_name(loaded.task.heads[0], loaded.task.heads[0].shown_metrics[0])
+    main = loaded.task.metric_name(loaded.task.heads[0], loaded.task.heads[0].main_metric)
     facts = _shown_first(metrics, main)
     facts |= {name: str(int(metrics[name])) for name in ("samples", "bad")}
     title, cards = f"Evaluation of {loaded.path}", _results(loaded.task, metrics, details)
@@ -146,7 +146,7 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
     """Yield a card for each curve over the epochs: metrics, losses, learning rate and speed."""
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
-    names = {task.metric_name(head, head.shown_metrics[0]): head for head in task.heads}
+    names = {task.metric_name(head, head.main_metric): head for head in task.heads}
     for name in dict.fromkeys([*names, monitor]):
         is_share = name != "loss" and not isinstance(names.get(name, task.heads[0]), NumberHead)
         lines = _epoch_lines(history, name)

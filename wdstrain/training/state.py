@@ -95,9 +95,7 @@ class Monitor:
     def __init__(self, config: Config, task: Task, metrics: Mapping[str, Any]) -> None:
         """metrics: of the user's. Raises UsageError for one without a direction."""
         self._config = config
-        self.name = config.monitor or (
-            "loss" if task.has_several else task.heads[0].shown_metrics[0]
-        )
+        self.name = config.monitor or ("loss" if task.has_several else task.heads[0].main_metric)
         name, _, direction = self.name.rpartition(":")
         maximizes: bool | None = self.name.rpartition("/")[2] not in _MINIMIZED
         if direction in ("min", "max"):
