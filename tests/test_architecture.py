@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 3302,
     "inspection": 1705,
     "loader": 1224,
-    "shards": 2178,
+    "shards": 2179,
     "decode": 1353,
     "storage": 1113,
     "reader": 506,

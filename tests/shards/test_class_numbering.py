@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_a_stream_of_sets_with_different_numbers_is_refused(sets: tuple[Path, Pa
     for order in (sets, sets[::-1]):
         with pytest.raises(UsageError, match=r"cls differs between these sets.*Use wt\.Loader"):
             wt.stream(order)
+
+
+def test_sets_that_name_one_label_differently_are_streamed(tmp_path: Path) -> None:
+    for name in ("pet", "animal"):
+        label = wt.Label(name, "class", "cls", None, ("cat", "dog"))
+        rows = ({"__key__": f"{name}{n}", "cls": n % 2} for n in range(4))
+        wt.pack(rows, str(tmp_path / name), labels=[label], shuffle=False)
+    sets = [tmp_path / "pet", tmp_path / "animal"]
+    numbers = [sample["cls"] for sample in wt.stream(sets, shuffle=False)]
+    assert numbers == [b"0", b"1"] * 4
+    with closing(wt.Loader(sets, {"y": wt.label()}, batch_size=8, shuffle=False)) as loader:
+        assert next(iter(loader))["y"].tolist() == [0, 1] * 4
 
 
 def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:

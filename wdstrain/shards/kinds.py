@@ -315,13 +315,14 @@ def joined_labels(
     joined, differing = list[ColumnInfo](), dict[ColumnInfo, str]()
     for place in dict.fromkeys(place for own in by_set for place in own):
         present = [own[place] for own in by_set if place in own]
-        if len(present) < len(sets) or len(set(present)) > 1:
+        if len(present) < len(sets) or len({(one.kind, one.classes) for one in present}) > 1:
+            first = next((one for one in present if one.is_class), present[0])
             numberings = dict[str, str]()
             for own, (shown, _) in zip(by_set, sets, strict=True):
                 numbering = own[place].numbering if place in own else "no label"
                 numberings.setdefault(numbering, f"{numbering} ({shown})")
-            problem = f"the label in {present[0].stored_as} differs between these sets"
-            differing[present[0]] = f"{problem}: {'; '.join(numberings.values())}"
+            problem = f"the label in {first.stored_as} differs between these sets"
+            differing[first] = f"{problem}: {'; '.join(numberings.values())}"
         # Class numbers without names must not be joined: 0 may be another class in another set.
         # Multi-labels store names, so they can always be joined.
         meanings = {(one.kind, one.kind == "class" and one.has_names) for one in present}
