@@ -441,6 +441,14 @@ def test_float_images_are_scaled_by_their_range(low: float, high: float) -> None
     assert [sample.key for sample in shown] == ["row 0", "row 1"]
 
 
+def test_planes_of_whole_numbers_are_an_image_and_no_mask() -> None:
+    planes = torch.arange(3 * 10 * 12).view(1, 3, 10, 12)
+    (view,) = wt.peek({"x": planes})
+    assert (view.fields, view.labels) == ({"x": "int64[3, 10, 12]"}, {})
+    assert view.picture is not None
+    assert view.picture[-1, -1].tolist() == [85, 170, 255]
+
+
 def test_a_source_with_its_own_order_refuses_a_selection(packed: Path) -> None:
     loader = wt.Loader(packed, fields(), batch_size=4)
     with pytest.raises(wt.UsageError, match="a Loader has an order of its own"):

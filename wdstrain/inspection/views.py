@@ -111,7 +111,7 @@ class SampleView:
         is_array = isinstance(value, np.ndarray) and value.ndim > 0
         if is_array and classes and value.shape == (len(classes),):
             self.labels[name] = _shares_text(value, classes)
-        elif is_array and value.dtype == np.int64 and _is_image(value.shape):
+        elif is_array and value.dtype == np.int64 and value.ndim == 2 and _is_image(value.shape):
             self._add_mask(name, value, classes)
         elif is_array:
             self.fields[name] = f"{value.dtype}{list(value.shape)}"
