@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1353,
     "storage": 1113,
     "reader": 506,
-    "cli": 661,
+    "cli": 664,
     "runtime": 398,
     "tuning": 240,
     "order": 400,

@@ -236,8 +236,11 @@ def _print_runs(
     if arguments.json:
         print_json({title: rows, **figures})
     else:
+        texts = table(rows)
+        differing = [f"{run}: {options}" for run, *_, options in texts[1:] if options]
         lines = spread_lines(**figures) if figures else []
-        print_result("\n".join([table_text(table(rows)), *lines]))
+        columns = table_text([row[:-1] for row in texts])
+        print_result("\n".join([columns, "", *differing, *lines]))
     return 0
 
 

@@ -159,7 +159,7 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .matrix th,.matrix td{white-space:nowrap;overflow-wrap:normal}
 .matrix td{text-align:center;min-width:1.9em;padding:.35em .2em;border:1px solid var(--line)}
 .matrix th{max-width:14em;overflow:hidden;text-overflow:ellipsis}
-.matrix tr:first-child th{padding:.3em .2em;writing-mode:vertical-rl;transform:rotate(180deg);
+.matrix tr:first-child th{padding:.3em .2em;height:2em;writing-mode:vertical-rl;transform:rotate(180deg);
   max-height:10em;margin-left:auto}
 .cards>.card:has(.matrix,.shown){grid-column:1/-1}
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}

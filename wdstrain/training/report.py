@@ -221,7 +221,7 @@ def _calibration(bins: Sequence[Sequence[float]]) -> str:
     """Return the share of right predictions by their probability. bins: sums of each."""
     filled = [values for values in zip(*bins, strict=True) if values[0]]
     sure, right = ([values[n] / values[0] for values in filled] for n in (1, 2))
-    lines = [Line("model", sure, right, dots=True), Line("right as often as sure", sure, sure)]
+    lines = [Line("model", sure, right, dots=True), Line("right as often as sure", (0, 1), (0, 1))]
     words = "<p class=soft>Share of right predictions by the probability that they had.</p>"
     return words + charts.lines(lines, across="probability of the predicted class", share=True)
 
