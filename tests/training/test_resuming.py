@@ -70,17 +70,8 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of 90 images of three classes, a fifth of them for validation."""
     folder = tmp_path_factory.mktemp("pets")
     write_class_folder(folder / "png", {"cat": 30, "dog": 30, "eel": 30})
-    words = [
-        "convert",
-        "folder",
-        str(folder / "png"),
-        str(folder / "shards"),
-        "--split",
-        "train=0.8,val=0.2",
-        "--stratify",
-        "label",
-    ]
-    assert main(words) == 0
+    split = {"train": 0.8, "val": 0.2}
+    wt.convert_folder(folder / "png", folder / "shards", split=split, stratify="label")
     return folder / "shards"
 
 
@@ -134,16 +125,8 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def words_of(pets: Path, out: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "wdstrain",
-        "train",
-        str(pets),
-        "--out",
-        str(out),
-        *flags(OPTIONS),
-    ]
+    words = ["-m", "wdstrain", "train", str(pets), "--out", str(out)]
+    return [sys.executable, *words, *flags(OPTIONS)]
 
 
 def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:
@@ -263,34 +246,19 @@ def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
 def test_a_run_with_other_options_is_not_resumed(
     pets: Path, undisturbed: Path, other: dict[str, Any], words: str
 ) -> None:
-    before = sorted(
-        path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock"
-    )
+    files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
+    before = [path.stat().st_mtime_ns for path in files]
     with pytest.raises(UsageError, match=words):
         train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
-    assert (
-        sorted(path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock")
-        == before
-    )
+    assert [path.stat().st_mtime_ns for path in files] == before
 
 
 def test_other_data_and_another_model_of_the_same_name_are_refused(
     pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
-    assert (
-        main(
-            [
-                "convert",
-                "folder",
-                str(tmp_path / "png"),
-                str(tmp_path / "shards"),
-                "--split",
-                "train=0.8,val=0.2",
-            ]
-        )
-        == 0
-    )
+    split = {"train": 0.8, "val": 0.2}
+    wt.convert_folder(tmp_path / "png", tmp_path / "shards", split=split)
     with pytest.raises(UsageError, match="the validation data differ"):
         train(str(tmp_path / "shards"), undisturbed, resume=True, **OPTIONS)
     with pytest.raises(UsageError, match="another order: data was"):

@@ -212,15 +212,7 @@ def test_the_learning_rate_in_all_logs_is_the_one_of_the_run(
 FIGURE = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        1.0,
-        1e-4,
-        1e-12,
-        1e9,
-    ],
-)
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-12, 1e9])
 def test_errors_are_printed_with_a_few_significant_digits(
     tmp_path: Path, scale: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,15 +274,7 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "binary",
-        "class",
-        "multi",
-        "number",
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_nan_in_validation_is_an_error_of_the_package_or_a_metric(
     labeled: Callable[[str], Path], tmp_path: Path, kind: str, verb: str
@@ -309,15 +293,7 @@ def test_nan_in_validation_is_an_error_of_the_package_or_a_metric(
     assert re.search("NaN|nan|not finite", reason)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "binary",
-        "class",
-        "multi",
-        "number",
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_prediction_is_not_written_as_a_class(
     labeled: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:

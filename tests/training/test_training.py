@@ -33,16 +33,8 @@ def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(pixels).save(folder / "img" / f"{i:03d}.png")
         rows.append(f"img/{i:03d}.png,{'bright' if light > 0.5 else 'dark'},{light:.4f}")
     (folder / "log.csv").write_text("\n".join(rows) + "\n")
-    words = [
-        "convert",
-        "table",
-        str(folder / "log.csv"),
-        str(folder / "out"),
-        "--image",
-        "file",
-        "--label",
-        "kind,light",
-    ]
+    words = ["convert", "table", str(folder / "log.csv"), str(folder / "out")]
+    words += ["--image", "file", "--label", "kind,light"]
     assert main([*words, "--split", "train=0.8,val=0.2"]) == 0
     return folder / "out"
 
@@ -104,24 +96,9 @@ def test_train_and_evaluate_run_on_the_command_line(
     bright: Path, tmp_path: Path, capsys: Any
 ) -> None:
     run = str(tmp_path / "run")
-    words = [
-        "--label",
-        "kind",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "16",
-        "--image-size",
-        "8",
-        "--num-workers",
-        "1",
-    ]
-    assert (
-        main(
-            ["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run, *words]
-        )
-        == 0
-    )
+    words = ["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run]
+    words += ["--label", "kind", "--epochs", "1", "--batch-size", "16", "--image-size", "8"]
+    assert main([*words, "--num-workers", "1"]) == 0
     assert "accuracy" in capsys.readouterr().out
     assert main(["evaluate", f"{run}/checkpoints/best.pt", f"{bright}/val-*.tar", "--json"]) == 0
     assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
@@ -136,16 +113,8 @@ def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path
         if "bright" not in line
     ]
     (bright.parent / "dark.csv").write_text("\n".join(rows).replace("dark", "gloomy") + "\n")
-    words = [
-        "convert",
-        "table",
-        str(bright.parent / "dark.csv"),
-        str(other),
-        "--image",
-        "file",
-        "--label",
-        "kind:class,light",
-    ]
+    words = ["convert", "table", str(bright.parent / "dark.csv"), str(other)]
+    words += ["--image", "file", "--label", "kind:class,light"]
     assert main(words) == 0
     with pytest.raises(
         UsageError,
@@ -197,21 +166,8 @@ def test_unusable_configurations_are_refused_before_any_write(
 
 
 def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, capsys: Any) -> None:
-    assert (
-        main(
-            [
-                "train",
-                str(bright),
-                "--label",
-                "light",
-                "--out",
-                str(tmp_path / "r"),
-                "--epochs",
-                "1",
-            ]
-        )
-        == 0
-    )
+    words = ["train", str(bright), "--label", "light", "--out", str(tmp_path / "r")]
+    assert main([*words, "--epochs", "1"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
     assert lines
     assert max(map(len, lines)) <= 80

@@ -89,12 +89,12 @@ def train(arguments: TrainArguments) -> TrainResult:
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         run = Run(arguments, distributed, reporter)
-        # before the others, so that a signal ends none of their exits
-        signals = stack.enter_context(SignalHandler().watched())
         for loader in filter(None, (run.loader, run.val_loader)):
             stack.callback(loader.close)
         _set_arithmetic(run.config, run.setup.device, stack)
         stack.enter_context(distributed.joined(run.setup.device))
+        # not before: a process that waits for others in C code would not end at SIGTERM
+        signals = stack.enter_context(SignalHandler().watched())
         run.check_agreement()
         run.start()
         for line in _start_lines(run):
