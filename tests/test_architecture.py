@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3652,
     "training": 3302,
-    "inspection": 1705,
+    "inspection": 1690,
     "loader": 1224,
     "shards": 2179,
     "decode": 1353,

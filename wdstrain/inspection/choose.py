@@ -8,8 +8,6 @@ Random choices are the same for the same seed.
 from __future__ import annotations
 
 import logging
-import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,8 +26,8 @@ from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import groups_of, open_index, scan_shard
+from wdstrain.shards.selection import number_of
 from wdstrain.storage.addresses import Urls, expand, folder_of
-from wdstrain.storage.remote import shown_path
 
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 
@@ -56,33 +54,27 @@ def select(source: Urls | Index, wanted: PeekOptions) -> Selected:
     Raises UsageError for classes, keys and labels that do not exist, and what `open_index` raises.
     """
     is_by_class = bool(wanted.classes) or wanted.order == "classes"
-    is_first = wanted.order == "first" and not is_by_class and not wanted.keys
-    index, place, first = source, "", None
-    if not isinstance(source, Index):
-        given = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-        place, paths = listed([shown_path(os.fspath(address)) for address in given]), expand(source)
-        first = _first_samples(paths, wanted.n) if is_first else None
-        index = first or open_index(paths, note=_log.warning)
-    assert isinstance(index, Index)
-    place = place or place_of(index)
-    labels = known_labels(index, wanted.label)
+    is_plain = wanted.order == "first" and not is_by_class and not wanted.keys
+    first = None
+    if is_plain and not isinstance(source, Index):
+        first = _first_samples(expand(source), wanted.n)
+    index = first or open_index(source, note=_log.warning)
     if not len(index):
-        raise UsageError(
-            f"{place}: these shards hold no samples.",
-            "Check the address.",
-        )
+        raise UsageError("these shards hold no samples.", "Check the address.")
+    labels, count = known_labels(index, wanted.label), min(wanted.n, len(index))
     if is_by_class:
-        return _by_class(index, wanted, labels, place)
-    ids, total, how = np.arange(min(wanted.n, len(index))), f"of {len(index)} samples", ""
+        return _by_class(index, wanted, labels)
+    title = f"the first {count} of {len(index)} samples"
+    ids = np.arange(count)
     if wanted.keys:
-        ids, how = _by_key(index, wanted.keys), ", by key"
+        ids = _by_key(index, wanted.keys)
+        title = f"{len(ids)} of {len(index)} samples, by key"
     elif wanted.order == "random":
-        ids = np.sort(_shuffled(np.arange(len(index)), wanted.seed)[: len(ids)])
-        how = f", at random (seed {wanted.seed})"
-    if first is not None:
-        total = "samples (their number is unknown without an index)"
-    title = f"{place}: {'' if how else 'the first '}{len(ids)} {total}{how}"
-    return Selected(index, [ids], title, labels)
+        ids = np.sort(_shuffled(np.arange(len(index)), wanted.seed)[:count])
+        title = f"{count} of {len(index)} samples, at random (seed {wanted.seed})"
+    elif first is not None:
+        title = f"the first {count} samples (their number is unknown without an index)"
+    return Selected(index, [ids], f"{place_of(index)}: {title}", labels)
 
 
 def place_of(index: Index) -> str:
@@ -103,9 +95,7 @@ def _first_samples(paths: Sequence[str], n: int) -> Index | None:
     return join(parts)
 
 
-def _by_class(
-    index: Index, wanted: PeekOptions, labels: Sequence[ColumnInfo], place: str
-) -> Selected:
+def _by_class(index: Index, wanted: PeekOptions, labels: Sequence[ColumnInfo]) -> Selected:
     """Return n samples of each wanted class, or n samples evenly over all classes."""
     mine, n = [label for label in labels if label.kind != "number"], wanted.n
     if len(mine) != 1:
@@ -113,26 +103,29 @@ def _by_class(
         raise UsageError(f"choose the label with the classes (label): {names}.")
     ids_of, looked_at = _class_ids(index, mine[0])
     known = mine[0].classes or sorted(ids_of, key=lambda name: (len(name), name))
-    order = [_class_name(name, mine[0], known) for name in wanted.classes] or known
-    classes = {name: _shuffled(ids_of[name], wanted.seed, name) for name in order if name in ids_of}
-    part = f" (by {looked_at} of {len(index)} labels)" * (looked_at < len(index))
-    absent = [name for name in order if name not in classes]
-    few = [name for name, ids in classes.items() if wanted.classes and len(ids) < n]
-    notes = [f"no samples of {listed(absent)}{part}"] if absent else []
-    notes += [f"fewer than {n} samples of {listed(few)}{part}"] if few else []
-    taken, how = Counter(dict.fromkeys(classes, n)), f"{n} of each of {listed(order)}"
+    order, least = wanted.classes or known, n if wanted.classes else 1
+    for name in order:
+        if name not in known:
+            label = mine[0].name
+            raise UsageError(f"the label {label!r} has no class {name!r}.", choices(name, known))
+    none = np.zeros(0, np.int64)
+    classes = [_shuffled(ids_of.get(name, none), wanted.seed, name) for name in order]
+    few = [
+        f"{name} ({len(ids)})" for name, ids in zip(order, classes, strict=True) if len(ids) < least
+    ]
+    notes = [f"too few samples of {listed(few)}, of {looked_at} labels"] if few else []
+    taken, how = np.full(len(order), n), f"{n} of each of {listed(order)}"
     if not wanted.classes:  # one of each class, then a second of each, and so on
-        order = list(classes)
-        if len(order) > n:
-            places = _shuffled(np.arange(len(order)), wanted.seed, "classes").tolist()
-            order = [order[place] for place in places]
-        turns = (name for turn in range(n) for name in order if turn < len(classes[name]))
-        taken, how = Counter(islice(turns, n)), f"evenly over {len(classes)} classes"
-    lines = [np.sort(ids[: taken[name]]) for name, ids in classes.items() if taken[name]]
+        places = _shuffled(np.arange(len(order)), wanted.seed, "classes").tolist()
+        turns = (at for turn in range(n) for at in places if turn < len(classes[at]))
+        taken = np.bincount(list(islice(turns, n)), minlength=len(order))
+        how = f"evenly over {len(order)} classes"
+    lines = [np.sort(ids[:most]) for ids, most in zip(classes, taken, strict=True)]
+    lines = [ids for ids in lines if len(ids)]
     count = sum(map(len, lines))
-    how = f"{count} of {len(index)} samples, {how} (seed {wanted.seed}){part}"
-    lines = lines if count > len(lines) else [np.concatenate([np.zeros(0, np.int64), *lines])]
-    return Selected(index, lines, f"{place}: {how}", mine, notes)
+    title = f"{count} of {len(index)} samples, {how} (seed {wanted.seed})"
+    lines = lines if count > len(lines) else [np.concatenate([none, *lines])]
+    return Selected(index, lines, f"{place_of(index)}: {title}", mine, notes)
 
 
 def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
@@ -148,20 +141,11 @@ def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
     if pa.types.is_list(values.type):
         rows = ids[np.asarray(pc.list_parent_indices(values), np.int64)]
         values = values.flatten()
-    coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    coded = values.dictionary_encode()  # of classes, as it is
     codes, names = np.asarray(pc.fill_null(coded.indices, -1)), coded.dictionary.to_pylist()
     order = np.argsort(codes, kind="stable")
     parts = np.split(rows[order], np.searchsorted(codes[order], np.arange(len(names))))[1:]
     return {str(name): of for name, of in zip(names, parts, strict=True) if len(of)}, len(ids)
-
-
-def _class_name(name: str, label: ColumnInfo, known: Sequence[str]) -> str:
-    """Return a class by its name or its number."""
-    if name not in known and name.isdecimal() and int(name) < len(label.classes):
-        return label.classes[int(name)]
-    if name not in known:
-        raise UsageError(f"the label {label.name!r} has no class {name!r}.", choices(name, known))
-    return name
 
 
 def _shuffled(ids: Ints, *words: int | str) -> Ints:
@@ -170,14 +154,7 @@ def _shuffled(ids: Ints, *words: int | str) -> Ints:
 
 def _by_key(index: Index, keys: Sequence[str]) -> Ints:
     """Return the samples with these keys, in their order. Raises UsageError for a missing key."""
-    every, ids_of = index.keys(np.arange(len(index))), {key: list[int]() for key in keys}
-    for i, key in enumerate(every):
-        if key in ids_of:
-            ids_of[key].append(i)
-    for key, ids in ids_of.items():
-        if not ids:
-            raise UsageError(
-                f"there is no sample {key!r} in these shards.",
-                f"Use a key such as {', '.join(map(repr, every[:3]))}.",
-            )
-    return np.array([i for ids in ids_of.values() for i in ids], np.int64)
+    try:
+        return np.array([number_of(index, key) for key in keys], np.int64)
+    except KeyError as error:
+        raise UsageError(error.args[0], f"Use a key such as {index.key(0)!r}.") from None
