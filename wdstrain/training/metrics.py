@@ -284,16 +284,14 @@ class EvalMetrics:
 
     @torch.no_grad()
     def update(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
-        """Add a batch. losses: [b]."""
-        if not len(outputs):
-            return
+        """Add a batch of one sample or more. losses: [b]."""
         self._loss += torch.stack([losses.double().sum(), torch.ones_like(losses).sum()])
         columns = self._task.split(outputs)
         for part, own, target in zip(self._parts, columns, targets, strict=True):
             part.update(own.double(), target)
         for name, metric in self._user.items():
-            number = self._task.heads.index(self._task.head_of(name))
-            head = self._task.heads[number]
+            head = self._task.head_of(name)
+            number = self._task.heads.index(head)
             metric.update(*head.for_metric(columns[number], targets[number]))
 
     def compute(self, reduce: Reduce) -> tuple[Metrics, dict[str, Any]]:

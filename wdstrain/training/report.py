@@ -243,21 +243,16 @@ def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> str:
 def _class_table(classes: Classes) -> str:
     """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
     counted, *names = next(iter(classes.values()))
-    order = sorted(classes, key=lambda name: -(classes[name][counted] or 0))
+    order = sorted(classes.items(), key=lambda item: -(item[1][counted] or 0))
     rows = [
-        [name, classes[name][counted], *map(_share_text, map(classes[name].get, names))]
-        for name in order
+        [name, row[counted], *("-" if row[n] is None else f"{row[n]:.3f}" for n in names)]
+        for name, row in order
     ]
-    share = (classes[order[0]][counted] or 0) / max(
-        1, sum(row[counted] or 0 for row in classes.values())
-    )
-    baseline = f"Predicting always {order[0]!r} would be right for {share:.2%} of {counted}."
+    (name, most), whole = order[0], sum(row[counted] or 0 for row in classes.values())
+    share = (most[counted] or 0) / max(1, whole)
+    baseline = f"Predicting always {name!r} would be right for {share:.2%} of {counted}."
     table = pages.grid(("class", counted, *names), rows[:_CLASSES])
     return f"<p>{escape(baseline)}</p>{table}"
-
-
-def _share_text(share: float | None) -> str:
-    return "-" if share is None else f"{share:.3f}"
 
 
 def _gallery(samples: Sequence[Preview], task: Task) -> str:

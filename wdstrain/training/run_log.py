@@ -86,7 +86,7 @@ class RunLog:
             f"{part}/{name}": value
             for part, figures in parts.items()
             for name, value in figures.items()
-            if isinstance(value, (int, float)) and name not in ("epoch", "lr")
+            if isinstance(value, (int, float)) and name not in ("epoch", "lr", "is_best")
         }
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps, flush=True)
         with self._going_on():

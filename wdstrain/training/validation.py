@@ -150,20 +150,15 @@ def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
 # --- samples for the report -----------------------------------------------------------------------
 
 
-class Said(NamedTuple):
-    """What a head says about a sample, and the truth, in words."""
-
-    prediction: str
-    truth: str
-    is_wrong: bool
-
-
 class Preview(NamedTuple):
-    """A sample with its loss, and what each head says about it, by name. pixels: uint8[h, w, 3]."""
+    """A sample with its loss. pixels: uint8[h, w, 3].
+
+    said: (prediction, truth, whether it is wrong) by label, in words.
+    """
 
     loss: float
     key: str
-    said: dict[str, Said]
+    said: dict[str, tuple[str, str, bool]]
     pixels: Pixels | None
 
 
@@ -219,7 +214,7 @@ class _Previews:
             if isinstance(predicted, str):
                 text += f" {float(head.probabilities(own).max()):.0%}"
             is_class = isinstance(predicted, (str, list))
-            said[head.name] = Said(text, head.text(true), is_class and predicted != true)
+            said[head.name] = (text, head.text(true), is_class and predicted != true)
             if isinstance(head, MaskHead) and panels:
                 edge = np.full((len(panels[0]), 1, 3), 255, np.uint8)
                 for numbers in (predicted, true):
