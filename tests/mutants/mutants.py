@@ -134,11 +134,18 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_http.py",
         "tests/storage/test_replaced_shards.py",
     ),
+    "storage/remote.py": (
+        "tests/reader/test_reads.py",
+        "tests/storage/test_http.py",
+        "tests/storage/test_odd_servers.py",
+        "tests/storage/test_replaced_shards.py",
+        "tests/storage/test_cache.py",
+        "tests/oracle/test_loading.py",
+    ),
     "storage/retries.py": (
         "tests/storage/test_odd_servers.py::test_a_loader_waits_for_the_next_window_when_a_quota_is_nearly_used",
         "tests/storage/test_odd_servers.py::test_a_wait_that_the_server_asks_for_is_no_silence",
         "tests/storage/test_odd_servers.py::test_all_processes_of_a_machine_wait_when_one_was_refused",
-        "tests/storage/test_odd_servers.py::test_ranges_grow_until_a_stated_quota_suffices",
         "tests/storage/test_http.py",
     ),
     "storage/cache.py": (
@@ -366,8 +373,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "fresh-time",
-            "if age.total_seconds() > 1 else None",
-            "if age.total_seconds() >= 0 else None",
+            "(sent - modified).total_seconds() > 1",
+            "(sent - modified).total_seconds() >= 0",
         ),
         ("compressed", 'coding.lower() != "identity" and (', 'coding.lower() == "gzip" and not ('),
         ("renewed-once", "_renewed[key][1] < sent", "_renewed[key][1] > sent"),
@@ -376,6 +383,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "storage/remote.py": [
         ("size-of-object", "if total not in (None, self.size):", "if total in (None, self.size):"),
+        ("range-for-quota", "max(RANGE_BYTES, int(d", "min(RANGE_BYTES, int(d"),
         ("same-version", "if self.tag and not response.is_v", "if self.tag and response.is_v"),
         (
             "response-of-process",
@@ -387,7 +395,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("announced-wait", "if silent >= limit and not asked:", "if silent >= limit or not asked:"),
         ("quota-used-up", 'stated["r"] <= min(', 'stated["r"] < min('),
         ("wait-of-others", "max(begin, os.stat(", "min(begin, os.stat("),
-        ("range-for-quota", "max([RANGE_BYTES, *", "min([RANGE_BYTES, *"),
     ],
     "storage/cache.py": [
         (

@@ -94,7 +94,7 @@ def test_damaged_samples_are_found_when_they_are_read(packed: Path) -> None:
 
 
 def test_samples_that_are_larger_than_a_request_are_verified(tmp_path: Path) -> None:
-    sizes = [1 << 20, 1 << 20, range_size() + 5000, *[1 << 20] * 9]
+    sizes = [1 << 20, 1 << 20, range_size(0) + 5000, *[1 << 20] * 9]
     samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
     for number in (2, 5):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,23 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> wt.Index:
             number += 1
         write_tar(folder / f"s-{shard}.tar", samples)
     return wt.index(folder)
+
+
+def test_a_loader_of_300_megabytes_per_second_sends_3000_requests_in_5_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hugging Face Hub allows no more. A loader reads 90 GB in this time: 900 shards of 100 MB."""
+    monkeypatch.delenv("WDSTRAIN_RANGE_SIZE", raising=False)
+    samples = [(f"k{number:03d}", {"bin": bytes(999_000)}) for number in range(100)]
+    write_tar(tmp_path / "s.tar", samples)
+    index = wt.index(tmp_path)
+    far = replace(index.shards[0], path="http://server/s.tar")
+    loader = wt.Loader(replace(index, shards=(far,)), batch_size=4)
+    planned = list(reads(loader.index, loader.plan, 0, 0, 0, until=900))
+    assert sum(read.stop - read.start for read in planned) > 89e9
+    assert len(planned) < 3000
+    # The first batch waits for no other range than before: six are in flight.
+    assert max(read.stop - read.start for read in planned[:6]) < 5_000_000
 
 
 def check_read(index: wt.Index, read: Read) -> None:

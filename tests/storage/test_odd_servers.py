@@ -224,20 +224,11 @@ def test_a_limit_that_cannot_be_read_is_no_limit(packed: Path, tmp_path: Path, h
 
 
 @pytest.mark.parametrize("where", ["cls >= 0", "cls == 0"])
-def test_ranges_grow_until_a_stated_quota_suffices(tmp_path: Path, where: str) -> None:
-    """300 requests in 8 seconds suffice for 300 MB/s if each brings 8 MB.
-
-    Half of the samples may be left out: they lie in gaps of the ranges, which are discarded.
-    """
+def test_ranges_grow_with_what_is_delivered(tmp_path: Path, where: str) -> None:
+    """Half of the samples may be left out: they lie in gaps of the ranges, which are discarded."""
     rows = ({"__key__": f"{n:02d}", "bin": bytes([n]) * 1_000_000, "cls": n % 2} for n in range(40))
     wt.pack(rows, tmp_path / "set", num_shards=1)
-
-    def stating(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        policy = {"RateLimit": '"all";r=250;t=8', "RateLimit-Policy": '"all";q=300;w=8'}
-        handler.answer_range(path, start, stop, {"ETag": '"1"', **policy})
-        return True
-
-    with serving(tmp_path / "set", faults=[stating] * ALWAYS) as server:
+    with serving(tmp_path / "set") as server:
         code = f"""if True:
             import wdstrain as wt
             with wt.Loader({server.url!r}, batch_size=4, where={where!r}, shuffle_buffer=8) as loader:
@@ -251,21 +242,18 @@ def test_ranges_grow_until_a_stated_quota_suffices(tmp_path: Path, where: str) -
         ranges = [asked.removeprefix("bytes=").split("-") for _, asked in server.requests if asked]
     sizes = [int(last) - int(first) + 1 for first, last in ranges if int(last) < 1 << 40]
     assert sizes[0] < 5_000_000
-    assert 8_000_000 < max(sizes) < 10_000_000
+    assert 8_000_000 < max(sizes) < 36_000_000
 
 
 @pytest.mark.parametrize("stated", ["", "Retry-After", "RateLimit"])
-def test_a_loader_keeps_within_the_requests_that_a_server_allows(
-    tmp_path: Path, stated: str
-) -> None:
-    """Twenty requests in five seconds are allowed; a shard of 100 MB has 25 ranges of 4 MB.
+def test_a_loader_survives_the_requests_that_a_server_refuses(tmp_path: Path, stated: str) -> None:
+    """Twelve requests in five seconds are allowed. Others are refused, for longer than silence lasts.
 
-    Further requests are refused, for longer than a server may be silent. Then a request brings
-    30 MB on average: 3,000 requests in 5 minutes suffice for 300 MB/s.
+    A request brings 30 MB on average then: 3,000 requests in 5 minutes suffice for 300 MB/s.
     """
     rows = ({"__key__": f"{n:03d}", "bin": bytes([n]) * 1_000_000} for n in range(100))
     wt.pack(rows, tmp_path / "set", num_shards=1)
-    lock, begins, count, sent, refused = threading.Lock(), [0.0], [0], list[tuple[bool, int]](), [0]
+    lock, begins, count, sent, refused = threading.Lock(), [0.0], [0], list[int](), [0]
 
     def limiting(handler: Handler, path: Path, start: int, stop: int) -> bool:
         with lock:
@@ -273,8 +261,8 @@ def test_a_loader_keeps_within_the_requests_that_a_server_allows(
             if now - begins[0] > 5.0:
                 begins[0], count[0] = now, 0
             count[0] += 1
-            if is_allowed := count[0] <= 20:
-                sent.append((bool(refused[0]), stop - start))
+            if is_allowed := count[0] <= 12:
+                sent.append(stop - start)
             else:
                 refused[0] += 1
         if not is_allowed:
@@ -291,9 +279,9 @@ def test_a_loader_keeps_within_the_requests_that_a_server_allows(
         code = f"""if True:
             import wdstrain as wt
             with wt.Loader({server.url!r}, batch_size=4, shuffle_buffer=8) as loader:
-                for _ in range(4):
+                for epoch in range(4):
                     keys = set()
-                    for batch in loader:
+                    for batch in loader.epoch(epoch, until=4):
                         for key, data in zip(batch["__key__"], batch["bin"]):
                             assert data == bytes([int(key)]) * 1_000_000
                             keys.add(key)
@@ -303,11 +291,10 @@ def test_a_loader_keeps_within_the_requests_that_a_server_allows(
         environment = {k: v for k, v in os.environ.items() if k not in unset}
         environment |= {"WDSTRAIN_RETRY_PAUSE": "0.002", "WDSTRAIN_NETWORK_TIMEOUT": "4"}
         subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    assert max(size for is_later, size in sent if not is_later) < 5_000_000
-    later = [size for is_later, size in sent if is_later]
-    # Reads of 4 MB that were planned before the refusal come first; two epochs later there are none.
-    assert len(later) > 6
-    assert sum(later[-6:]) / 6 >= 30e6
+    assert refused[0] > 0
+    assert max(sent[:3]) < 5_000_000
+    assert len(sent) <= 12 + 4 * 3 + 2  # 100 with ranges of 4 MB
+    assert sum(sent[-6:]) / 6 > 25e6
 
 
 # --- addresses that expire ---
@@ -358,26 +345,6 @@ def test_each_signed_address_is_renewed_by_itself(
         )
     for signer in signers.values():
         assert len(signer.calls) == len(signer.expired) > 0
-
-
-def test_a_command_renews_addresses(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "sign.py"
-    program.write_text(
-        "import sys\n"
-        f"open({str(tmp_path / 'calls')!r}, 'a').write('called ')\n"
-        "print(sys.stdin.readline().replace('sig=old', 'sig=new').strip())\n"
-    )
-    monkeypatch.setenv("WDSTRAIN_RENEW_COMMAND", f"{sys.executable} {program}")
-
-    def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        is_good = handler.path.endswith("sig=new")
-        return not is_good and status(403, EXPIRED)(handler, path, start, stop)
-
-    with serving(packed, faults=[signed] * ALWAYS, faulty=(".tar", ".json", ".arrow")) as server:
-        load(f"{server.url}?sig=old", tmp_path)
-    assert (tmp_path / "calls").read_text() == "called "
 
 
 def other_file(address: str) -> str:

@@ -18,12 +18,12 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory import Memory, checksums, private_memory
 from wdstrain.order.order import Ints
-from wdstrain.reader.reads import Read
+from wdstrain.reader.reads import LOCAL_BYTES, Read
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.tar import is_sample
-from wdstrain.storage.cache import Cache, CachedFile
+from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import LocalFile, open_source
-from wdstrain.storage.remote import MOST_RANGE, RemoteFile, is_remote, range_size
+from wdstrain.storage.remote import File, RemoteFile, is_remote, range_size
 
 # Why the bytes of a sample cannot be used: the field that differs, "" for the whole sample; a reason.
 Bad = tuple[str, str]
@@ -82,10 +82,10 @@ class Fetcher:
         open, the last used ones."""
         self._index, self._memory, self._options = index, memory, options
         self._stats, self._lock, self._most_files = stats, lock, most_files
-        self._files: dict[str, LocalFile | RemoteFile] = {}
+        self._files: dict[str, File] = {}
         self.is_ranged, self._stopping = True, threading.Event()
-        # Later reads may be larger. Memory is taken when it is written.
-        self._scratch = private_memory(max(range_size(), MOST_RANGE))
+        # Memory is taken when it is written.
+        self._scratch = private_memory(max(range_size(), LOCAL_BYTES))
 
     def read(self, read: Read, block: int) -> dict[int, Bad | BaseException]:
         """Read into a block and verify. Return what is wrong, by position of the sample in the read.
@@ -116,8 +116,7 @@ class Fetcher:
         """End the read that the thread is in. It writes nothing to memory afterwards."""
         self._stopping.set()
         for file in list(self._files.values()):
-            if isinstance(file, RemoteFile):
-                file.stop()
+            file.stop()
 
     def close(self) -> None:
         """Close all files."""
@@ -137,20 +136,14 @@ class Fetcher:
 
     def _read_into(self, shard: Shard, target: memoryview, offset: int) -> None:
         file = self._file(shard)
-        if isinstance(file, LocalFile):
-            file.read_into(target, offset)
-            return
-        before = file.retries, file.cached, file.fetched
+        before = file.counts()
         try:
             file.read_into(target, offset)
         finally:
             self.is_ranged &= file.ranged
-            cache = self._options.cache
-            fetched, retries = cache.take_counts() if cache is not None else (0, 0)
             with self._lock:
-                self._stats.retries += file.retries - before[0] + retries
-                self._stats.cached += file.cached - before[1]
-                self._stats.fetched += file.fetched - before[2] + fetched
+                for name, count in file.counts().items():
+                    vars(self._stats)[name] += count - before[name]
 
     def _read_singly(self, read: Read, block: int) -> dict[int, Bad | BaseException]:
         """Read the samples one by one, in the order of their batches: the shard is damaged.
@@ -220,7 +213,7 @@ class Fetcher:
 
     # --- files ------------------------------------------------------------------------------------
 
-    def _file(self, shard: Shard) -> LocalFile | RemoteFile:
+    def _file(self, shard: Shard) -> File:
         """Return the open file of a shard."""
         file = self._files.pop(shard.path, None) or self._open(shard)
         self._files[shard.path] = file
@@ -228,16 +221,17 @@ class Fetcher:
             self._files.pop(next(iter(self._files))).close()
         return file
 
-    def _open(self, shard: Shard) -> LocalFile | RemoteFile:
+    def _open(self, shard: Shard) -> File:
         state, cache = self._index.expected_state(shard), self._options.cache
         if not is_remote(shard.path):
             return LocalFile(shard.path, state or "")
         if state is None:
             state = self._index.versions.get(shard.path)
-        file: CachedFile | None = None
         if cache is not None:
             file = cache.open(shard.path, shard.bytes, shard.sha256, shard.tag, self._stopping)
-        return file or RemoteFile(shard.path, shard.bytes, state, self._stopping)
+            if file is not None:
+                return file
+        return RemoteFile(shard.path, shard.bytes, state, self._stopping)
 
 
 def damaged_samples(

@@ -110,17 +110,18 @@ def lane_reads(
         place += count
         wanted = places.step >= step  # others were delivered before
         ids, steps, rows = (column[wanted] for column in places)
-        yield from _cut(index, Places(ids, steps + before, rows))
+        yield from _cut(index, Places(ids, steps + before, rows), order.batch_size)
 
 
-def _cut(index: Index, places: Places) -> Iterator[Read]:
+def _cut(index: Index, places: Places, batch_size: int) -> Iterator[Read]:
     """Yield the reads of samples in the order of reading; `step` of the places is the batch.
 
-    A read goes forward in one shard, and through small gaps.
+    A read goes forward in one shard, and through small gaps. Those of servers grow with the bytes of
+    the batches before the first that needs them.
     """
     ids = places.ids
     start, extent, shard = index.offsets.start[ids], index.offsets.size[ids], index.shard_of(ids)
-    stop = start + extent
+    stop, batch_bytes = start + extent, batch_size * int(extent.sum()) / max(1, len(ids))
     gap = start[1:] - stop[:-1]
     # Later reads of the lane may be needed earlier, and they wait for this one.
     needed = np.minimum.accumulate(places.step[::-1])[::-1]
@@ -130,8 +131,8 @@ def _cut(index: Index, places: Places) -> Iterator[Read]:
     for first, last in pairwise([0, *(np.flatnonzero(new) + 1).tolist(), len(ids)]):
         while first < last:
             end = min(last, first + READ_SAMPLES)
-            # The size of ranges grows when a server limits the number of requests.
-            most = range_size() if is_remote(index.shards[shard[first]].path) else LOCAL_BYTES
+            is_far = is_remote(index.shards[shard[first]].path)
+            most = range_size(needed[first] * batch_bytes) if is_far else LOCAL_BYTES
             fits = np.searchsorted(stop[first:end], start[first] + most, side="right")
             end = first + max(1, int(fits))
             own, sizes = slice(first, end), size[first:end].copy()

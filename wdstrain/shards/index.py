@@ -27,8 +27,8 @@ from wdstrain.shards.kinds import ColumnInfo, joined_labels
 from wdstrain.shards.offsets import Ints, Members, Offsets, firsts, table_names, utf8_text
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
-from wdstrain.storage.files import Source, open_source
-from wdstrain.storage.remote import is_remote, name_of, shown_path
+from wdstrain.storage.files import open_source
+from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
 __all__ = ["Index", "Shard", "join"]
 
@@ -363,7 +363,7 @@ def join(parts: Sequence[Index]) -> Index:
 
 
 def _verified(
-    index: Index, shard: Shard, ids: Ints, members: Members, source: Source
+    index: Index, shard: Shard, ids: Ints, members: Members, source: File
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (field, bytes) of members of a shard. Raises DamageError for another crc32."""
     values = _values(source, members, _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP)
@@ -379,7 +379,7 @@ def _verified(
         yield name, bytes(value)
 
 
-def _values(source: Source, members: Members, gap: int) -> Iterator[memoryview]:
+def _values(source: File, members: Members, gap: int) -> Iterator[memoryview]:
     """Yield the bytes of members. Members with at most `gap` bytes between them are one read."""
     offset, stop = members.offset, members.offset + members.size
     between = offset[1:] - stop[:-1]

@@ -20,15 +20,13 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import time
-from collections import Counter
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from io import FileIO
 
-from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.storage.files import publish, read_at, regular
 from wdstrain.storage.remote import RemoteFile, name_of, range_size, shown_path
 from wdstrain.storage.retries import silence_limit
@@ -47,23 +45,17 @@ _unwritable: set[str] = set()  # folders of which the log says that they cannot 
 
 
 class CachedFile(RemoteFile):
-    """A shard in the cache, whole or growing. Only `stop` may be called by other threads.
+    """A shard in the cache, whole or growing. The bytes that it lacks come from the server.
 
-    cached: bytes that were in the cache when the file was opened. The bytes that the file lacks
-    come from the server.
+    cached: bytes that were in the cache when the file was opened. fetched: all others.
     """
 
     def __init__(
-        self,
-        file: FileIO,
-        place: str,
-        path: str,
-        size: int,
-        tag: str,
-        stopping: threading.Event | None,
+        self, file: FileIO, place: str, remote: RemoteFile, stopping: threading.Event | None
     ) -> None:
-        """file: in the cache; this object closes it. place: path of the whole file."""
-        super().__init__(path, size, tag, stopping)
+        """file: in the cache; this object closes it. place: path of the whole file. remote: the
+        shard at its server."""
+        super().__init__(remote.path, remote.size, remote.tag, stopping)
         self.cached_path = place
         self._file, self._present = file, os.fstat(file.fileno()).st_size
 
@@ -75,8 +67,9 @@ class CachedFile(RemoteFile):
             return
         if read_at(self._file.fileno(), target, offset) < len(target):
             raise StorageError(f"{self._shown}: its file in the cache was cut while it was read.")
-        if stop <= self._present:
-            self.cached += len(target)
+        is_present = stop <= self._present
+        self.cached += len(target) * is_present
+        self.fetched += len(target) * (not is_present)
 
     def close(self) -> None:
         """Close the file; the cache may remove it then."""
@@ -111,8 +104,7 @@ class Cache:
         Raises UsageError if it cannot be made.
         """
         self.path, self.writable = os.path.join(os.path.abspath(folder), FOLDER), True
-        self.limit, self._counts = limit, Counter[str]()
-        self._lock, self._downloads = threading.Lock(), dict[threading.Thread, RemoteFile]()
+        self.limit, self._downloads = limit, dict[threading.Thread, RemoteFile]()
         try:
             os.makedirs(self.path, exist_ok=True)
         except OSError as error:
@@ -149,24 +141,23 @@ class Cache:
         So are a shard whose checksum and version are unknown, one for which the limit leaves no
         room, and a missing one if the disk is full or read-only. stopping: set to end reading.
         """
-        place, file = self.place(path, size, sha256, tag), None
+        place, file, part = self.place(path, size, sha256, tag), None, None
         if not place:
             return None
+        remote = RemoteFile(path, size, tag)  # without a version ("") the checksum decides
         try:
-            # The size comes from an index, which may be hostile.
-            if size > shutil.disk_usage(self.path).total:
-                return None
             file = self._open_whole(place, size)
             if file is None and self.writable:
-                self._begin_download(place, RemoteFile(path, size, tag), sha256)
+                self._begin_download(place, remote, sha256)
                 with suppress(FileNotFoundError):
-                    file = FileIO(_part(place, size), opener=regular)
-            if file is None:  # perhaps completed meanwhile
-                file = self._open_whole(place, size)
+                    part = FileIO(_part(place, size), opener=regular)
+                # Perhaps it was completed meanwhile, and this is the part of a thread that is late.
+                if (file := self._open_whole(place, size)) and part:
+                    part.close()
         except OSError as error:
             self._stop_writing(error)
-        # Without a version ("") the checksum decides.
-        return None if file is None else CachedFile(file, place, path, size, tag, stopping)
+        file = file or part
+        return None if file is None else CachedFile(file, place, remote, stopping)
 
     def forget(self, path: str, size: int, sha256: str = "", tag: str = "") -> None:
         """Remove a shard whose bytes are wrong. Its readers keep the file that they have open."""
@@ -174,12 +165,6 @@ class Cache:
         for name in (place, _part(place, size)) if place else ():
             with suppress(OSError):
                 os.unlink(name)
-
-    def take_counts(self) -> tuple[int, int]:
-        """Return the bytes that downloads fetched since the last call, and their failed attempts."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter[str]()
-        return counts["fetched"], counts["retries"]
 
     def stop(self, patience: float) -> None:
         """End the downloads, and complete those that have all bytes. patience: most seconds."""
@@ -236,11 +221,8 @@ class Cache:
             while (rest := size - os.fstat(file.fileno()).st_size) > 0:
                 # The last chunk is not small: a loop that ends after the last sample has it all.
                 chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
-                failed = remote.retries
                 remote.read_into(chunk, size - rest, last=size)
                 file.write(chunk)  # perhaps less on a full disk: the next write fails
-                with self._lock:
-                    self._counts.update(fetched=len(chunk), retries=remote.retries - failed)
             if sha256 and _sha256(file) != sha256:
                 os.unlink(part)
                 _log.warning(
@@ -251,6 +233,8 @@ class Cache:
             # After `forget` the name may belong to the file of another download.
             elif os.path.samestat(os.stat(part), os.fstat(file.fileno())):
                 publish(part, place)
+        except ShardError:  # the shard is not that of the index; its readers get the same error
+            os.unlink(part)
         except (WdstrainError, FileNotFoundError):
             pass  # the readers get the same error from the server, or the shard was forgotten
         except OSError as error:

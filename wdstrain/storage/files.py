@@ -12,12 +12,12 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from typing import BinaryIO
 
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.storage.remote import ALL_BYTES, RemoteFile, is_remote, read_remote
+from wdstrain.storage.remote import ALL_BYTES, File, RemoteFile, is_remote, read_remote
 
 _ADVICE = "Free some space, or check the folder."
 _PROBE_BYTES = 1 << 16  # of a file that shows whether there is some space
@@ -148,8 +148,8 @@ def is_state(state: str, status: os.stat_result) -> bool:
     return now[0] == then[0] and (now[1:2] == then[1:2] or now[2:] == then[2:])
 
 
-class LocalFile(AbstractContextManager["LocalFile"]):
-    """A local shard, read by position. Not shared between threads.
+class LocalFile(File):
+    """A local shard.
 
     tag, version: the state of the file when it was opened.
     """
@@ -170,14 +170,8 @@ class LocalFile(AbstractContextManager["LocalFile"]):
         with suppress(OSError):  # a hint, which some file systems do not know
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes [offset, offset + length), fewer only at the end of the file."""
-        data = bytearray(max(0, min(length, self.size - offset)))
-        self.read_into(memoryview(data), offset)
-        return bytes(data)
-
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
-        """Fill the target with the bytes from offset on. last: see `RemoteFile`.
+        """Fill the target with the bytes from offset on.
 
         Raises ShardError if the file ends before or has another state, StorageError if it cannot be
         read.
@@ -206,19 +200,13 @@ class LocalFile(AbstractContextManager["LocalFile"]):
         """Close the file. Raises OSError, as a network file system may."""
         self._file.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-Source = LocalFile | RemoteFile
-
 
 def open_source(
     path: str,
     size: int | None = None,
     state: str | None = None,
     stopping: threading.Event | None = None,
-) -> Source:
+) -> File:
     """Return a shard to read from, local or remote.
 
     size: as the index says; it saves a request for the size. state: state or version that the

@@ -7,10 +7,8 @@ The target of a redirect is used again until it refuses a request. Servers that 
 addresses count the requests for them. Where a server limits the requests, all processes of this
 machine wait (`retries`).
 
-Signed addresses that expired are renewed by a function or a command of the user. Those with one
-server and one query expire together, and are renewed by one call. The environment variable
-WDSTRAIN_RENEW_COMMAND names a command that reads the expired address from its standard input, and
-prints a fresh one.
+Signed addresses that expired are renewed by a function of the user. Those with one server and one
+query expire together, and are renewed by one call.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import shlex
-import subprocess
 import threading
 import time
 import traceback
@@ -38,7 +34,9 @@ from urllib3.util.response import assert_header_parsing
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.retries import (
+    MODIFIED,
     REFUSAL_PATIENCE,
+    Response,
     TemporaryError,
     note_limit,
     retry,
@@ -48,9 +46,8 @@ from wdstrain.storage.retries import (
 )
 from wdstrain.storage.secrets import describe_error, redacted, scrubbed, without_user
 
-_HEADERS, _COMMAND = "WDSTRAIN_HTTP_HEADERS", "WDSTRAIN_RENEW_COMMAND"
+_HEADERS = "WDSTRAIN_HTTP_HEADERS"
 _CONNECT_TIMEOUT = 10.0  # seconds
-_LONGEST_COMMAND = 120.0  # seconds
 _REDIRECTS = 5
 _RENEWALS = 2  # of an address for one request; other threads may use a short one up
 _MOST_TARGETS = 4096  # of redirects that are remembered
@@ -61,7 +58,6 @@ _REDIRECT = (301, 302, 303, 307, 308)
 _BEYOND = 416  # status code of a request beyond the end of the object
 _MISSING = (403, 404, 410)  # status codes of an object that does not exist
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})  # status codes that a retry may fix
-_MODIFIED = "Last-Modified: "  # start of a version that is not an ETag
 # At most 18 digits, and ASCII only: int() accepts digits of other scripts and of any count.
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes (?:(N)-(N)|\*)/(N|\*)".replace("N", _NUMBER.pattern))
@@ -72,8 +68,7 @@ _REASON = re.compile(
 )
 _EXPIRED = re.compile(r"expired|time frame", re.IGNORECASE)
 
-_targets: dict[str, str] = {}  # address -> where its last redirect led to
-_direct: set[tuple[str, str]] = set()  # servers and kinds of files that are sent without a redirect
+_targets: dict[str, str] = {}  # address -> which sent its bytes last
 
 _renewal: Callable[[str], str] | None = None  # the function of `renew_addresses`
 # By server and query of expired addresses: parts of the fresh one, and when it was there.
@@ -104,94 +99,100 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-class HttpResponse:
-    """Response to a range request. Its body is read forward.
+def request(address: str, start: int, stop: int) -> Response:
+    """Return the response to a request for bytes [start, stop) of an object.
 
-    position: byte of the object that comes next. stop: end of the body. total: bytes of the object,
-    None if unknown. version: ETag or modification time, None if unknown. process: reads the body.
-    ranged: whether the server sent a range and not the whole object.
+    Raises `RETRIED` errors if a retry may help, otherwise StorageError.
     """
+    response = get(address, {"Range": f"bytes={start}-{stop - 1}"}, (_BEYOND,))
+    close, headers, is_ranged = (
+        partial(_release, response),
+        response.headers,
+        response.status != 200,
+    )
+    try:
+        _check_body(response, address)
+        extent = _ranged(headers, start, redacted(address)) if is_ranged else _whole(headers)
+    except StorageError:
+        close()
+        raise
+    tag, modified = headers.get("ETag"), headers.get("Last-Modified")
+    tag, modified = tag and tag.removeprefix("W/"), modified and MODIFIED + modified
+    # A time within a second of the response is no version: the object may change in that second.
+    version = tag or (modified if _is_old(headers) else None)
+    return Response(
+        _raw(response),
+        *extent,
+        version,
+        tag,
+        modified,
+        ranged=is_ranged,
+        close=close,
+        interrupt=response.shutdown,
+    )
 
-    def __init__(self, address: str, start: int, stop: int) -> None:
-        """Request bytes [start, stop) of an object.
 
-        Raises `RETRIED` errors if a retry may help, otherwise StorageError.
-        """
-        self.process, self._shown = os.getpid(), redacted(address)
-        self._response = get(address, {"Range": f"bytes={start}-{stop - 1}"}, (_BEYOND,))
-        self._raw, self._headers = _raw(self._response), self._response.headers
-        self.version, self.ranged = _version_of(self._headers), self._response.status != 200
-        try:
-            self.position, self.stop, self.total = self._locate(start)
-            self._check_body(is_tar=address.partition("?")[0].endswith(".tar"))
-        except StorageError:
-            self.close()
-            raise
+def _whole(headers: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """Return start, end and total bytes of a body that is the whole object."""
+    length = headers.get("Content-Length", "")
+    total = int(length) if _NUMBER.fullmatch(length) else None
+    return 0, 1 << 62 if total is None else total, total
 
-    def readinto(self, view: memoryview) -> int:
-        """Fill the view with the next bytes; return how many, 0 at the end of the body."""
-        count = self._raw.readinto(view)
-        self.position += count
-        return count
 
-    def is_version(self, version: str) -> bool:
-        """Return False if the headers say that the object has another version."""
-        if version.startswith(_MODIFIED):
-            return self._headers.get("Last-Modified") in (None, version.removeprefix(_MODIFIED))
-        tag = self._headers.get("ETag")
-        return tag in (None, version) or f"W/{tag}" == version
+def _ranged(headers: Mapping[str, str], start: int, shown: str) -> tuple[int, int, int | None]:
+    """Return start, end and total bytes of a range of an object. start: as requested."""
+    header = headers.get("Content-Range", "")
+    match = _RANGE.fullmatch(header)
+    if match is None or int(match[1] or start) != start:
+        raise StorageError(
+            f"{shown}: the server sent the range {header!r} for a request that begins at byte {start}.",
+            "Check the server.",
+        )
+    stop = int(match[2]) + 1 if match[2] else start  # "*": the object has no such byte
+    return start, stop, None if match[3] == "*" else int(match[3])
 
-    def interrupt(self) -> None:
-        """End a read that another thread is in."""
-        self._response.shutdown()
 
-    def close(self) -> None:
-        """Close the connection, unless the whole body was read: then it is kept for reuse."""
-        if self._raw.length == 1:  # of a request for the size
-            self._raw.read()
-        if not self._raw.isclosed():
-            self._response.close()
-        self._response.release_conn()
+def _check_body(response: urllib3.BaseHTTPResponse, address: str) -> None:
+    """Raise StorageError for a body that is not made of the object's own bytes."""
+    is_tar, shown = address.partition("?")[0].endswith(".tar"), redacted(address)
+    coding = response.headers.get("Content-Encoding", "identity")
+    transfer = response.headers.get("Transfer-Encoding", "chunked")
+    if transfer.lower() not in ("chunked", "identity"):
+        raise StorageError(
+            f"{shown}: the server sent the transfer coding {transfer[:80]!r}; only chunked can be read.",
+            "Check the server.",
+        )
+    if is_tar and response.headers.get("Content-Type", "").startswith("text/html"):
+        raise StorageError(
+            f"{shown}: the server sent an HTML page instead of a shard.", "Check the address."
+        )
+    # An object that is stored compressed has ranges of its compressed bytes.
+    if coding.lower() != "identity" and (is_tar or response.status == 200):
+        raise StorageError(
+            f"{shown}: the server compresses it ({coding[:80]!r}), although the request forbids it, "
+            "so offsets do not hold.",
+            "Switch compression off for this file.",
+        )
 
-    def _locate(self, start: int) -> tuple[int, int, int | None]:
-        """Return position, end of the body and bytes of the object. start: as requested."""
-        if not self.ranged:
-            length = self._headers.get("Content-Length", "")
-            total = int(length) if _NUMBER.fullmatch(length) else None
-            return 0, 1 << 62 if total is None else total, total
-        header = self._headers.get("Content-Range", "")
-        match = _RANGE.fullmatch(header)
-        if match is None or int(match[1] or start) != start:
-            raise StorageError(
-                f"{self._shown}: the server sent the range {header!r} for a request that begins "
-                f"at byte {start}.",
-                "Check the server.",
-            )
-        stop = int(match[2]) + 1 if match[2] else start  # "*": the object has no such byte
-        return start, stop, None if match[3] == "*" else int(match[3])
 
-    def _check_body(self, *, is_tar: bool) -> None:
-        """Raise StorageError for a body that is not made of the object's own bytes."""
-        kind = self._headers.get("Content-Type", "")
-        coding = self._headers.get("Content-Encoding", "identity")
-        transfer = self._headers.get("Transfer-Encoding", "chunked")
-        if transfer.lower() not in ("chunked", "identity"):
-            raise StorageError(
-                f"{self._shown}: the server sent the transfer coding {transfer[:80]!r}; only "
-                "chunked can be read.",
-                "Check the server.",
-            )
-        if is_tar and kind.startswith("text/html"):
-            raise StorageError(
-                f"{self._shown}: the server sent an HTML page instead of a shard.",
-                "Check the address.",
-            )
-        # An object that is stored compressed has ranges of its compressed bytes.
-        if coding.lower() != "identity" and (is_tar or not self.ranged):
-            raise StorageError(
-                f"{self._shown}: the server compresses it ({coding[:80]!r}), although the request "
-                f"forbids it, so offsets do not hold. Switch compression off for this file."
-            )
+def _is_old(headers: Mapping[str, str]) -> bool:
+    """Return whether an object was modified more than a second before the response."""
+    with suppress(LookupError, TypeError, ValueError, OverflowError):  # they are not dates
+        sent, modified = (
+            parsedate_to_datetime(headers[name]) for name in ("Date", "Last-Modified")
+        )
+        return (sent - modified).total_seconds() > 1
+    return False
+
+
+def _release(response: urllib3.BaseHTTPResponse) -> None:
+    """Close a connection, unless the whole body was read: then it is kept for reuse."""
+    raw = _raw(response)
+    if raw.length == 1:  # of a request for the size
+        raw.read()
+    if not raw.isclosed():
+        response.close()
+    response.release_conn()
 
 
 def read_small(address: str) -> bytes | None:
@@ -254,11 +255,8 @@ def get(
 
 def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """Send a request to the known target of an address, or to the address and its redirects."""
-    kind = server_of(address), os.path.splitext(urlsplit(address).path)[1]
-    is_known = address in _targets or kind in _direct
-    # One request learns the target for all threads. Where none redirects, a request that stalls must
-    # not hold up others.
-    with nullcontext() if is_known else _locks(os.getpid())[hash(address) % 64]:
+    # One request learns the target for all threads.
+    with nullcontext() if address in _targets else _locks(os.getpid())[hash(address) % 64]:
         target = _targets.get(address, address)
         response = _send(address, target, headers)
         if target != address and 400 <= response.status < 500:
@@ -271,11 +269,7 @@ def _follow(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPRespons
             response.close()
             target = urljoin(target, location)
             response = _send(address, target, headers)
-    if target == address:
-        _direct.add(kind)
-        _targets.pop(address, None)
-    elif response.status in _BODY:
-        _direct.discard(kind)
+    if response.status in _BODY:
         if len(_targets) >= _MOST_TARGETS:
             _targets.clear()
         _targets[address] = target
@@ -304,7 +298,8 @@ def _send(address: str, target: str, headers: Mapping[str, str]) -> urllib3.Base
         )
     except Exception as error:
         _clear_frames(error)
-        _targets.pop(address, None)
+        if target != address:
+            _targets.pop(address, None)
         raise
     raw = _raw(response)
     try:
@@ -354,21 +349,6 @@ def _reason(response: urllib3.BaseHTTPResponse, address: str) -> str:
     for _, value in parse_qsl(urlsplit(address).query):
         reason = reason.replace(value, "...")
     return f": {reason}" if reason else ""
-
-
-def _version_of(headers: Mapping[str, str]) -> str | None:
-    """Return the version of an object: its ETag, else its modification time, else None.
-
-    Modification times have a resolution of one second. A time within one second of the response is
-    not a version, because the object may change again in that second.
-    """
-    tag, modified = headers.get("ETag"), headers.get("Last-Modified")
-    if tag or not modified:
-        return tag or None
-    with suppress(TypeError, ValueError, IndexError, OverflowError):  # they are not dates
-        age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(modified)
-        return _MODIFIED + modified if age.total_seconds() > 1 else None
-    return None
 
 
 def _secret_headers(address: str) -> dict[str, str]:
@@ -439,8 +419,7 @@ def renew_addresses(function: Callable[[str], str] | None) -> None:
 
     It gets the address as it was named first, and returns that of the same file with a new
     signature. It is called once for all addresses with the same server and query, while their
-    readers wait. None: no function is called, only WDSTRAIN_RENEW_COMMAND, if that is set. Each
-    process of a job needs the call.
+    readers wait. None: no function is called. Each process of a job needs the call.
     """
     global _renewal
     _renewal = function
@@ -456,38 +435,23 @@ def _current_address(address: str) -> str:
 def _renew(address: str, sent: float) -> bool:
     """Return whether there is a fresh address in place of one that a server refused as expired.
 
-    sent: time of the request (monotonic). Raises StorageError if the user's function or command
-    fails.
+    sent: time of the request (monotonic). Raises StorageError if the user's function fails.
     """
-    old, command = urlsplit(address), os.environ.get(_COMMAND, "")
-    function = _renewal or (command and partial(_run, command))
-    if not function:
+    if _renewal is None:
         return False
+    old = urlsplit(address)
     key = old.netloc, old.query
     with _renewal_lock:
         if key not in _renewed or _renewed[key][1] < sent:
             try:
-                fresh = urlsplit(function(address))
+                fresh = urlsplit(_renewal(address))
                 if fresh.path != old.path:
                     raise ValueError("it returned the address of another file")
             except Exception as error:
                 raise StorageError(
                     f"{redacted(address)} has expired, and its renewal failed: "
                     f"{describe_error(error)}.",
-                    f"Check the function of wt.renew_addresses, or {_COMMAND}.",
+                    "Check the function of wt.renew_addresses.",
                 ) from error
             _renewed[key] = fresh, time.monotonic()
     return True
-
-
-def _run(command: str, address: str) -> str:
-    """Return the line that a command prints for an address."""
-    done = subprocess.run(
-        shlex.split(command),
-        input=f"{address}\n",
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=_LONGEST_COMMAND,
-    )
-    return done.stdout.strip()

@@ -10,20 +10,21 @@ says when a server is silent (`retries`). Credentials are read again after a req
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.storage.retries import TemporaryError, network_timeout, retry
+from wdstrain.storage.retries import Response, TemporaryError, network_timeout, retry
 
 PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
-_MOST_BYTES = 64 << 20  # of a request, which must end within its time
+_MOST_BYTES = 16 << 20  # of a request, which are held in memory and must come within its time
 _UPLOAD_RETRIES = 1000  # the time limit ends them before
 # obstore's texts of network errors, and of status codes that a retry or new credentials may fix
 _TEMPORARY = re.compile(r"HTTP error: |status code: (408|429|5\d\d)\b")
@@ -40,42 +41,17 @@ def is_object(path: str) -> bool:
     return path.startswith(PREFIXES)
 
 
-class ObjectResponse:
-    """Response to a range request, as `http.HttpResponse`."""
+def request(path: str, start: int, stop: int) -> Response:
+    """Return the response to a request for bytes [start, stop) of an object, or the first of them."""
 
-    ranged = True
+    def read(store: Any, key: str) -> Response:
+        result = _obstore().get(
+            store, key, options={"range": (start, min(stop, start + _MOST_BYTES))}
+        )
+        (begin, end), tag = result.range, result.meta["e_tag"]
+        return Response(io.BytesIO(result.bytes()), begin, end, result.meta["size"], tag, tag)
 
-    def __init__(self, path: str, start: int, stop: int) -> None:
-        """Request bytes [start, stop) of an object, or the first of them."""
-        self._path, self.process = path, os.getpid()
-        options = {"range": (start, min(stop, start + _MOST_BYTES))}
-        response = _ask(path, f"byte {start} was not sent", _obstore().get, options=options)
-        self.position, self.stop = response.range
-        self.total: int | None = response.meta["size"]
-        self.version: str | None = response.meta["e_tag"]
-        self._chunks = iter(response.stream())
-        self._chunk = memoryview(b"")  # the bytes from `position` on that have arrived
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill the view with the next bytes; return how many, 0 at the end of the body."""
-        if not self._chunk:
-            with _errors(self._path, f"byte {self.position} was not sent"):
-                self._chunk = memoryview(next(self._chunks, b""))
-        count = min(len(view), len(self._chunk))
-        view[:count], self._chunk = self._chunk[:count], self._chunk[count:]
-        self.position += count
-        return count
-
-    def is_version(self, version: str) -> bool:
-        """Return whether the object has this version."""
-        return self.version == version
-
-    def interrupt(self) -> None:
-        """Do nothing: a request ends by its own time limit."""
-
-    def close(self) -> None:
-        """Drop the body."""
-        self._chunks, self._chunk = iter(()), memoryview(b"")
+    return _ask(path, f"byte {start} was not sent", read)
 
 
 def list_folder_of(path: str) -> list[str]:
@@ -118,35 +94,21 @@ def _obstore() -> Any:
 
 
 def _ask(
-    path: str,
-    failed: str,
-    request: Callable[..., Result],
-    *,
-    writes: bool = False,
-    **options: Any,
+    path: str, failed: str, request: Callable[[Any, str], Result], *, writes: bool = False
 ) -> Result:
     """Return the result of a request to a store and key, repeated once with new credentials.
 
-    failed, writes: see `_errors`.
+    failed: what did not happen. writes: whether obstore repeats requests, and not the caller.
+    Raises TemporaryError if a retry may help, otherwise StorageError.
     """
-    with _errors(path, failed, writes=writes):
+    try:
         try:
-            return request(*_locate(path, writes=writes), **options)
+            return request(*_locate(path, writes=writes))
         except Exception as error:
             if not _REFUSED.search(f"{type(error).__name__} {error}"):
                 raise
         _store.cache_clear()
-        return request(*_locate(path, writes=writes), **options)
-
-
-@contextmanager
-def _errors(path: str, failed: str, *, writes: bool = False) -> Iterator[None]:
-    """Raise StorageError, or TemporaryError if a retry may help, for an error of obstore.
-
-    failed: what did not happen. writes: whether obstore repeats requests, and not the caller.
-    """
-    try:
-        yield
+        return request(*_locate(path, writes=writes))
     except WdstrainError:
         raise
     except FileNotFoundError:

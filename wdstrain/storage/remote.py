@@ -3,8 +3,7 @@
 If a connection drops, stalls, ends early or the server fails for a time, reading continues at the
 first missing byte (`retries`). An object that changes between two requests is an error.
 
-The environment variable WDSTRAIN_RANGE_SIZE sets the most bytes of a range request. By default
-they grow where a server limits the number of requests.
+The environment variable WDSTRAIN_RANGE_SIZE sets the most bytes of a range request.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -21,23 +21,19 @@ from urllib.parse import unquote, urlsplit
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
-from wdstrain.storage.http import (
-    HttpResponse,
-    check_address,
-    is_http,
-    read_small,
-    renew_addresses,
-)
-from wdstrain.storage.objects import PREFIXES, MissingError, ObjectResponse
-from wdstrain.storage.retries import MOST_RANGE, RETRIED, TemporaryError, request_bytes, retry
+from wdstrain.storage import http, objects
+from wdstrain.storage.http import check_address, is_http, renew_addresses
+from wdstrain.storage.retries import RETRIED, Response, TemporaryError, retry
 from wdstrain.storage.secrets import redacted
 
 __all__ = [
     "ALL_BYTES",
     "MOST_RANGE",
     "SCHEMES",
+    "File",
     "RemoteFile",
     "RemoteStream",
+    "Response",
     "Scheme",
     "check_address",
     "gopen",
@@ -50,6 +46,9 @@ __all__ = [
     "shown_path",
 ]
 
+RANGE_BYTES = 4 << 20  # of the range requests for the first batch
+# A server that allows 3,000 requests in 5 minutes then sends 300 MB/s, and some small ranges at first.
+MOST_RANGE = 36_000_000
 ALL_BYTES = 1 << 62  # for `first_bytes`: a range ends with the file
 _CHUNK = 256 << 10  # most bytes that are read at a time; an error loses the bytes of one chunk
 _BUFFER = 1 << 20  # bytes that a file object reads; tar readers ask for 512 at a time
@@ -59,12 +58,11 @@ _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
 class Scheme(NamedTuple):
     """How files at addresses of one scheme are read.
 
-    request: takes an address, start and stop; returns the response to a range request, with the
-    members of `http.HttpResponse`. read_small: returns the bytes of a small file, None if there is
-    no such file.
+    request: takes an address, start and stop; returns the response to a range request. read_small:
+    returns the bytes of a small file, None if there is no such file.
     """
 
-    request: Callable[[str, int, int], Any]
+    request: Callable[[str, int, int], Response]
     read_small: Callable[[str], bytes | None]
 
 
@@ -87,9 +85,14 @@ def name_of(path: str) -> str:
     return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
 
 
-def range_size() -> int:
-    """Return the most bytes of a range request."""
-    return size_setting("WDSTRAIN_RANGE_SIZE", request_bytes())
+def range_size(delivered: float = ALL_BYTES) -> int:
+    """Return the most bytes of a range request.
+
+    delivered: bytes that the loop gets before it needs this range. Early ranges are small, so that
+    they come soon. Later ones are larger, because some servers limit the number of requests.
+    """
+    grown = min(MOST_RANGE, max(RANGE_BYTES, int(delivered) // 4))
+    return size_setting("WDSTRAIN_RANGE_SIZE", grown)
 
 
 def read_remote(path: str) -> bytes | None:
@@ -97,18 +100,52 @@ def read_remote(path: str) -> bytes | None:
     return _scheme_of(path).read_small(path)
 
 
-class RemoteFile(AbstractContextManager["RemoteFile"]):
-    """A remote file, read by position. Only `stop` may be called by other threads.
+class File(AbstractContextManager["File"]):
+    """A shard, local or remote, that is read by position. Not shared between threads.
 
-    A read that follows the last one continues with the same response.
-
-    size: bytes of the object. tag: the version that all responses must have. version: that of the
-    first response, None if the server gives none. ranged: False if the server answers a range
-    request with the whole object. fetched: bytes that were read. retries: failed attempts. cached: 0. cached_path: where the
-    whole file is kept in the cache; "" if it is not.
+    size: in bytes. tag: version that all reads must see; "" for any. version: that of the first
+    read, None if unknown. ranged: False if a server answers a range request with the whole object.
+    fetched: bytes that came from a server. cached: bytes that came from the cache. retries: failed
+    attempts. cached_path: where the whole file is kept in the cache; "" if it is not.
     """
 
-    cached, cached_path = 0, ""
+    size: int
+    tag: str | None
+    version: str | None
+    ranged, fetched, cached, retries, cached_path = True, 0, 0, 0, ""
+
+    @abstractmethod
+    def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
+        """Fill the target with the bytes from offset on. Raises ShardError or StorageError.
+
+        last: end of the bytes that following reads will need. One request brings them all.
+        """
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes [offset, offset + length), fewer only at the end of the file."""
+        data = bytearray(max(0, min(length, self.size - offset)))
+        self.read_into(memoryview(data), offset, last=self.size)
+        return bytes(data)
+
+    def counts(self) -> dict[str, int]:
+        """Return `fetched`, `cached` and `retries`."""
+        return {"fetched": self.fetched, "cached": self.cached, "retries": self.retries}
+
+    def stop(self) -> None:
+        """End a read that another thread is in, if it waits for a server."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RemoteFile(File):
+    """A file of a server. Only `stop` may be called by other threads.
+
+    A read that follows the last one continues with the same response.
+    """
 
     def __init__(
         self,
@@ -125,9 +162,8 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         set to end reading.
         """
         self.path, self.size, self.tag = path, -1 if size is None else size, tag
-        self.version: str | None = None
-        self.ranged, self.fetched, self.retries = True, 0, 0
         self._shown, self._stopping = redacted(path), stopping or threading.Event()
+        self.version, self._position = None, 0
         self._response: Any = None
         if size is None:
             attempt = partial(self._read_some, memoryview(bytearray()), 0, first_bytes)
@@ -135,23 +171,16 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
             if first_bytes == 1 and self.ranged:
                 self._end_response()
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes [offset, offset + length), fewer only at the end of the object."""
-        data = bytearray(max(0, min(length, self.size - offset)))
-        self.read_into(memoryview(data), offset, last=self.size)
-        return bytes(data)
-
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
         """Fill the target with the bytes from offset on.
 
-        last: end of the bytes that following reads will need. One request brings them all.
         Raises ShardError if the object changed, StorageError if the server does not recover.
         """
         stop = offset + len(target)
         if stop > self.size:
             raise ShardError(
                 f"{self._shown} ends at byte {self.size}, {stop - self.size} bytes before the "
-                "index says.",
+                f"index says.",
                 "Copy it again.",
             )
         while offset < stop:
@@ -169,9 +198,6 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         """Close the connection, or keep it for reuse if the response was read to its end."""
         self._end_response()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _end_response(self) -> None:
         """End the response, which a read continues. A subclass may have more to close."""
         if self._response is not None:
@@ -182,46 +208,41 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
         """Fill the beginning of a view. Returns the number of bytes. stop: end of a new request."""
         try:
             response = self._response_at(offset, stop)
-            if self._stopping.is_set():  # the memory of the view may be gone
-                raise StorageError(f"{self._shown}: reading was stopped.")
-            count: int = response.readinto(view[:_CHUNK])
-            if view and not count:
-                raise TemporaryError(
-                    f"the response ended at byte {response.position} instead of {response.stop}"
-                )
+            while self._position < offset:  # a gap, or a server without range requests
+                self._take(response, memoryview(bytearray(min(_CHUNK, offset - self._position))))
+            return self._take(response, view[:_CHUNK]) if view else 0
         except BaseException as error:
             self._end_response()
             self.retries += isinstance(error, RETRIED) and not getattr(error, "wait", 0.0)
             raise
+
+    def _take(self, response: Response, view: memoryview) -> int:
+        """Fill the beginning of a view with the next bytes of a response; return how many."""
+        if self._stopping.is_set():  # the memory of the view may be gone
+            raise StorageError(f"{self._shown}: reading was stopped.")
+        count: int = response.body.readinto(view)
+        if not count:
+            raise TemporaryError(
+                f"the response ended at byte {self._position} instead of {response.stop}"
+            )
+        self._position += count
         self.fetched += count
         return count
 
-    def _response_at(self, offset: int, stop: int) -> Any:
-        """Return a response whose next byte is at offset."""
-        response = self._response
-        if response is None or not self._reaches(response, offset):
-            self._end_response()
-            response = self._request(offset, stop)
-        while response.position < offset:  # a gap, or a server without range requests
-            skipped = memoryview(bytearray(min(_CHUNK, offset - response.position)))
-            if not response.readinto(skipped):
-                raise TemporaryError(f"the response ended at byte {response.position}")
-        return response
-
-    def _reaches(self, response: Any, offset: int) -> bool:
-        """Return whether a byte can be read from a response without a new request."""
-        return (
+    def _response_at(self, offset: int, stop: int) -> Response:
+        """Return a response that has the byte at offset ahead. stop: end of a new request."""
+        response: Response | None = self._response
+        if (
+            response is not None
             # Bytes that a forked child took from the connection would be missing in its parent.
-            response.process == os.getpid()
-            and response.position <= offset < response.stop
-            and (offset - response.position <= _LONGEST_GAP or not self.ranged)
-        )
-
-    def _request(self, offset: int, stop: int) -> Any:
-        """Send a request for bytes [offset, stop), and check that its object is the same."""
+            and response.process == os.getpid()
+            and self._position <= offset < response.stop
+            and (offset - self._position <= _LONGEST_GAP or not self.ranged)
+        ):
+            return response
+        self._end_response()
         response = self._response = _scheme_of(self.path).request(self.path, offset, stop)
-        self.ranged = response.ranged
-        total = response.total
+        self.ranged, self._position, total = response.ranged, response.start, response.total
         if self.size < 0:
             if total is None:
                 raise StorageError(
@@ -231,8 +252,7 @@ class RemoteFile(AbstractContextManager["RemoteFile"]):
             self.size = total
         if total not in (None, self.size):
             raise ShardError(
-                f"{self._shown} has {total} bytes, its index says {self.size}: it was cut or "
-                "changed.",
+                f"{self._shown} has {total} bytes, its index says {self.size}: it was cut or changed.",
                 "Copy it again, or make its index again: wdstrain index",
             )
         if self.tag and not response.is_version(self.tag):
@@ -304,7 +324,7 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
 
 def _read_object(path: str) -> bytes | None:
     """Return a small object, read in ranges; None if it does not exist."""
-    with suppress(MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
+    with suppress(objects.MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
         if file.size > memory() // 4:
             raise StorageError(
                 f"{path} has {file.size} bytes, too many to hold at once.",
@@ -315,6 +335,6 @@ def _read_object(path: str) -> bytes | None:
 
 
 SCHEMES = {
-    **dict.fromkeys(("http://", "https://"), Scheme(HttpResponse, read_small)),
-    **dict.fromkeys(PREFIXES, Scheme(ObjectResponse, _read_object)),
+    **dict.fromkeys(("http://", "https://"), Scheme(http.request, http.read_small)),
+    **dict.fromkeys(objects.PREFIXES, Scheme(objects.request, _read_object)),
 }

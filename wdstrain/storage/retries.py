@@ -1,4 +1,4 @@
-"""Waiting for servers: pauses before retries, the time limit, and limits on requests.
+"""Requests to servers: responses, pauses before retries, the time limit, and limits on requests.
 
 The environment variable WDSTRAIN_NETWORK_TIMEOUT sets the time limit of all servers: seconds
 without a byte. WDSTRAIN_RETRY_PAUSE sets the seconds before the first retry.
@@ -8,9 +8,8 @@ it: the modification time of a small file, in a folder of this user, says when t
 be sent. Without such a folder each process knows its own waits only.
 
 The header `RateLimit: "name";r=50;t=30` says that 50 requests are left for 30 s, and
-`RateLimit-Policy: "name";q=3000;w=300` that 3000 are allowed in 300 s. Ranges grow until that
-suffices. A server that refuses a request by status 429 and states no quota is taken to have this one,
-and its refusals may last longer than silence.
+`RateLimit-Policy: "name";q=3000;w=300` that 3000 are allowed in 300 s. A server that refuses
+requests by status 429 may do so for longer than silence lasts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http.client import HTTPException
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from urllib3 import Retry
@@ -38,8 +38,7 @@ from wdstrain.storage.secrets import describe_error, redacted
 
 TIMEOUT = "WDSTRAIN_NETWORK_TIMEOUT"
 PAUSE = "WDSTRAIN_RETRY_PAUSE"
-RANGE_BYTES = 4 << 20  # of a range request at first
-MOST_RANGE = 64 << 20  # bytes that a range grows to for a quota of requests
+MODIFIED = "Last-Modified: "  # start of a version that is no ETag
 REFUSAL_PATIENCE = 5.0  # network timeouts that status 429 may last: quotas hold for some minutes
 RETRIED = (HTTPError, HTTPException, OSError)  # errors that another attempt may fix
 
@@ -51,8 +50,6 @@ _UNLOGGED = 1.0  # seconds of waiting that are not logged: most faults are over 
 _BETWEEN_LINES = 30.0  # seconds
 _LONGEST_WAIT = 86_400.0  # seconds after which a server is asked again, whatever it asks for
 _RESERVE = 32  # requests of a quota that are not sent: so many may be in flight, or a tenth of it
-_USUAL_QUOTA = {"q": 3000, "w": 300}  # requests in so many seconds
-_RATE = 360_000_000  # bytes per second: 300 MB/s last for a quota, with smaller requests at first
 _NUMBERS = re.compile(r";\s*([rtqw])=([0-9]{1,9})(?![0-9])")
 
 Result = TypeVar("Result")
@@ -61,7 +58,39 @@ _jitter = random.SystemRandom()  # unseeded, so that readers with one seed do no
 _log = logging.getLogger("wdstrain")
 _next_line: dict[str, float] = {}  # server -> time before which the log does not name it again
 _next_request: dict[str, float] = {}  # server -> time of the next request, as this process knows
-_range_bytes: dict[str, int] = {}  # server -> bytes of a range for which its quota suffices
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass
+class Response:
+    """Response to a range request: bytes [start, stop) of an object, which are read forward.
+
+    body: `body.readinto` fills a buffer with the next bytes, and returns how many; 0 at the end.
+    total: bytes of the object, None if unknown. version: to recognize the object later, None if it
+    cannot be. tag, modified: ETag and modification time, None if unknown. ranged: the server sent a
+    range and not the whole object. close: ends the response. interrupt: ends a read that another
+    thread is in. process: that reads the body.
+    """
+
+    body: Any
+    start: int
+    stop: int
+    total: int | None
+    version: str | None = None
+    tag: str | None = None
+    modified: str | None = None
+    ranged: bool = True
+    close: Callable[[], None] = _do_nothing
+    interrupt: Callable[[], None] = _do_nothing
+    process: int = field(default_factory=os.getpid)
+
+    def is_version(self, version: str) -> bool:
+        """Return False if the response says that the object has another version."""
+        stated = self.modified if version.startswith(MODIFIED) else self.tag
+        return stated in (None, version)
 
 
 class TemporaryError(HTTPError):
@@ -168,14 +197,10 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
     items = (headers.get(name, "").partition(",")[0] for name in ("RateLimit", "RateLimit-Policy"))
     stated = {name: int(number) for name, number in _NUMBERS.findall(";".join(items))}
     wait = float(stated.get("t", 0))
-    stated = _USUAL_QUOTA | stated if status == 429 else stated
-    quota = stated.get("q", 0)
-    if quota and status in (206, 429):  # of the server that sends the bytes, or refuses to
-        _range_bytes[client] = min(MOST_RANGE, _RATE * stated.get("w", 0) // quota)
     with suppress(InvalidHeader, ValueError, OverflowError):
         wait = Retry().parse_retry_after(headers.get("Retry-After", "")) or wait
     is_refused = status in (429, 503)
-    is_used_up = "r" in stated and stated["r"] <= min(_RESERVE, quota // 10)
+    is_used_up = "r" in stated and stated["r"] <= min(_RESERVE, stated.get("q", 0) // 10)
     if not (wait and (is_refused or is_used_up)):
         return 0.0
     wait = min(wait, _LONGEST_WAIT)
@@ -184,11 +209,6 @@ def note_limit(client: str, status: int, headers: Mapping[str, str]) -> float:
         os.close(os.open(_file_of(client), os.O_CREAT | os.O_NOFOLLOW, 0o600))
         os.utime(_file_of(client), (begin, begin))
     return wait if is_refused else 0.0
-
-
-def request_bytes() -> int:
-    """Return the bytes of a range for which the quotas of all servers suffice."""
-    return max([RANGE_BYTES, *_range_bytes.values()])
 
 
 def _file_of(client: str) -> str:
