@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3652,
+    "conversion": 3465,
     "training": 3295,
     "inspection": 1690,
     "loader": 1224,

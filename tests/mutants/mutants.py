@@ -616,7 +616,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("case-of-keys", "folded = hash(wanted.casefold())", "folded = hash(wanted)"),
     ],
     "conversion/collect.py": [
-        ("identity-of-input", "source.mark, source.source))", "source.source))"),
+        ("content-of-spool", "else part[1:3]) for", "else part[1:2]) for"),
         ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
     ],
     "conversion/images.py": [

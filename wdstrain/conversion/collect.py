@@ -1,10 +1,10 @@
-"""Samples of a source as a catalog: of its files, or of a spool that its bytes are written into.
+"""Samples of a source as a catalog, from which shards are planned before their bytes are copied.
 
-The spool is the first pass of an external shuffle. Samples are written into buckets, with the
-headers that they have in a shard. Each bucket is a file for a range of shuffle ranks, or of sample
-numbers if the order is kept. A shard is then read forward from one bucket or two. Data is written
-twice in all, sequentially. Memory holds the write buffers, within `memory`, and about 200 bytes per
-sample.
+A catalog holds arrays of integers, and samples whose parts are pieces of files. The files of a
+source are such pieces. The bytes of a stream are written into a spool first, which is the first
+pass of an external shuffle: each of its files holds a range of shuffle ranks, or of the order of the
+source. A shard is then read from one of them or two, forward. Data is written twice in all,
+sequentially. Memory holds the write buffers, within `memory`, and about 300 bytes per sample.
 
 A shuffle buffer is not used: its order would depend on its size, and a small one mixes badly.
 """
@@ -13,58 +13,225 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
+import numpy.typing as npt
+from isal.isal_zlib import crc32
 
-from wdstrain.conversion.catalog import (
-    Catalog,
-    FileCatalog,
-    IndexCatalog,
-    MetaBuilder,
-    Renamed,
-    SampleMeta,
-    bad_file,
-    with_pieces,
-)
 from wdstrain.conversion.encode import Pixels, encoded_pixels
-from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Sample, Source
+from wdstrain.conversion.listing import (
+    BadSample,
+    BadSamples,
+    Keys,
+    Part,
+    Sample,
+    SampleStore,
+    Source,
+)
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.shard_writer import IndexBuilder, run
-from wdstrain.errors import SampleError, ShardError
+from wdstrain.conversion.shard_pool import run
+from wdstrain.errors import SampleError, StorageError
+from wdstrain.order.rng import bits
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import as_bytes
-from wdstrain.shards.columns import Column
-from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_io import pack_part, unpack_part
-from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import as_numpy
-from wdstrain.storage.files import disk_errors, sync_folder, write_whole
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.tar_headers import member_size
+from wdstrain.storage.files import disk_errors
 
-_RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
-_DONE = "spill.arrow"  # what the buckets hold
+_RUN = 256 << 20  # bytes of a file of the spool if the order of the source is kept
 _ADVICE = "Free some space, then run this again with resume=True."
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
+_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
 
+U64 = npt.NDArray[np.uint64]
 Entry = Sample | BadSample
+Fetched = tuple[str, list[Part] | SampleError]
 
-Progress = Callable[[int, int], None]  # samples and bytes so far
+
+# --- properties that are known before bytes are copied -------------------------------------------
 
 
-class Collected(NamedTuple):
-    """The samples of a source, its labels, and the number of samples with the bad ones."""
+class SampleMeta(NamedTuple):
+    """Properties of n samples, as arrays.
 
-    catalog: Catalog
-    labels: tuple[ColumnInfo, ...]
-    listed: int
+    rank: position in a shuffle. side: hash that decides the split, equal for samples of one group
+    and for samples of equal images. split, stratum: places in `splits` and `strata`. grouped: the
+    user named groups.
+    """
+
+    rank: U64
+    side: U64
+    split: npt.NDArray[np.int32]
+    stratum: npt.NDArray[np.int32]
+    splits: Sequence[str]
+    strata: Sequence[str]
+    grouped: bool
+
+    def take(self, numbers: Ints) -> SampleMeta:
+        """Return the properties of some samples."""
+        names = ("rank", "side", "split", "stratum")
+        return self._replace(**{name: getattr(self, name)[numbers] for name in names})
+
+
+def text_hash(seed: int, text: str) -> int:
+    """Return a seeded 64-bit hash of a string."""
+    data = f"pack\x1f{seed}\x1f{text}".encode("utf-8", "surrogateescape")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+class _MetaBuilder:
+    """Collects the properties of samples that are added one after another."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._rank, self._groups = array("Q"), array("Q")
+        self._split, self._stratum = array("i"), array("i")
+        self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
+        self._grouped = False
+
+    def add(self, rank: int, sample: Sample) -> None:
+        """Add a sample. rank: hash of its key."""
+        group = sample.group or sample.identity
+        self._rank.append(rank)
+        self._groups.append(rank if group in ("", sample.key) else text_hash(self._seed, group))
+        self._grouped = self._grouped or bool(sample.group)
+        self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
+        self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
+
+    def finish(self) -> SampleMeta:
+        """Return the properties of all samples that were added.
+
+        The side is independent of the shuffle's rank. Without groups it also depends on the split
+        that the sample comes from. The samples of `train` were chosen by this very hash, so without
+        that a second split of them would be uneven.
+        """
+        groups, split = np.array(self._groups, np.uint64), np.array(self._split, np.int32)
+        side = np.zeros(len(groups), np.uint64)
+        for name, code in self._splits.items():
+            mine = split == code
+            side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
+        rank, stratum = np.array(self._rank, np.uint64), np.array(self._stratum, np.int32)
+        names = tuple(self._splits), tuple(self._strata)
+        return SampleMeta(rank, side, split, stratum, *names, self._grouped)
+
+
+# --- catalogs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Numbered samples, whose parts are bytes and pieces.
+
+    sizes: int64[n], bytes of each sample in a shard. renamed: by number, {"key": ..., "name": ...}
+    of a sample whose key is not its name in the source. has_files: the pieces are the files of the
+    source; otherwise they lie in files of the conversion.
+    """
+
+    name: str
+    items: SampleStore
+    meta: SampleMeta
+    sizes: Ints
+    renamed: dict[int, dict[str, str]]
+    has_files: bool
+
+    def keys(self, numbers: Ints) -> list[str]:
+        return [self.items[number].key for number in numbers.tolist()]
+
+    def identity(self, numbers: Ints) -> bytes:
+        """Return a hash of what samples consist of, without reading it.
+
+        A file is known by its size and time, bytes in a spool by their size and crc32.
+        """
+        hashed = blake2b(digest_size=16)
+        for item in map(self.items.__getitem__, numbers.tolist()):
+            parts = [(field, part if self.has_files else part[1:3]) for field, part in item.parts]
+            hashed.update(repr((item.key, parts)).encode())
+        return hashed.digest()
+
+    def bad(self, number: int, reason: str) -> BadSample:
+        return _bad(self.name, self.items[number], reason, has_files=self.has_files)
+
+    def fetch_bytes(self, memory: int) -> int:
+        """Return the bytes to fetch at a time. Of a spool as many as fit: fewer passes over it."""
+        return min(memory, _OPTIMAL_FETCH) if self.has_files else memory
+
+    def fetch(self, numbers: Ints) -> list[Fetched]:
+        """Return key and parts of samples, or an error; they are read as they lie on the disk."""
+        items = {number: self.items[number] for number in np.sort(numbers).tolist()}
+        order = items if self.has_files else sorted(items, key=lambda n: items[n].parts[0][1][::3])
+        fetched = {number: _fetched(items[number]) for number in order}
+        return [fetched[number] for number in numbers.tolist()]
+
+
+def moved(catalog: Catalog, parts: Sequence[Index], at: Ints) -> Catalog:
+    """Return a catalog of samples that were written into shards again. at: their numbers before."""
+    items, sizes = SampleStore(), [part.offsets.size for part in parts]
+    for part in parts:
+        first, _, field, offset, size, crc = part.offsets.members
+        rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
+        path = part.shards[0].path
+        pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
+        for row, key in enumerate(part.keys(np.arange(len(part)))):
+            items.append(Sample(key, pieces[first[row] : first[row + 1]]))
+    return Catalog(catalog.name, items, catalog.meta.take(at), np.concatenate(sizes), {}, False)
+
+
+def _bad(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSample:
+    """Return a sample that cannot be packed; one of files is named by its row and first file."""
+    if not has_files:
+        return BadSample(source, 0, item.name or str(item.key), reason)
+    first = next((part for _, part in item.parts if not isinstance(part, bytes)), str(item.key))
+    return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
+
+
+def _fetched(item: Sample) -> Fetched:
+    try:
+        parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in item.parts]
+    except SampleError as error:
+        return str(item.key), error
+    return str(item.key), parts
+
+
+def _contents(path: str, size: int, state: int, offset: int | None = None) -> bytes:
+    """Return the bytes of a piece.
+
+    Without an offset it is a whole file, and `state` the time of its last change; otherwise `state`
+    is its crc32. Raises SampleError for a file that cannot be read or has another size, StorageError
+    for a spool.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            data = os.pread(fd, size + (offset is None), offset or 0)
+            # One call returns at most 2 GB, and less from a network file system.
+            while len(data) < size and (
+                more := os.pread(fd, size - len(data), (offset or 0) + len(data))
+            ):
+                data += more
+            if len(data) != size:
+                now = os.fstat(fd).st_size
+                raise SampleError(f"it had {size} bytes when it was listed and has {now} now")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if offset is not None:
+            raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
+        raise SampleError(f"it cannot be read ({error.strerror})") from error
+    if offset is not None and crc32(data) != state:
+        raise StorageError(f"{path} has changed since it was written.", _ADVICE)
+    return data
+
+
+# --- collecting ----------------------------------------------------------------------------------
 
 
 def collect(
@@ -72,92 +239,126 @@ def collect(
     spool: str | None,
     options: Options,
     bad: BadSamples,
-    progress: Progress,
+    progress: Callable[[int, int], None],
     first_key: int = 0,
-) -> Collected:
+) -> Catalog:
     """Return the samples of a source, or the first `limit` ones of a source that is read once.
 
-    spool: folder for their bytes; None: nothing is written. first_key: key, as a number, of the
-    first sample without a key.
+    spool: folder for the bytes of a stream; None: they are not written. first_key: key, as a
+    number, of the first sample without a key. progress: receives samples and bytes so far.
     """
-    if source.has_files:
-        return _collect_files(source, options, bad)
-    if options.resume and spool is not None and (restored := _restored(source, spool, bad)):
-        return restored
-    before = len(bad.bad)
-    writer = _Spool(spool, options)
-    for key, name, sample in keyed(source, options, bad, first_key):
-        writer.add(key, name, sample)
-        progress(writer.count, writer.bytes)
-    catalog = writer.finish(source.name)
-    listed = writer.count + len(bad.bad) - before
-    done = Collected(catalog, source.labels(), listed)
-    if source.mark is not None and spool is not None:
-        _save(source, spool, done, bad.bad[before:])
-    return done
-
-
-def _collect_files(source: Source, options: Options, bad: BadSamples) -> Collected:
-    builder, sizes, renamed = MetaBuilder(options.seed), array("q"), Renamed()
-    items, before = list[Sample](), len(bad.bad)
-    for entry in source.samples():
+    meta, sizes, renamed = _MetaBuilder(options.seed), array("q"), dict[int, dict[str, str]]()
+    items, has_files = source.stored or SampleStore(), source.has_files
+    files = _Spool(spool, options)
+    for entry in source.samples() if has_files else _keyed(source, options, first_key):
         if isinstance(entry, BadSample):
             bad.put(entry)
             continue
+        key = str(entry.key)
+        rank = text_hash(options.seed, key)
         try:
-            item, size = with_pieces(entry)
+            parts = list(map(_piece, entry.parts)) if has_files else files.put(rank, entry.parts)
         except SampleError as error:
-            bad.put(bad_file(source.name, entry, str(error)))
+            bad.put(_bad(source.name, entry, str(error), has_files=True))
             continue
-        if item.name:
-            renamed[len(sizes)] = {"key": str(item.key), "name": item.name}
-        builder.add(str(item.key), item)
+        if entry.name:
+            renamed[len(sizes)] = {"key": key, "name": entry.name}
+        meta.add(rank, entry)
+        sizes.append(sum(member_size(f"{key}.{field}", _size(part)) for field, part in parts))
         if source.stored is None:
-            items.append(item)
-        sizes.append(size)
-    stored, counts = source.stored or items, np.array(sizes, np.int64)
-    catalog = FileCatalog(source.name, stored, builder.finish(), counts, renamed)
-    return Collected(catalog, source.labels(), len(sizes) + len(bad.bad) - before)
+            items.append(entry._replace(parts=parts))
+        if not has_files:
+            progress(len(sizes), files.bytes)
+    files.flush()
+    counts = np.array(sizes, np.int64)
+    return Catalog(source.name, items, meta.finish(), counts, renamed, has_files)
 
 
-def keyed(
-    source: Source,
-    options: Options,
-    bad: BadSamples,
-    first_key: int = 0,
-) -> Iterator[tuple[str, str, Sample]]:
-    """Yield (key, name in the source, sample) of the good samples of a stream, as bytes."""
+def _size(part: Any) -> int:
+    return part[1] if isinstance(part, tuple) else len(part)
+
+
+def _piece(part: tuple[str, Any]) -> tuple[str, Any]:
+    """Return a part with the state of its file. Raises SampleError for one that cannot be packed."""
+    field, path = part
+    if not isinstance(path, str):
+        return part
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SampleError(f"it cannot be read ({error.strerror})") from error
+    if status.st_size == 0:
+        raise SampleError("it has 0 bytes")
+    return field, (path, status.st_size, status.st_mtime_ns)
+
+
+class _Spool:
+    """Files for the bytes of a stream. bytes: put so far. folder: None writes nothing."""
+
+    def __init__(self, folder: str | None, options: Options) -> None:
+        self._folder, self._shuffle = folder, options.shuffle
+        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
+        self._buffers, self._stops = dict[str, list[bytes]](), dict[str, int]()
+        self._held = self.bytes = 0
+        for name in os.listdir(folder) if folder is not None else ():
+            os.unlink(os.path.join(folder or "", name))
+
+    def put(self, rank: int, parts: Sequence[Part]) -> list[tuple[str, Any]]:
+        """Return the parts of a sample as pieces. Raises StorageError."""
+        # 256 files: each fits in memory if the stream is below 256 times `memory`.
+        number = rank >> 56 if self._shuffle else self.bytes // _RUN
+        path, pieces = os.path.join(self._folder or "", f"{number:03d}"), []
+        buffer, stop = self._buffers.setdefault(path, []), self._stops.get(path, 0)
+        for field, data in parts:
+            pieces.append((field, (path, len(data), crc32(data), stop)))
+            buffer.append(data)
+            stop += len(data)
+            self.bytes += len(data)
+        self._stops[path] = stop
+        if self.bytes - self._held > self._most:
+            self.flush()
+        return pieces
+
+    def flush(self) -> None:
+        """Write all buffers."""
+        for path, buffer in sorted(self._buffers.items()) if self._folder is not None else ():
+            with disk_errors(path, _ADVICE), open(path, "ab") as file:
+                file.writelines(buffer)
+        self._buffers.clear()
+        self._held = self.bytes
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def _keyed(source: Source, options: Options, first_key: int) -> Iterator[Entry]:
+    """Yield the entries of a stream as bytes, and with unique keys."""
     keys, number = Keys(), first_key
     for entry in _encoded(source, options):
-        if isinstance(entry, BadSample):
-            bad.put(entry)
-            continue
-        name = f"{number:09d}" if entry.key is None else entry.key
-        number += 1
-        yield keys.key(name), name, entry
-
-
-# --- pixels, encoded in worker processes ---------------------------------------------------------
+        if isinstance(entry, Sample):
+            name = f"{number:09d}" if entry.key is None else entry.key
+            number += 1
+            key = keys.key(name)
+            entry = entry._replace(key=key, name=name if key != name else "")
+        yield entry
 
 
 def _encoded(source: Source, options: Options) -> Iterator[Entry]:
-    """Yield the samples of a stream, in order, with bytes in place of `Pixels`."""
-    batches = _batches(source.samples(), options.limit)
+    """Yield the entries of a stream, in order. Worker processes encode its `Pixels`."""
+    batches = _batches(source, options.limit)
     head = list(islice(batches, _FEW))
-    jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
     has_pixels = any(isinstance(part, Pixels) for batch in head for _, part in _parts_of(batch))
-    batches = chain(head, batches)
-    del head  # held by the chain until they are taken
+    jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
     work = partial(_encode, source.name)
-    with closing(run(work, batches, jobs if has_pixels else 1, lambda *_: None)) as results:
+    with closing(run(work, chain(head, batches), jobs if has_pixels else 1)) as results:
         for batch in results:
             yield from batch
 
 
-def _batches(entries: Iterable[Entry], limit: int | None) -> Iterator[list[Entry]]:
+def _batches(source: Source, limit: int | None) -> Iterator[list[Entry]]:
     """Yield the entries up to the good sample number `limit`; the next one is not asked for."""
     batch, size, count = list[Entry](), 0, 0
-    for entry in entries:
+    for entry in source.samples():
         batch.append(entry)
         count += isinstance(entry, Sample)
         if count == limit:
@@ -170,142 +371,18 @@ def _batches(entries: Iterable[Entry], limit: int | None) -> Iterator[list[Entry
         yield batch
 
 
-def _parts_of(batch: Iterable[Entry]) -> Iterator[tuple[str, Any]]:
+def _parts_of(batch: Sequence[Entry]) -> Iterator[tuple[str, Any]]:
     return (part for entry in batch if isinstance(entry, Sample) for part in entry.parts)
 
 
-def _encode(source: str, batch: list[Entry], tick: Any) -> list[Entry]:
+def _encode(source: str, batch: list[Entry]) -> list[Entry]:
     """Return samples with bytes in place of `Pixels`; one that its format cannot hold is bad."""
     made = list[Entry]()
     for entry in batch:
-        if isinstance(entry, Sample) and any(isinstance(part, Pixels) for _, part in entry.parts):
-            try:
+        try:
+            if isinstance(entry, Sample):
                 entry = entry._replace(parts=encoded_pixels(entry.parts))
-            except SampleError as error:
-                entry = BadSample(source, entry.row, "", str(error))
+        except SampleError as error:
+            entry = BadSample(source, entry.row, "", str(error))
         made.append(entry)
     return made
-
-
-# --- spool ---------------------------------------------------------------------------------------
-
-
-class _Spool:
-    """Writes samples into buckets, and collects their positions and properties.
-
-    folder: None counts the samples and writes nothing. count, bytes: of the samples so far.
-    """
-
-    def __init__(self, folder: str | None, options: Options) -> None:
-        self._folder, self._shuffle = folder, options.shuffle
-        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
-        self._meta, self._rows, self._renamed = MetaBuilder(options.seed), IndexBuilder(), Renamed()
-        self._files, self._stops = array("i"), dict[int, int]()  # of each sample; of each file
-        self._buffers: dict[int, list[bytes]] = {}
-        self._held = self.count = self.bytes = 0
-        if folder is not None:
-            with suppress(FileNotFoundError):  # it describes files that are about to be replaced
-                os.unlink(os.path.join(folder, _DONE))
-                sync_folder(folder)
-            for name in os.listdir(folder):
-                os.unlink(os.path.join(folder, name))
-
-    def add(self, key: str, name: str, sample: Sample) -> None:
-        """Add a sample. Raises StorageError."""
-        if key != name:
-            self._renamed[self.count] = {"key": key, "name": name}
-        rank = self._meta.add(key, sample)
-        # 256 buckets: each fits in memory if the stream is below 256 times `memory`.
-        file = rank >> 56 if self._shuffle else self.bytes // _RUN
-        start = self._stops.get(file, 0)
-        self._buffers.setdefault(file, []).extend(self._rows.add(key, sample.parts, start))
-        self._stops[file] = self._rows.stop
-        self._files.append(file)
-        self.count += 1
-        self.bytes += self._rows.stop - start
-        self._held += self._rows.stop - start
-        if self._held > self._most:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write all buffers."""
-        for file, buffer in sorted(self._buffers.items()) if self._folder is not None else ():
-            with (
-                disk_errors(self._path(file), _ADVICE),
-                open(self._path(file), "ab", buffering=0) as out,
-            ):
-                data = memoryview(b"".join(buffer))
-                while data:
-                    data = data[out.write(data) :]
-        self._buffers.clear()
-        self._held = 0
-
-    def _path(self, file: int) -> str:
-        return os.path.join(self._folder or "", f"{file:03d}")
-
-    def finish(self, name: str) -> IndexCatalog:
-        """Return the samples by file, and in the order in which they came."""
-        self._flush()
-        files = np.array(self._files, np.int32)
-        order = np.argsort(files, kind="stable")
-        counts = np.bincount(files).tolist()
-        shards = [
-            Shard(self._path(file), counts[file], stop)
-            for file, stop in sorted(self._stops.items())
-        ]
-        places = dict(zip(order.tolist(), range(len(order)), strict=True)) if self._renamed else {}
-        renamed = {places[number]: row for number, row in self._renamed.items()}
-        index = Index(tuple(shards), self._rows.offsets().take(order))
-        return IndexCatalog(name, index, self._meta.finish().take(order), renamed)
-
-
-def _save(source: Source, folder: str, done: Collected, bad: list[BadSample]) -> None:
-    """Save what `_restored` needs: the index of the buckets, with the properties as columns."""
-    catalog = done.catalog
-    assert isinstance(catalog, IndexCatalog)
-    meta = catalog.meta
-    columns = [
-        Column(name, "integer", name, is_label=False, values=pa.array(values.astype(np.int64)))
-        for name, values in zip(meta._fields, meta.arrays, strict=False)
-    ]
-    extra = {
-        "identity": _identity(source),
-        "meta": meta[4:],
-        "renamed": list(catalog.renamed.items()),
-        "bad": bad,
-        "listed": done.listed,
-        "ignored": source.ignored,
-    }
-    for shard in catalog.index.shards:
-        with disk_errors(shard.path, _ADVICE), open(shard.path, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(folder)  # after a power cut, the file implies all buckets
-    index = replace(catalog.index.with_columns(columns), labels=done.labels)
-    write_whole(os.path.join(folder, _DONE), pack_part(index, extra))
-
-
-def _restored(source: Source, folder: str, bad: BadSamples) -> Collected | None:
-    """Return what an earlier run collected of the same source; None if it did not finish."""
-    path = os.path.join(folder, _DONE)
-    try:
-        with open(path, "rb") as file:
-            index, about = unpack_part(file.read(), path)
-    except (OSError, ShardError):
-        return None
-    if source.mark is None or about["identity"] != _identity(source):
-        return None
-    types = (np.uint64, np.uint64, np.int32, np.int32)
-    arrays = (as_numpy(c.values).astype(t) for c, t in zip(index.columns, types, strict=True))
-    meta = SampleMeta(*arrays, *about["meta"])
-    for row in about["bad"]:
-        bad.put(BadSample(*row))
-    source.ignored.update(about["ignored"])
-    labels, index = index.labels, replace(index.with_columns(()), labels=())
-    catalog = IndexCatalog(source.name, index, meta, dict(about["renamed"]))
-    return Collected(catalog, labels, about["listed"])
-
-
-def _identity(source: Source) -> str:
-    """Return a hash of the input that the spool depends on. Only equal options are resumed."""
-    words = repr((source.name, source.mark, source.source))
-    return blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

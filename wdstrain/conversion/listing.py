@@ -21,7 +21,6 @@ from wdstrain.conversion.options import Options
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.storage.remote import is_remote
 
 # Files that operating systems leave in folders.
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
@@ -135,10 +134,8 @@ class Source:
     """The samples of a source in their order, and facts about the source.
 
     samples: yields all samples, good and bad. labels: is called after the last of them.
-    source: its provenance. total: number of samples; None: unknown. mark: identifies the input
-    (sizes and times of files), so that a resumed conversion uses the samples that it has read;
-    None: it reads all again. ignored: counts by reason, which grow while samples are read. resplit:
-    its splits may be drawn anew. root: a folder that the shards must not be put into. stratum: name
+    source: its provenance. total: number of samples; None: unknown. ignored: counts by reason, which
+    grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards must not be put into. stratum: name
     of the column that the strata are from. has_files: all contents are bytes and paths, and keys
     are final, so that samples are packed from where they are. stored: all good samples, if they are
     kept already.
@@ -149,7 +146,6 @@ class Source:
     labels: Callable[[], tuple[ColumnInfo, ...]]
     source: dict[str, Any]
     total: int | None = None
-    mark: str | None = None
     ignored: dict[str, int] = field(default_factory=dict)
     resplit: bool = False
     root: str | None = None
@@ -293,16 +289,3 @@ def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:
     """Add to the count of a reason."""
     if times:
         ignored[reason] = ignored.get(reason, 0) + times
-
-
-def file_mark(*paths: str, asked: object = None) -> str | None:
-    """Return the mark of a stream: sizes and times of its files, and what is asked of them.
-
-    None for files of a server.
-    """
-    if any(map(is_remote, paths)):
-        return None
-    states = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    return repr(
-        [paths, [(path, state.st_size, state.st_mtime_ns) for path, state in states], asked]
-    )

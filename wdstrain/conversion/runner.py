@@ -7,8 +7,7 @@
 
 The plan depends on the catalog and the options alone, so any number of workers gives the same
 bytes. Everything is written into a staging folder (`staging`). Each shard carries the identity of
-its samples, so `resume` writes only what is missing. The samples of an iterable that are packed in
-their own order are written as they come, without a catalog; `resume` then writes all of them again.
+its samples, so `resume` writes only what is missing.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.conversion.catalog import Catalog, IndexCatalog, MetaBuilder, Renamed, SampleMeta
 from wdstrain.conversion.changes import (
     appended,
     check_keys,
@@ -34,36 +32,26 @@ from wdstrain.conversion.changes import (
     is_repeated,
     next_numbered_key,
 )
-from wdstrain.conversion.collect import collect, keyed
+from wdstrain.conversion.collect import Catalog, SampleMeta, collect, moved
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
-    check_names,
-    check_options,
     chosen,
     plan_shards,
-    room,
 )
-from wdstrain.conversion.shard_writer import (
-    Packed,
-    ShardFile,
-    clear_temporary,
-    summing,
-    write_shards,
-)
+from wdstrain.conversion.shard_writer import Packed, write_shards
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.decode.formats import is_image
-from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.runtime.machine import collector_paused
+from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
-from wdstrain.shards.tar_headers import END, member_size
+from wdstrain.shards.tar_headers import END
 from wdstrain.storage.files import read_whole, write_whole
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
@@ -153,8 +141,7 @@ def convert(
         if options.dry_run:
             return run.planned_only(out)
         staging.begin(run.call)
-        with collector_paused() if source.has_files else nullcontext():
-            return run.pack(staging)
+        return run.pack(staging)
 
 
 def _check(source: Source, out: str, options: Options) -> None:
@@ -234,65 +221,16 @@ class _Run:
 
     def pack(self, staging: Staging) -> ConversionResult:
         """Write the shards and put them in place."""
-        options = self.options
-        waits = options.shuffle, options.split, options.resize, options.quality, options.num_shards
-        is_direct = not (self.source.has_files or options.append or any(waits))
         try:
-            packed = self._streamed(staging) if is_direct else self._planned(staging)
-            return self._finish(staging, *packed)
+            return self._finish(staging, *self._written(staging))
         except (UsageError, _NothingError) as error:  # there is nothing to resume
             staging.discard()
             if isinstance(error, _NothingError) and not self.former and not staging.bucket:
                 self._write_lists(staging.out, [], None)
             raise
 
-    def _streamed(self, staging: Staging) -> tuple[list[Packed], SampleMeta, Renamed]:
-        """Write the samples of a stream as they come; one shard of each split is open at a time."""
-        options, folder, renamed = self.options, staging.folder(), Renamed()
-        recipe, builder, most = Recipe.of(options), MetaBuilder(options.seed), room(options)
-        clear_temporary(folder)  # of a run that was killed
-        tick = summing(partial(self.report, "packing", total=self.source.total))
-        shards, done = dict[str, ShardFile](), dict[str, list[Index]]()
-        with ExitStack() as stack:
-            for key, name, sample in keyed(self.source, options, self.bad):
-                try:
-                    fields = recipe.apply(sample.parts)
-                except SampleError as error:
-                    self.bad.put(BadSample(self.source.name, 0, name, str(error)))
-                    continue
-                split = sample.split or "train"
-                size = sum(member_size(f"{key}.{field}", len(data)) for field, data in fields)
-                shard = shards.get(split)
-                if shard is None:
-                    check_names([*shards, split])
-                    staging.check_names([split])
-                    done[split] = []
-                elif shard.rows.stop + size > most or len(shard.rows) == options.max_shard_samples:
-                    done[split].append(staging.add(shard.finish()))
-                    shard = None
-                if shard is None:
-                    path = os.path.join(folder, f"{split}-{len(done[split]):06d}.tar")
-                    shard = shards[split] = stack.enter_context(ShardFile(path, split, tick))
-                shard.add(key, fields)
-                if key != name:
-                    renamed[self.listed] = {"key": key, "name": name}
-                builder.add(key, sample._replace(split=split))
-                self.listed += 1
-            for split, shard in shards.items():
-                done[split].append(staging.add(shard.finish()))
-        self.listed += len(self.bad.bad)
-        self.labels, meta = self.source.labels(), builder.finish()
-        check_options(meta, options)
-        parts = list[Packed]()
-        for code, split in enumerate(meta.splits):
-            numbers = np.split(
-                np.flatnonzero(meta.split == code), np.cumsum([*map(len, done[split])])
-            )
-            parts += map(Packed, done[split], numbers)
-        return parts, meta, renamed
-
-    def _planned(self, staging: Staging) -> tuple[list[Packed], SampleMeta, Renamed]:
-        """Write the shards of a plan of all samples."""
+    def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
+        """Write the shards of a plan of all samples; also return the catalog of the source."""
         spool = None if self.source.has_files else staging.folder("spill")
         source = self._collected(spool, staging.shown)
         catalog, recipe = source, Recipe.of(self.options)
@@ -309,14 +247,14 @@ class _Run:
                 if len(part.numbers):
                     index = staging.add(part.index)
                     parts.append(Packed(index, at[part.numbers]))
-        return parts, source.meta, source.renamed
+        return parts, source
 
     def _collected(self, spool: str | None, out: str) -> Catalog:
         """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
         first_key = next_numbered_key(self.former) if self.former is not None else 0
         report = partial(self.report, "reading", total=self.source.total)
-        collected = collect(self.source, spool, self.options, self.bad, report, first_key)
-        catalog, self.labels, self.listed = collected
+        catalog = collect(self.source, spool, self.options, self.bad, report, first_key)
+        self.labels, self.listed = self.source.labels(), len(catalog.sizes) + len(self.bad.bad)
         self._check_any(len(catalog.sizes))
         numbers = chosen(catalog, self.options)
         self.limited = len(catalog.sizes) - len(numbers)
@@ -330,7 +268,7 @@ class _Run:
         known = self.former.splits if self.former is not None else ()
         return plan_shards(catalog, self.options, resplit=self.source.resplit, known=known)
 
-    def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[IndexCatalog, Ints]:
+    def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[Catalog, Ints]:
         """Return the samples with re-encoded images, in the order they will be packed.
 
         Also returns their numbers in `catalog`.
@@ -340,8 +278,7 @@ class _Run:
         plan = [PlannedShard(f"{place:06d}", "", run) for place, run in enumerate(runs)]
         done = list(self._shards(catalog, recipe, folder, plan, "encoding"))
         at = np.concatenate([part.numbers for part in done])
-        index = join([part.index for part in done])
-        return IndexCatalog(catalog.name, index, catalog.meta.take(at), {}), at
+        return moved(catalog, [part.index for part in done], at), at
 
     def _shards(
         self, catalog: Catalog, recipe: Recipe, folder: str, plan: list[PlannedShard], title: str
@@ -349,14 +286,9 @@ class _Run:
         report = partial(self.report, title, total=sum(len(shard.numbers) for shard in plan))
         return write_shards(catalog, recipe, folder, plan, self.options, self.bad, report)
 
-    def _finish(
-        self, staging: Staging, parts: list[Packed], meta: SampleMeta, names: Renamed
-    ) -> ConversionResult:
-        """Write the index and the lists of samples, and put the set in place.
-
-        names: of all samples whose key is not their name.
-        """
-        bad, former = self.bad.bad, self.former
+    def _finish(self, staging: Staging, parts: list[Packed], catalog: Catalog) -> ConversionResult:
+        """Write the index and the lists of samples, and put the set in place."""
+        bad, former, names = self.bad.bad, self.former, catalog.renamed
         packed = sum(len(part.numbers) for part in parts)
         self._check_any(packed)
         if self.listed != packed + len(bad) + self.limited:
@@ -368,7 +300,7 @@ class _Run:
         places = [(part.index.shards[0].split, part.numbers) for part in parts]
         renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
         divided = divided_images([*indexes, *filter(None, [former])])
-        info = self._info(counted(meta, places, self.labels), len(renamed), divided)
+        info = self._info(counted(catalog.meta, places, self.labels), len(renamed), divided)
         joined = join(indexes)
         index = replace(with_labels(joined, self.labels), info=info)
         result = ConversionResult(index, info, bad, self.kept)

@@ -19,7 +19,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Catalog, SampleMeta, text_hash
+from wdstrain.conversion.collect import Catalog, SampleMeta, text_hash
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits

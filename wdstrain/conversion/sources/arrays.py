@@ -26,7 +26,7 @@ from wdstrain.conversion.classes import (
     stated_classes,
 )
 from wdstrain.conversion.encode import array_field, encode
-from wdstrain.conversion.listing import BadSample, Sample, Source, check_there, file_mark
+from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import FEW, rule_of
@@ -57,12 +57,10 @@ def stream_arrays(
     opened = {name: _open(name, array) for name, array in arrays.items()}
     files = {n: os.fspath(one) for n, one in arrays.items() if isinstance(one, (str, os.PathLike))}
     about = {"kind": "arrays", "fields": list(arrays), "labels": list(labels)}
-    mark = file_mark(*(_file_of(one)[0] for one in files.values()), asked=[files, classes, quality])
     return _stream_rows(
         ", ".join(files.values()) or "arrays",
         opened,
         about,
-        mark if len(files) == len(arrays) else None,
         labels,
         classes,
         quality,
@@ -114,15 +112,13 @@ def stream_hdf5(
     if packed:
         lines = (f"{n}: stored numbers are packed, without {some}" for n, some in packed.items())
         about["decided"] = list(lines)
-    mark = file_mark(file, asked=[about, classes, quality])
-    return _stream_rows(file, data_sets, about, mark, labels, classes, quality, keys)
+    return _stream_rows(file, data_sets, about, labels, classes, quality, keys)
 
 
 def _stream_rows(
     title: str,
     arrays: Mapping[str, Rows],
     about: dict[str, Any],
-    mark: str | None,
     labels: Sequence[str],
     classes: Sequence[str],
     quality: int,
@@ -173,7 +169,6 @@ def _stream_rows(
         lambda: tuple(scalar.info for scalar in scalars),
         about | stated_classes(classes),
         count,
-        mark,
         stratum=classed.info.name if classed else "",
     )
 

@@ -29,7 +29,6 @@ from wdstrain.conversion.listing import (
     count_ignored,
     drawn_again,
     field_name,
-    file_mark,
     readable,
     split_of,
 )
@@ -100,15 +99,12 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
     source |= drawn_again(splits.values(), options)
-    # Local shards without checksums are known by their size and time.
-    local = file_mark(*(shard.path for shard in index.shards if not is_remote(shard.path)))
     return Source(
         urls[0] if len(urls) == 1 and not is_remote(urls[0]) else ", ".join(folders),
         entries,
         lambda: renamed,
         source,
         len(index),
-        f"{index.fingerprint} {local} {sorted(wanted or ())} {labels} {splits}",
         ignored,
         resplit=True,
         stratum=stratum.name if stratum else "",
@@ -311,7 +307,7 @@ def _stream_compressed(
 
     name = ", ".join(map(shown, paths[:3])) + ", ..." * (len(paths) > 3)
     source |= drawn_again(map(split_of, map(name_of, paths)), options)
-    return Source(name, entries, tuple, source, None, file_mark(*paths), ignored, resplit=True)
+    return Source(name, entries, tuple, source, None, ignored, resplit=True)
 
 
 def _unpacked(path: str, skipped: SkippedMembers) -> Iterator[Member]:

@@ -37,7 +37,6 @@ from wdstrain.conversion.listing import (
     Sample,
     SampleStore,
     Source,
-    file_mark,
     image_field,
 )
 from wdstrain.conversion.source_options import TableOptions
@@ -67,9 +66,6 @@ _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
 _ABSOLUTE = re.compile(
     r"[/\\]|[A-Za-z]:[/\\]"
 )  # the root of a file system, also of another machine's
-# options that decide the bytes of samples
-_OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by", "split_by",
-               "text", "decimal", "escape", "encoding")  # fmt: skip
 
 
 @collector_paused()
@@ -200,12 +196,10 @@ class _Rows:
             prefix = "" if files is None else files.key_prefix(file)
             return _bytes_image(cell, f"{prefix}row-{line:09d}")
 
-        asked = [self.labels, *(getattr(self._options, name) for name in _OF_SAMPLES)]
         return replace(
             self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
             samples=lambda: chain(bad.bad, self._samples(find)),
             total=int(self._chosen.sum()),
-            mark=None if files is None else file_mark(*files.paths, asked=asked),
         )
 
     def _source(self, decided: list[str]) -> Source:
