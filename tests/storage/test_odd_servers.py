@@ -249,7 +249,7 @@ def test_ranges_grow_with_what_is_delivered(tmp_path: Path, where: str) -> None:
 def test_a_loader_survives_the_requests_that_a_server_refuses(tmp_path: Path, stated: str) -> None:
     """Twelve requests in five seconds are allowed. Others are refused, for longer than silence lasts.
 
-    A request brings 30 MB on average then: 3,000 requests in 5 minutes suffice for 300 MB/s.
+    Ranges grow meanwhile, so that few requests are needed.
     """
     rows = ({"__key__": f"{n:03d}", "bin": bytes([n]) * 1_000_000} for n in range(100))
     wt.pack(rows, tmp_path / "set", num_shards=1)
@@ -294,7 +294,7 @@ def test_a_loader_survives_the_requests_that_a_server_refuses(tmp_path: Path, st
     assert refused[0] > 0
     assert max(sent[:3]) < 5_000_000
     assert len(sent) <= 12 + 4 * 3 + 2  # 100 with ranges of 4 MB
-    assert sum(sent[-6:]) / 6 > 25e6
+    assert sum(sent[-6:]) / 6 > 20e6
 
 
 # --- addresses that expire ---
