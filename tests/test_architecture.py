@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3465,
     "training": 3295,
-    "inspection": 1690,
+    "inspection": 1705,
     "loader": 1224,
     "shards": 2179,
     "decode": 1353,

@@ -79,7 +79,7 @@ def make_sources(folder: Path) -> None:
 def test_every_example_of_the_help_texts_runs(tmp_path: Path) -> None:
     make_sources(tmp_path)
     commands = examples(tmp_path)
-    assert len(commands) == 21
+    assert len(commands) == 22
     for command in commands:
         assert command.startswith("wdstrain "), command
         if command.startswith(("wdstrain serve ", "wdstrain demo ")):

@@ -179,7 +179,7 @@ def test_labels_of_many_samples_are_read_from_a_part_unless_exact(tmp_path: Path
     (column,) = info.columns
     assert (column.looked_at, column.exact) == (2000, False)
     assert sum(column.classes.values()) == 2000
-    assert "some labels were read; all: --exact" in repr(info)
+    assert "some labels were read; to read all: --exact" in repr(info)
     (column,) = wt.info(path, exact=True).columns
     assert (column.exact, column.classes) == (True, {"0": 1500, "1": 1500})
 
@@ -450,7 +450,7 @@ def test_a_table_is_readable_at_eighty_columns(
         "PNG image; 24 x 20; RGB",
         "█",
         "median",
-        "percentile 99",
+        "99 %",
         "by another program",
     ):
         assert word in text

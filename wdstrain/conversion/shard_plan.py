@@ -84,7 +84,7 @@ def check_options(meta: SampleMeta, options: Options, *, resplit: bool = False) 
     if options.split and any(meta.splits) and not resplit:
         raise UsageError(
             "the source has its own splits already.",
-            "Leave out split, or convert one of its folders.",
+            "Leave out split=, or convert one of its folders.",
         )
     if meta.grouped and not options.split:
         raise UsageError(

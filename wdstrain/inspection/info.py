@@ -20,8 +20,8 @@ from wdstrain.errors import WdstrainError
 from wdstrain.inspection.contents import Content, described, quantiles
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import InfoOptions
-from wdstrain.inspection.result import Result, Size, text_of
-from wdstrain.report.printing import printable
+from wdstrain.inspection.result import Result, Size, rows_of, text_of
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, typed
 from wdstrain.shards.declare import even_part, read_columns
@@ -60,6 +60,14 @@ class FieldSummary(Result):
     content: Content
     samples: int
     sizes: Sizes
+
+    def __str__(self) -> str:
+        sizes = self.sizes
+        return (
+            f"{self.content}\n{counted(self.samples, 'sample')} of {sizes.smallest} to "
+            f"{sizes.largest}, median {sizes.median}, 99 % at most {sizes.percentile_99}, "
+            f"{sizes.total} in all"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +109,19 @@ class ColumnSummary(Result):
     empty: tuple[str, ...]
     imbalance: float | None
     numbers: Numbers | None
+
+    def __str__(self) -> str:
+        texts = {
+            counted(self.looked_at, "sample"): True,
+            str(self.numbers): self.numbers is not None,
+            f"{self.distinct} different values": self.numbers is None and not self.is_label,
+            f"the largest class has {self.imbalance or 0:.3g} times the samples of the smallest": (
+                (self.imbalance or 0) > 1
+            ),
+            f"{len(self.empty)} classes without samples: {text_of(self.empty)}": bool(self.empty),
+            f"{self.missing} without a valid value": bool(self.missing),
+        }
+        return "; ".join(text for text, is_said in texts.items() if is_said)
 
     def bars(self, most: int) -> dict[str, int]:
         """Return samples by class or by interval: at most `most` classes, and the rest as one."""
@@ -147,9 +168,22 @@ class Info(Result):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        hints = [] if self.exact else [("not exact", "some labels were read; all: --exact")]
-        labels = [(f"label {label.name}", label.summary) for label in self.labels]
-        return [*super().rows(), *labels, *hints]
+        named = {
+            "samples": self.samples,
+            "shards": f"{self.shards}, {self.bytes}",
+            "splits": self.splits if any(self.splits) else "",
+            "fields": self.fields,
+            **{f"label {label.name}": label.summary for label in self.labels},
+            **{f"label {place}": why for place, why in self.disagreements.items()},
+            "made": "; ".join(self.made),
+            "ignored": self.ignored,
+            "first keys": self.keys,
+            **{f"field {part.name}": part for part in self.contents},
+            **{f"column {part.name}": part for part in self.columns},
+            "not exact": "" if self.exact else "some labels were read; to read all: --exact",
+            "findings": self.findings,
+        }
+        return rows_of(named)
 
 
 @takes(InfoOptions)
@@ -169,7 +203,7 @@ def info(options: InfoOptions) -> Info:
     if not index.shards and errors:
         raise errors[0]
     contents = _contents(index, errors)
-    counted = join([_with_labels(part, options.exact, errors) for part in parts])
+    labeled = join([_with_labels(part, options.exact, errors) for part in parts])
     ignored = Counter[str]()
     for part in parts:
         ignored.update(part.info.get("ignored") or {})
@@ -184,12 +218,12 @@ def info(options: InfoOptions) -> Info:
         fields=tuple(map(printable, index.fields)),
         labels=index.labels,
         info={name: value for name, value in index.info.items() if name != "states"},
-        exact=len(counted) == len(index),
+        exact=len(labeled) == len(index),
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
         ignored=dict(ignored),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
         contents=contents,
-        columns=_columns(index, counted),
+        columns=_columns(index, labeled),
         disagreements={  # a loader refuses these, too
             printable(label.stored_as): printable(f"{index.disagreement(*label.place)}. {_ALONE}")
             for label in index.differing
@@ -260,7 +294,7 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
 
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
-    """Return the samples whose labels are counted, with columns that are read if there are none."""
+    """Return the samples whose labels are labeled, with columns that are read if there are none."""
     labels = known_labels(index)
     if index.columns or not labels:
         return index
@@ -276,11 +310,11 @@ def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Inde
 # --- statistics -----------------------------------------------------------------------------------
 
 
-def _columns(index: Index, counted: Index) -> tuple[ColumnSummary, ...]:
+def _columns(index: Index, labeled: Index) -> tuple[ColumnSummary, ...]:
     """Return statistics of labels, then of the other columns."""
     labels = {label.place: label for label in known_labels(index)}
-    columns = sorted(counted.columns, key=lambda column: column.place not in labels)
-    is_exact = len(counted) == len(index)
+    columns = sorted(labeled.columns, key=lambda column: column.place not in labels)
+    is_exact = len(labeled) == len(index)
     return tuple(
         _summary(column, labels.get(column.place), is_exact)
         for column in columns

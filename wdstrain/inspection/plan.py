@@ -8,18 +8,20 @@ reveal what classes do not, such as frames of one video. A batch is the global b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 
 from wdstrain.errors import UsageError
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import PlanOptions
-from wdstrain.inspection.result import Result, Size
+from wdstrain.inspection.result import Result, Size, rows_of
 from wdstrain.loader.loader import Loader
 from wdstrain.order.order import Tail
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
+from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -42,7 +44,7 @@ class RankShare(Result):
     delivered, when a batch is requested. The reader reads some MB ahead, which comes on top.
     """
 
-    rank: int = field(repr=False)
+    rank: int
     samples: int
     padding: int
     bytes: int
@@ -51,6 +53,13 @@ class RankShare(Result):
     seeks: int
     requests: int
     held_bytes_most: int
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(self.samples, 'sample')}, {self.bytes} of "
+            f"{counted(self.shards, 'shard')} in {counted(self.reads, 'read')} with "
+            f"{counted(self.seeks, 'seek')}; holds at most {self.held_bytes_most}"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +101,7 @@ class EpochPreview(Result):
     epoch: int
     tail: Tail
     steps: int
-    steps_measured: int = field(repr=False)
+    steps_measured: int
     left_out: int
     exactly_once: bool
     rate: float
@@ -102,8 +111,33 @@ class EpochPreview(Result):
     ranks: tuple[RankShare, ...]
     label: str | None
     quality: dict[str, Mixing | None]
-    is_good: bool = field(repr=False)
+    is_good: bool
     verdict: str
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return names and values as text."""
+        busiest = max(self.ranks, key=lambda rank: rank.bytes)
+        requests = f" in {counted(self.requests, 'request')}" if self.requests else ""
+        seconds = timedelta(seconds=round(self.hours * 3600))
+        named = {
+            "samples": f"{self.samples} in {counted(self.shards, 'shard')}, {self.bytes}",
+            "epoch": f"{self.epoch}: {counted(self.steps, 'step')} on "
+            f"{counted(self.world_size, 'rank')}",
+            "batch": f"{self.batch_size} per rank, {self.batch_size * self.world_size} in all, "
+            f"{counted(self.lanes, 'lane')}",
+            "shuffle": f"buffer of {self.shuffle_buffer} samples, seed {self.seed}"
+            if self.shuffle
+            else "none",
+            "left out": f"{self.left_out} of {counted(self.samples, 'sample')} (tail: {self.tail})",
+            "exactly once": "every sample that is not left out" if self.exactly_once else "NO",
+            "read": f"{Size(sum(rank.bytes for rank in self.ranks))}{requests}",
+            "time": f"{seconds} at {self.rate:g} samples/s on each rank",
+            "cost": None if self.cost is None else f"{self.cost:.4g} per epoch",
+            f"rank {busiest.rank}" + ", reads most" * (self.world_size > 1): busiest,
+            **{name: mixing and mixing.text for name, mixing in self.quality.items()},
+            "verdict": self.verdict,
+        }
+        return rows_of(named)
 
 
 @takes(PlanOptions)
