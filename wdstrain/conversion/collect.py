@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,8 +167,10 @@ class Catalog:
     def fetch(self, numbers: Ints) -> list[Fetched]:
         """Return key and parts of samples, or an error; they are read as they lie on the disk."""
         items = {number: self.items[number] for number in np.sort(numbers).tolist()}
-        order = items if self.has_files else sorted(items, key=lambda n: items[n].parts[0][1][::3])
-        fetched = {number: _fetched(items[number]) for number in order}
+        if self.has_files:
+            fetched = {number: _fetched(item) for number, item in items.items()}
+        else:
+            fetched = dict(_unspooled(items))
         return [fetched[number] for number in numbers.tolist()]
 
 
@@ -201,33 +203,49 @@ def _fetched(item: Sample) -> Fetched:
     return str(item.key), parts
 
 
-def _contents(path: str, size: int, state: int, offset: int | None = None) -> bytes:
-    """Return the bytes of a piece.
-
-    Without an offset it is a whole file, and `state` the time of its last change; otherwise `state`
-    is its crc32. Raises SampleError for a file that cannot be read or has another size, StorageError
-    for a spool.
-    """
+def _contents(path: str, size: int, mtime_ns: int) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
-            data = os.pread(fd, size + (offset is None), offset or 0)
-            # One call returns at most 2 GB, and less from a network file system.
-            while len(data) < size and (
-                more := os.pread(fd, size - len(data), (offset or 0) + len(data))
-            ):
-                data += more
-            if len(data) != size:
-                now = os.fstat(fd).st_size
-                raise SampleError(f"it had {size} bytes when it was listed and has {now} now")
+            data = _read(fd, size, 0, beyond=1)
+            if len(data) == size:
+                return data
+            raise SampleError(
+                f"it had {size} bytes when it was listed and has {os.fstat(fd).st_size} now"
+            )
         finally:
             os.close(fd)
     except OSError as error:
-        if offset is not None:
-            raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
         raise SampleError(f"it cannot be read ({error.strerror})") from error
-    if offset is not None and crc32(data) != state:
-        raise StorageError(f"{path} has changed since it was written.", _ADVICE)
+
+
+def _unspooled(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
+    """Yield samples of a spool with their numbers, each file read forward. Raises StorageError."""
+    order = sorted(items, key=lambda number: items[number].parts[0][1][::3])
+    for path, numbers in groupby(order, key=lambda number: items[number].parts[0][1][0]):
+        try:
+            with open(path, "rb") as file:
+                for number in numbers:
+                    item = items[number]
+                    (_, first), (_, last) = item.parts[0], item.parts[-1]
+                    data = _read(file.fileno(), last[3] + last[1] - first[3], first[3])
+                    parts = list[Part]()
+                    for field, (_, size, crc, offset) in item.parts:
+                        part = data[offset - first[3] : offset - first[3] + size]
+                        if crc32(part) != crc:
+                            raise StorageError(f"{path} has changed since it was written.", _ADVICE)
+                        parts.append((field, part))
+                    yield number, (str(item.key), parts)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
+
+
+def _read(fd: int, size: int, offset: int, beyond: int = 0) -> bytes:
+    """Return bytes of a file. beyond: bytes to read after them, where the file may have grown."""
+    data = os.pread(fd, size + beyond, offset)
+    # One call returns at most 2 GB, and less from a network file system.
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
     return data
 
 
