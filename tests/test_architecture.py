@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3481,
     "training": 3295,
-    "inspection": 1705,
+    "inspection": 1706,
     "loader": 1224,
     "shards": 2179,
     "decode": 1353,

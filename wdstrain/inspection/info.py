@@ -31,11 +31,11 @@ from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import Note, groups_of, join_once, open_index, recall_or_scan
 from wdstrain.storage.addresses import expand
+from wdstrain.storage.remote import is_remote
 
 _VALUES, _SHARDS = 200, 8  # samples whose values are looked at, and shards that hold them
 _LABELS = 2_000  # samples whose labels are read, if the index has no columns
 _VALUE_BYTES = 8 << 20  # of the values of a sample that are read
-_ALL_BYTES = 64 << 20  # of all values that are read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
 _ALONE = "For its classes, look at each set alone"
@@ -279,7 +279,8 @@ def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, 
 def _looked_at(index: Index, names: list[str]) -> Ints:
     """Return the first samples of a few shards, which a server sends in one answer each. int64[n]
 
-    Samples with large values are left out. names: of the fields that are read.
+    Samples with large values are left out, and all but one that lie beyond the first bytes of a
+    shard. names: of the fields that are read.
     """
     sizes = np.zeros(len(index), np.int64)
     for name in names:
@@ -289,12 +290,13 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
     most = _VALUES // max(1, len(some))
     blocks = [np.arange(min(most, index.counts[n])) + index.first[n] for n in some]
     ids = np.concatenate([np.zeros(0, np.int64), *blocks])
-    ids = ids[sizes[ids] <= _VALUE_BYTES]
-    return np.asarray(ids[np.cumsum(sizes[ids]) <= _ALL_BYTES])
+    first_bytes = 1 << 20 if any(is_remote(shard.path) for shard in index.shards) else _VALUE_BYTES
+    is_near = (index.offsets.stop[ids] <= first_bytes) | np.isin(ids, index.first)
+    return np.asarray(ids[is_near & (sizes[ids] <= _VALUE_BYTES)])
 
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
-    """Return the samples whose labels are labeled, with columns that are read if there are none."""
+    """Return the samples whose labels are counted, with columns that are read if there are none."""
     labels = known_labels(index)
     if index.columns or not labels:
         return index
