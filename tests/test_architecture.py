@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3481,
-    "training": 3295,
+    "training": 3310,
     "inspection": 1706,
     "loader": 1224,
     "shards": 2179,

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
+from wdstrain.training.distributed import Stopped
 from wdstrain.training.run_dir import read_checkpoint, read_last
 from wdstrain.training.train import TrainResult, train
 
@@ -197,8 +199,6 @@ class At:
 
 
 def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signal.SIGUSR1) -> None:
-    from wdstrain.training.distributed import Stopped
-
     with pytest.raises(Stopped) as raised:
         train(
             str(pets),
@@ -457,6 +457,30 @@ def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
         assert main([*words, *RESUME]) == 0
     assert f"resuming at epoch {at['epoch'] + 1}, step {at['step']}" in capsys.readouterr().err
     same(out, tmp_path / "undisturbed")
+
+
+def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> None:
+    rows = ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24))
+    wt.pack(rows, tmp_path / "shards")
+    out, is_saved = tmp_path / "run", threading.Event()
+
+    class Display(At):
+        def line(self, text: str) -> None:
+            if "checkpoint" in text:
+                is_saved.set()
+
+    def silent(handler: object, path: Path, start: int, stop: int) -> bool:
+        if path.suffix == ".tar":  # the first batch is requested
+            os.kill(os.getpid(), signal.SIGTERM)
+            is_saved.wait(60)
+        return False
+
+    options = {**OPTIONS, "progress": Display("", 0, list)}
+    with serving(tmp_path / "shards") as server:
+        server.faults += [silent] * 100
+        with pytest.raises(Stopped, match="SIGTERM"):
+            train(f"{server.url}/index.json", out, **options)
+    assert position(out) == {"epoch": 0, "step": 0}
 
 
 def test_a_validation_that_loses_its_server_is_repeated_after_a_resume(

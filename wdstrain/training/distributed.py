@@ -7,6 +7,7 @@ step later. The exchange runs on the CPU beside the step, and a GPU never waits 
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,9 +82,11 @@ class DistributedContext:
         except RuntimeError as error:
             if self.size == 1 or not any(word in str(error) for word in _LOST):
                 raise
+            line = str(error).strip().splitlines()[0]
+            cause = re.sub(r"^\[[^]]*\] ", "", line)[:200]  # without torch's own file and line
             raise WdstrainError(
-                f"rank {self.rank} of {self.size}: another process of this job ended "
-                f"({str(error).strip().splitlines()[0][:200]}). Its own message stands above.",
+                f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
+                f"Its own message stands above.",
                 "Run the job again with resume=True.",
             ) from error
         finally:
@@ -251,7 +254,8 @@ def _split_like(value: Any, like: Any) -> Any:
 
 # --- signals --------------------------------------------------------------------------------------
 # Schedulers send SIGTERM or SIGUSR1. A signal is recorded, the step is finished, a checkpoint is
-# written, and the run ends with the status of the signal. A second Ctrl-C ends the run immediately.
+# written, and the run ends with the status of the signal. A single process that waits for data ends
+# at once, because no step is in progress. A second Ctrl-C ends the run immediately.
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -269,7 +273,7 @@ class Stopped(KeyboardInterrupt):
 class SignalHandler:
     """Records signals. number: of the last one, 0 if there was none."""
 
-    number = 0
+    number, _may_raise = 0, False
 
     @contextmanager
     def watched(self) -> Iterator[SignalHandler]:
@@ -283,10 +287,24 @@ class SignalHandler:
                 if signal.getsignal(number) == self._record:  # other code may have replaced it
                     signal.signal(number, handler)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let a signal raise Stopped in this context, where no step is in progress."""
+        self._may_raise = True
+        try:
+            if self.number:  # it came before the context
+                raise Stopped(self.number)
+            yield
+        finally:
+            self._may_raise = False
+
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.number == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        if self._may_raise:
+            self._may_raise = False  # a checkpoint is written
+            raise Stopped(number)
 
 
 def raise_stopped(

@@ -205,7 +205,7 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     batches, progress = to_device(epoch, device, augmentation), StepLog(run, log)
     plateaus = run.monitor.plateaus(state.history)
     while state.step < run.steps:
-        state.step += _take_step(run, epoch, batches, progress, plateaus)
+        state.step += _take_step(run, epoch, batches, signals, progress, plateaus)
         progress.update()
         run.call("on_step_end")
         if run.is_stopped:
@@ -288,6 +288,7 @@ def _take_step(
     run: Run,
     epoch: EpochBatches,
     batches: Iterator[dict[str, Any]],
+    signals: SignalHandler,
     progress: StepLog,
     plateaus: int,
 ) -> int:
@@ -304,7 +305,10 @@ def _take_step(
     torch.manual_seed(key("step", config.seed, state.epoch, state.step, distributed.rank))
     run.optimizer.zero_grad(set_to_none=True)
     for turn in range(group):
-        batch = next(batches)
+        # all processes must stop at the same step, and none within a step of the optimizer
+        may_stop = distributed.size == 1 and turn == 0
+        with signals.waiting() if may_stop else nullcontext():
+            batch = next(batches)
         run.in_step = True  # sums and buffers change from here on
         run.sums.count("bad", len(epoch.bad))
         progress.timer.lap("data")

@@ -14,6 +14,7 @@ _TITLES = {
     "mse": "MSE",
     "mae": "MAE",
     "mse_of_mean": "MSE of predicting the mean",
+    "bad": "bad samples",
 }
 _SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
 
