@@ -24,7 +24,6 @@ import struct
 import sys
 import tarfile
 import tempfile
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -50,13 +49,13 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.transforms import FLIP_DRAW, region
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.inspection.repair import recover
-from wdstrain.inspection.scan import ShardReader, members_of, scan_shard
+from wdstrain.inspection.scan import ShardScan
 from wdstrain.order.rng import uniform
 from wdstrain.shards import declare
-from wdstrain.shards.index import Index
+from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import arrow_file
+from wdstrain.shards.offsets import Offsets, arrow_file
 from wdstrain.shards.resolve import open_index, place_of, recall, scan
 from wdstrain.shards.tar import (
     NO_KEY,
@@ -69,6 +68,7 @@ from wdstrain.shards.tar import (
 )
 from wdstrain.shards.tar_headers import BLOCK, END, header, padding
 from wdstrain.storage import http, remote, retries
+from wdstrain.storage.files import open_source
 
 SPLIT = b"\n-- 8< --\n"
 MOST_PIXELS = 1 << 20  # pixels of images here, so that huge claimed sizes are refused soon
@@ -252,34 +252,35 @@ def run_salvage(data: bytes) -> None:
     the reader raises.
     """
     try:
-        with ShardReader(_damaged_shard(data), threading.Event(), lambda count: None) as reader:
-            found = scan_shard(reader)
+        with open_source(_damaged_shard(data)) as source:
+            scan = ShardScan(source, lambda count: None)
+            found = list(scan.samples())
     except CompressedError:
         return
-    table = found.offsets
-    keys = table.keys_of(np.arange(len(table)))
-    places = list(zip(table.start.tolist(), table.stop.tolist(), strict=True))
     at = 0
-    for (start, stop), members in zip(places, members_of(table), strict=True):
+    for sample in found:
+        start, stop, members = sample.start, sample.stop, sample.members.values()
         _must(at <= start < stop <= len(data), "samples lie apart and inside", (start, stop))
         at = stop
         for _, offset, size, crc in members:
             _must(start < offset and offset + size <= stop, "members lie in their sample", members)
             _must(crc == crc32(data[offset : offset + size]), "a checksum is right", members)
     at = 0
-    for damage in found.damages:
+    for damage in scan.damages:
         _must(at <= damage.start <= damage.stop <= len(data), "damages lie apart, inside", damage)
         _must(bool(damage.reason), "damages have reasons", damage)
         at = damage.stop
-    faults = found.damages or found.faults
+    is_repeated = len({sample.key for sample in found}) < len(found)
+    faults = scan.damages or is_repeated or any(sample.twice for sample in found)
     try:
         intact = list(samples(_reading(data), len(data), "it"))
     except ShardError as error:
         _must(bool(faults), "refused tars are damaged", error)
         return
     _must(not faults, "accepted tars are intact", faults)
-    fields = [table.members_at(number) for number in range(len(keys))]
-    walked = [(key, *place, of) for key, place, of in zip(keys, places, fields, strict=True)]
+    walked = [
+        (one.key, one.start, one.stop, [row[:3] for row in one.members.values()]) for one in found
+    ]
     _must(walked == list(map(tuple, intact)), "both walks agree", walked)
 
 
@@ -289,13 +290,15 @@ def run_rescue(data: bytes) -> None:
     known = {(key, name): body for key, of in _SAMPLES for name, body in of.items()}
     for promised in (index, None):
         try:
-            with ShardReader(path, threading.Event(), lambda count: None) as reader:
-                intact, _, findings = recover(reader, path, promised)
+            with open_source(path) as source:
+                expected = promised or Index((Shard(path, 0, 0),), Offsets.of(()))
+                intact, _, findings = recover(ShardScan(source, lambda count: None), expected)
         except CompressedError:
             return
-        keys = intact.keys(np.arange(len(intact)))
-        for key, members in zip(keys, members_of(intact.offsets), strict=True):
-            for name, offset, size, crc in members:
+        for number in range(len(intact)):
+            key, members = intact.key(number), intact.members(number)
+            sums = intact.offsets.members_of(np.array([number])).crc.tolist()
+            for (name, offset, size), crc in zip(members, sums, strict=True):
                 body = data[offset : offset + size]
                 _must(offset >= 0 and offset + size <= len(data), "members lie inside", members)
                 _must(crc32(body) == crc, "a checksum is that of its member", members)
@@ -876,10 +879,7 @@ def _folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
-_SCAN_CODE = tuple(
-    f"wdstrain.inspection.scan:{name}"
-    for name in ("ShardReader", "scan_shard", "members_of", "is_header", "_members")
-)
+_SCAN_CODE = tuple(f"wdstrain.inspection.scan:{name}" for name in ("ShardScan", "is_header"))
 _TAR_CODE = ("wdstrain.shards.tar", "wdstrain.shards.tar_headers")
 TARGETS = {
     target.name: target

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import Verb, given, is_utf8, result, step_bytes, verb
+from wdstrain.cli.common import Verb, given, is_utf8, result, verb
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -87,27 +87,20 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.verify import verify
 
-    return _read_all(arguments, VerifyOptions, verify, "verifying")
+    return _read_all(arguments, VerifyOptions, verify)
 
 
 def _repair(arguments: argparse.Namespace) -> int:
     from wdstrain.inspection.repair import repair
 
-    return _read_all(arguments, RepairOptions, repair, "repairing")
+    return _read_all(arguments, RepairOptions, repair)
 
 
-def _read_all(
-    arguments: argparse.Namespace, options: type[Any], work: Callable[..., Any], title: str
-) -> int:
-    """Do work that reads whole shards, with its progress, and print its result and its findings."""
+def _read_all(arguments: argparse.Namespace, options: type[Any], work: Callable[..., Any]) -> int:
+    """Do work that reads whole shards, and print its result and its findings."""
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
     start = time.monotonic()
-    with Reporter() as reporter:
-
-        def progress(so_far: Any, total: int | None) -> None:
-            step_bytes(reporter, title, getattr(so_far, "bytes", so_far), total, "")
-
-        done = work(**given(arguments, options), progress=progress)
+    done = work(**given(arguments, options))
     seconds = round(time.monotonic() - start, 3)
     report = {**done.report(), "seconds": seconds}
     rows = {**report, "bytes": Size(done.bytes), "findings": len(done.findings), "notes": ""}

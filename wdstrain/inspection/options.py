@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, is_number, option, parse_list
-from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
+from wdstrain.shards.options import CheckedOptions, shard_urls, where_option
 
 if TYPE_CHECKING:
+    from wdstrain.report.terminal import Reporter
     from wdstrain.shards.index import Index
     from wdstrain.storage.addresses import Urls
 
 Order = Literal["first", "random", "classes"]
 
 MAX_SHOWN = 1000  # samples of one call of `peek`
+_PROGRESS = (
+    "object with step(title, done, total, text, unit) and line(text) that shows progress, in "
+    "megabytes (default: in the terminal or notebook; False: none)"
+)
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,7 @@ class VerifyOptions(CheckedOptions):
         metavar="COL",
     )
     num_workers: int | None = option(None, "threads (default: one per core)", metavar="N", least=1)
-    progress: Callable[[Any, int | None], None] | None = progress_option(
-        "(Verification so far, bytes in all or None)"
-    )
+    progress: Reporter | bool | None = option(None, _PROGRESS, flag=None)
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,7 @@ class RepairOptions(CheckedOptions):
     _: KW_ONLY
     decode: bool = option(False, "leave out samples that cannot be decoded or parsed")
     overwrite: bool = option(False, "replace the shards in the output folder")
-    progress: Callable[[int, int | None], None] | None = progress_option(
-        "(bytes read, bytes in all or None)"
-    )
+    progress: Reporter | bool | None = option(None, _PROGRESS, flag=None)
 
 
 def _prices(text: str) -> list[float]:

@@ -12,12 +12,14 @@ only if they have the fields that most samples have. Changed bytes within a fiel
 from __future__ import annotations
 
 import os
-import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.shard_writer import write_samples
@@ -25,30 +27,30 @@ from wdstrain.conversion.staging import Staging
 from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
+    Found,
     Member,
-    Scan,
-    ShardReader,
-    compared,
+    ShardScan,
     field_kind,
     finding_of,
     is_header,
     limited,
-    members_of,
-    scan_shard,
     shards_at,
     total_bytes,
 )
 from wdstrain.inspection.verify import HasFindings, decode_error
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
+from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets, OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK
-from wdstrain.storage.files import disk_errors
+from wdstrain.storage.files import disk_errors, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
+
+Taken = dict[str, list[Member]]  # the members of each sample that is intact
 
 
 @dataclass
@@ -80,28 +82,33 @@ def repair(options: RepairOptions) -> Repair:
     result = Repair(os.fspath(options.out))
     todo, faults = shards_at(options.urls)
     result.notes = [fault.sentence for fault in faults]
-    _check(result.out, [path for path, _ in todo])
+    _check(result.out, list(todo))
     total, read = total_bytes(todo), 0
+    megabytes = None if total is None else total // 10**6
 
     def tick(size: int) -> None:
         nonlocal read
         read += size
-        if options.progress is not None:
-            options.progress(read, total)
+        reporter.step("repairing", read // 10**6, megabytes, unit="MB")
 
-    with Staging(result.out, overwrite=options.overwrite) as stage:
+    with (
+        reporting(options.progress, True) as reporter,
+        Staging(result.out, overwrite=options.overwrite) as stage,
+    ):
         try:
             folder = stage.folder()
             with disk_errors(result.out, "Free some space, or choose another folder."):
-                made = [_repaired(*shard, folder, result, options.decode, tick) for shard in todo]
+                made = [
+                    _repaired(path, expected, folder, result, options.decode, tick)
+                    for path, expected in todo.items()
+                ]
             parts = [index for index in made if len(index)]
             if not parts:
                 first = f" The first: {result.findings[0]}" if result.findings else ""
                 raise ShardError(
                     f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
                 )
-            known = [expected for _, expected in todo if expected is not None]
-            index = _with_what_was_known(join(parts), known, result)
+            index = _with_what_was_known(join(parts), list(todo.values()), result)
             stage.commit(index, [shard.name for shard in index.shards])
         finally:
             stage.discard()
@@ -110,25 +117,41 @@ def repair(options: RepairOptions) -> Repair:
     return result
 
 
+def _check(out: str, paths: list[str]) -> None:
+    """Raise UsageError for a folder that cannot hold the repaired shards."""
+    if is_remote(out):
+        raise UsageError(
+            f"{redacted(out)}: repaired shards are written to a local folder.", "Name one."
+        )
+    folders = [os.path.dirname(path) or "." for path in paths if not is_remote(path)]
+    if os.path.realpath(out) in map(os.path.realpath, folders):
+        raise UsageError(
+            f"{out} is the folder of the shards, which is never written to.", "Name another one."
+        )
+    for name, count in Counter(map(name_of, paths)).items():
+        if count > 1:
+            raise UsageError(f"two shards are named {name}.", "Repair their folders one by one.")
+
+
 def _repaired(
     path: str,
-    expected: Index | None,
+    expected: Index,
     folder: str,
     result: Repair,
     decode: bool,
     tick: Callable[[int], None],
 ) -> Index:
     """Write one shard; return its index, which is empty if nothing of it is intact."""
-    listed = Shard(path, 0, 0) if expected is None else expected.shards[0]
-    labels = () if expected is None else expected.labels
-    intact, suspects, findings = Index((), OffsetsBuilder().offsets()), set[int](), list[Finding]()
+    listed, shown = expected.shards[0], shown_path(path)
+    intact, suspects, findings = Index((), Offsets.of(())), set[str](), list[Finding]()
     try:
-        with ShardReader(path, threading.Event(), tick) as reader:
-            intact, suspects, findings = recover(reader, path, expected)
+        with open_source(path, state="") as source:
+            intact, suspects, findings = recover(ShardScan(source, tick), expected)
     except WdstrainError as error:
-        findings = [finding_of(shown_path(path), error)]
+        findings = [finding_of(shown, error)]
     if len(intact):
-        samples = _readable(intact, suspects, findings, labels if decode else None)
+        labels = expected.labels if decode else None
+        samples = _readable(intact, suspects, findings, labels)
         target = os.path.join(folder, name_of(path))
         intact = write_samples(target, listed.split, samples, lambda *_: None)
         if not len(intact):
@@ -137,91 +160,113 @@ def _repaired(
     lost = max(named, listed.samples - len(intact))
     if lost > named:
         reason = f"held {listed.samples} samples, of which {lost - named} are lost without a trace"
-        findings.append(Finding(shown_path(path), "", "", 0, reason))
+        findings.append(Finding(shown, "", "", 0, reason))
     result.lost += lost
     result.findings += limited(findings)
     return intact
 
 
-def recover(
-    reader: ShardReader, path: str, expected: Index | None
-) -> tuple[Index, set[int], list[Finding]]:
-    """Return the intact samples of a shard, those of them next to damage, and what is lost.
+def recover(scan: ShardScan, expected: Index) -> tuple[Index, set[str], list[Finding]]:
+    """Return the intact samples of a shard, keys of those next to damage, and what is lost.
 
-    Raises StorageError or ShardError for a shard that cannot be read.
+    expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
+    cannot be read.
     """
-    scan, rows = scan_shard(reader), OffsetsBuilder()
-    has_checksums = expected is not None and expected.offsets.has_checksums
-    if expected is None or not has_checksums or expected.shards[0].sha256 == scan.sha256:
-        taken, lost = _by_headers(reader.shown, scan, expected)
+    samples, rows, suspects = list(scan.samples()), OffsetsBuilder(), set[str]()
+    if not expected.offsets.has_checksums or expected.shards[0].sha256 == scan.sha256:
+        taken, suspects, lost = _by_headers(scan, samples, expected)
     else:
-        taken, lost = _by_checksums(reader, scan, expected)
-    for key, (members, _) in taken.items():
+        taken, lost = _by_checksums(scan, samples, expected)
+    for key, members in taken.items():
         rows.put(key, members[0][1], members[-1][1], members)
-    suspects = {number for number, (_, is_suspect) in enumerate(taken.values()) if is_suspect}
-    shard = Shard(path, len(taken), reader.size)
+    shard = Shard(scan.source.path, len(taken), scan.size)
     return Index((shard,), rows.offsets()), suspects, lost
 
 
-Taken = dict[str, tuple[list[Member], bool]]  # members of each sample, and is it next to damage
+def _by_checksums(
+    scan: ShardScan, samples: list[Found], expected: Index
+) -> tuple[Taken, list[Finding]]:
+    """Return the samples of an index whose bytes are intact, and what is lost.
 
-
-def _by_checksums(reader: ShardReader, scan: Scan, expected: Index) -> tuple[Taken, list[Finding]]:
-    """Return the samples of an index whose bytes are intact, and what is lost."""
+    They are where the scan found the bytes of this key, or where the index says.
+    """
     taken, lost = Taken(), list[Finding]()
-    for key, members, changes in compared(scan, expected, reader):
-        lost += changes[:1]
-        if not changes:
-            taken[key] = members, False
+    places = {
+        (found.key, name, size, crc): offset
+        for found in samples
+        for name, offset, size, crc in found.members.values()
+    }
+    for key, wanted in _rows_of(expected):
+        members = list[Member]()
+        for name, offset, size, crc in wanted:
+            place = places.get((key, name, size, crc))
+            if place is None and crc32(scan.source.read(offset, size)) != crc:
+                reason = "the bytes are not those that were packed"
+                lost.append(Finding(scan.shown, key, name, offset, reason))
+                break
+            members.append((name, offset if place is None else place, size, crc))
+        else:
+            taken[key] = members
     known = {*expected.keys(np.arange(len(expected)))}
-    strange = [key for key in scan.first if key not in known]
+    strange = [found.key for found in samples if found.key not in known]
     if strange:  # the shard was replaced
         reason = (
             f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
             f"they are not copied. Run: wdstrain index on it first"
         )
-        lost.append(Finding(reader.shown, "", "", 0, reason))
+        lost.append(Finding(scan.shown, "", "", 0, reason))
     return taken, lost
 
 
-def _by_headers(shown: str, scan: Scan, expected: Index | None) -> tuple[Taken, list[Finding]]:
-    """Return the samples with valid headers. One whose members lie in two places becomes whole."""
-    taken, lost = Taken(), list[Finding]()
-    starts = scan.offsets.start.tolist()
-    behind = np.searchsorted(starts, [damage.start for damage in scan.damages], side="right")
-    near = {*behind.tolist(), *(behind - 1).tolist()}
-    twice = {number for number, field, _, _ in scan.faults if field}
-    keys = scan.offsets.keys_of(np.arange(len(starts)))
-    for number, (key, members) in enumerate(zip(keys, members_of(scan.offsets), strict=True)):
-        earlier, is_suspect = taken.get(key, ([], False))
-        reason = "two of its members have one name" if number in twice else ""
-        if {row[0] for row in members} & {row[0] for row in earlier}:
-            reason = f"its key came before, at offset {starts[scan.first[key]]}"
-        if reason:
-            lost.append(Finding(shown, key, "", starts[number], reason))
-        else:
-            taken[key] = earlier + members, is_suspect or number in near
-    kinds = {key: frozenset(field_kind(row[0]) for row in rows) for key, (rows, _) in taken.items()}
-    usual = Counter(kinds.values()).most_common(1)
-    for key, kind in kinds.items():
-        if taken[key][1] and kind != usual[0][0]:
-            reason = (
-                f"it is next to damage and has {', '.join(kind)}, others {', '.join(usual[0][0])}"
-            )
-            lost.append(Finding(shown, key, "", taken.pop(key)[0][0][1], reason))
+def _by_headers(
+    scan: ShardScan, samples: list[Found], expected: Index
+) -> tuple[Taken, set[str], list[Finding]]:
+    """Return the samples with valid headers, keys of those next to damage, and what is lost.
+
+    A sample whose members lie in two places becomes whole.
+    """
+    taken, lost, suspects = Taken(), list[Finding](), set[str]()
+    starts = [found.start for found in samples]
+    behind = [bisect_right(starts, damage.start) for damage in scan.damages]
+    near = {*behind, *(number - 1 for number in behind)}
+    for number, found in enumerate(samples):
+        earlier = taken.get(found.key, [])
+        if found.twice or found.members.keys() & {name for name, *_ in earlier}:
+            reason = "a member of this key and name came before"
+            lost.append(Finding(scan.shown, found.key, "", found.start, reason))
+            continue
+        taken[found.key] = [*earlier, *found.members.values()]
+        if number in near:
+            suspects.add(found.key)
+    kinds = {key: {field_kind(name) for name, *_ in members} for key, members in taken.items()}
+    usual = Counter(map(frozenset, kinds.values())).most_common(1)
+    for key in sorted(suspects):
+        if kinds[key] != usual[0][0]:
+            fields, others = ", ".join(sorted(kinds[key])), ", ".join(sorted(usual[0][0]))
+            reason = f"it is next to damage and has {fields}, others {others}"
+            lost.append(Finding(scan.shown, key, "", taken.pop(key)[0][1], reason))
     named = {*taken, *(finding.key for finding in lost)}
-    for number, key in enumerate(
-        () if expected is None else expected.keys(np.arange(len(expected)))
-    ):
+    for key, members in _rows_of(expected):
         if key not in named:
-            offset = int(expected.offsets.start[number]) if expected is not None else 0
-            lost.append(Finding(shown, key, "", offset, "it is not there, as the index says"))
-    lost += [Finding(shown, "", "", damage.start, damage.reason) for damage in scan.damages]
-    return taken, lost
+            reason = "it is not there, as the index says"
+            lost.append(Finding(scan.shown, key, "", members[0][1], reason))
+    lost += [Finding(scan.shown, "", "", damage.start, damage.reason) for damage in scan.damages]
+    return taken, suspects, lost
+
+
+def _rows_of(index: Index) -> Iterator[tuple[str, list[Member]]]:
+    """Yield (key, (field, offset, size, crc32 or 0) of each member) of the samples of an index."""
+    found = index.offsets.members
+    columns = (array.tolist() for array in (found.offset, found.size, found.crc))
+    names = map(index.fields.__getitem__, found.field.tolist())
+    rows = list(zip(names, *columns, strict=True))
+    keys = index.keys(np.arange(len(index)))
+    for key, (first, stop) in zip(keys, pairwise(found.first.tolist()), strict=True):
+        yield key, rows[first:stop]
 
 
 def _readable(
-    intact: Index, suspects: set[int], findings: list[Finding], labels: Sequence[ColumnInfo] | None
+    intact: Index, suspects: set[str], findings: list[Finding], labels: Sequence[ColumnInfo] | None
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yield the samples to write. A sample whose bytes prove to be damaged becomes a finding.
 
@@ -231,9 +276,8 @@ def _readable(
         key, reason = intact.key(number), ""
         for name, offset, _ in intact.members(number):
             data = values[name]
-            if number in suspects and any(
-                is_header(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)
-            ):
+            blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+            if key in suspects and any(map(is_header, blocks)):
                 reason = "the next sample begins within it: bytes before that are missing"
             elif "\0" in key + name:
                 reason = "a NUL character is in its name"
@@ -246,42 +290,12 @@ def _readable(
             yield key, list(values.items())
 
 
-def _check(out: str, paths: list[str]) -> None:
-    """Raise UsageError for a folder that cannot hold the repaired shards."""
-    if is_remote(out):
-        raise UsageError(
-            f"{redacted(out)}: repaired shards are written to a local folder.",
-            "Name one.",
-        )
-    if not paths:
-        raise UsageError(
-            "there are no shards at these addresses.",
-            "Name a folder with .tar files.",
-        )
-    inputs = {
-        os.path.realpath(os.path.dirname(path) or ".") for path in paths if not is_remote(path)
-    }
-    if os.path.realpath(out) in inputs:
-        raise UsageError(
-            f"{out} is the folder of the shards, which is never written to.",
-            "Name another one.",
-        )
-    twice = [name for name, count in Counter(map(name_of, paths)).items() if count > 1]
-    if twice:
-        raise UsageError(
-            f"two shards are named {twice[0]}.",
-            "Repair their folders one by one.",
-        )
-
-
-def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
+def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> Index:
     """Return the index with labels and provenance of the old one; counts only if none is lost."""
-    labels = (
-        known[0].labels if known and all(old.labels == known[0].labels for old in known) else ()
-    )
+    known = [old for old in former if old.shards[0].samples]
+    labels = known[0].labels if known and len({old.labels for old in known}) == 1 else ()
     stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
-    former = {
-        name: value for name, value in (known[0].info if known else {}).items() if name not in stale
-    }
-    info = {**former, "repaired": {"copied": len(index), "lost": result.lost}}
-    return replace(with_labels(index, labels), info=info)
+    info = known[0].info if known else {}
+    kept = {name: value for name, value in info.items() if name not in stale}
+    repaired = {"copied": len(index), "lost": result.lost}
+    return replace(with_labels(index, labels), info={**kept, "repaired": repaired})

@@ -2,109 +2,40 @@
 
 A reader must not guess, so `tar.walk` raises at the first fault. Here the damage is recorded, and
 the walk goes on at the next block of 512 bytes that is a header: with the ustar magic and a valid
-checksum. A tar inside damaged bytes is taken for the shard's own headers. A sample takes some dozens
-of bytes of memory, so a shard that consists of headers only does no harm.
+checksum. A tar inside damaged bytes is taken for the shard's own headers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 from isal.isal_zlib import crc32
 
 from wdstrain.decode.formats import EXTENSIONS, is_image
-from wdstrain.errors import ShardError, StorageError, WdstrainError
+from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.index import Index
+from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
-from wdstrain.shards.offsets import Offsets, OffsetsBuilder
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.resolve import picked, tars_of
 from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
 from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
 from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
-from wdstrain.storage.files import open_source
-from wdstrain.storage.remote import is_remote, name_of, shown_path
+from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
 MOST = 1000  # findings of one shard, or of one kind, that are listed
 _READ = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
 _KINDS = b"0\x007" + EXTENSION_HEADERS  # of headers at which a walk goes on: files, and extensions
 
-Fields = frozenset[str]
 Member = tuple[str, int, int, int]  # field, offset, size, crc32
-Shards = list[tuple[str, Index | None]]  # (path, index of this shard)
-
-
-class ShardReader(Window):
-    """Reads a shard once from its first byte to its last, in large blocks, and hashes it meanwhile.
-
-    Files are not mapped: a file that is truncated meanwhile would kill the process. stopping: set by
-    another thread to end it. tick: called with the number of bytes of each read. Raises StorageError
-    or ShardError if the shard cannot be read.
-    """
-
-    def __init__(self, path: str, stopping: threading.Event, tick: Callable[[int], None]) -> None:
-        self.shown = shown_path(path)
-        self._source = open_source(path, state="", stopping=stopping)
-        super().__init__(self._source.read, self._source.size)
-        self._stopping, self._tick, self._sha256 = stopping, tick, hashlib.sha256()
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes, fewer only at the end. offset: at most 2 MiB before the last call's."""
-        end = self._base + len(self._held)
-        while end < min(offset + length, self.size):
-            data = self._next(end, min(_READ, self.size - end))
-            self._sha256.update(data)
-            self._tick(len(data))
-            kept = memoryview(self._held)[max(0, offset - _BEHIND - self._base) :]
-            self._base, self._held = end - len(kept), memoryview(b"".join((kept, data)))
-            end += len(data)
-        at = offset - self._base
-        return bytes(self._held[at : at + length])
-
-    def parts(self, offset: int, length: int) -> Iterator[bytes]:
-        """Yield the bytes of a member in blocks."""
-        for start in range(offset, offset + length, _READ):
-            yield self.read(start, min(_READ, offset + length - start))
-
-    def reread_crc32(self, offset: int, length: int) -> int:
-        """Return the crc32 of bytes that were passed; they are read again."""
-        crc = 0
-        for start in range(offset, offset + length, _READ):
-            crc = crc32(self._next(start, min(_READ, offset + length - start)), crc)
-        return crc
-
-    def finish(self) -> str:
-        """Read to the end and return the sha256 of the shard."""
-        self.read(self.size, 0)
-        return self._sha256.hexdigest()
-
-    def _next(self, offset: int, length: int) -> bytes:
-        if self._stopping.is_set():
-            raise StorageError(f"{self.shown}: reading was stopped.")
-        data = self._source.read(offset, length)
-        if len(data) < length:
-            raise ShardError(
-                f"{self.shown} was cut while it was read.",
-                "Run this again.",
-            )
-        return data
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._source.close()
 
 
 class Damage(NamedTuple):
@@ -121,115 +52,112 @@ class Damage(NamedTuple):
         return self.fault + (hold if self.stop > self.start else "")
 
 
-class Scan:
-    """Samples of a shard, in order.
+@dataclass
+class Found:
+    """A sample in the bytes [start, stop) of a shard.
 
-    first: number of the first sample with each key. faults: (number, field, offset, reason) of
-    members whose name the sample already has, and of samples whose key came before. kinds: numbers
-    of the sets of fields that samples have. hashes: key and fields with their bytes, images (0:
-    none), and number of the kind, of each sample; hashes are valid within this process.
+    members: by field, in order. values: bytes of the members that were asked for. images: a hash of
+    each image, valid within this process, and 0 of other members. twice: members whose field the sample already has.
     """
 
-    def __init__(self) -> None:
-        self.damages: list[Damage] = []
-        self.first: dict[str, int] = {}
-        self.faults: list[tuple[int, str, int, str]] = []
-        self.kinds: dict[Fields, int] = {}
-        self.hashes, self.ignored, self.sha256 = array("q"), SkippedMembers(), ""
-        self.offsets = Offsets.of([])
+    key: str
+    start: int = 0
+    stop: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+    images: list[int] = field(default_factory=list)
+    twice: list[Member] = field(default_factory=list)
 
 
-def scan_shard(
-    reader: ShardReader,
-    wants: Callable[[str, int], bool] = lambda field, size: False,
-    visit: Callable[[str, list[Member], dict[str, bytes]], None] = lambda key, members, values: (
-        None
-    ),
-) -> Scan:
-    """Read a shard to its end and return what it holds.
+class ShardScan(Window):
+    """Reads a shard once from its first byte to its last, in large blocks, and hashes it meanwhile.
 
-    wants: called with field and size of each member, returns whether its bytes are needed. visit:
-    called with the key of each sample, its members, and these bytes. Raises StorageError if the
-    shard cannot be read, ShardError if it cannot be a set of samples.
+    Files are not mapped: a file that is truncated meanwhile would kill the process. tick: called
+    with the number of bytes of each read. damages, ignored and sha256 are complete after `samples`.
     """
-    check_plain(reader.read(0, BLOCK), reader.shown)
-    scan, rows, starts = Scan(), OffsetsBuilder(), array("q")
-    for key, group in by_key(_members(reader, scan), scan.ignored):
-        number, stop, values = len(rows), 0, dict[str, bytes]()
-        members, hashes = dict[str, Member](), list[tuple[str, int, int]]()
-        for _, field, member in group:
-            crc, hashed, parts = 0, 0, list[bytes]()
-            is_wanted = wants(field, member.size)
-            for part in reader.parts(member.offset, member.size):
-                crc, hashed = crc32(part, crc), hash((hashed, part))
+
+    def __init__(self, source: File, tick: Callable[[int], None]) -> None:
+        super().__init__(source.read, source.size)
+        self.shown, self.source, self._tick = shown_path(source.path), source, tick
+        self.damages, self.ignored = list[Damage](), SkippedMembers()
+        self.sha256, self._hash = "", hashlib.sha256()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes, fewer only at the end. offset: at most 2 MiB before the last call's."""
+        end = self._base + len(self._held)
+        while end < min(offset + length, self.size):
+            data = self._read(end, min(_READ, self.size - end))
+            self._hash.update(data)
+            self._tick(len(data))
+            kept = memoryview(self._held)[max(0, offset - _BEHIND - self._base) :]
+            self._base, self._held = end - len(kept), memoryview(b"".join((kept, data)))
+            end += len(data)
+        at = offset - self._base
+        return bytes(self._held[at : at + length])
+
+    def samples(
+        self, wants: Callable[[str, int], bool] = lambda field, size: False
+    ) -> Iterator[Found]:
+        """Yield the samples in order, and read to the end of the shard.
+
+        wants: called with field and size of each member, returns whether its bytes are needed.
+        Raises StorageError or ShardError if the shard cannot be read, or is compressed.
+        """
+        check_plain(self.read(0, BLOCK), self.shown)
+        for key, group in by_key(self._members(), self.ignored):
+            found = Found(key)
+            for _, name, member in group:
+                crc, hashed, parts, is_wanted = 0, 0, list[bytes](), wants(name, member.size)
+                end = member.offset + member.size
+                for at in range(member.offset, end, _READ):
+                    part = self.read(at, min(_READ, end - at))
+                    crc = crc32(part, crc)
+                    hashed = hash((hashed, part)) if name in EXTENSIONS else 0
+                    if is_wanted:
+                        parts.append(part)
+                if not found.members:
+                    found.start = member.start
+                found.stop = min(self.size, member.stop)  # a cut may take padding alone
+                if name in found.members:
+                    found.twice.append((name, member.offset, member.size, crc))
+                    continue
+                found.members[name] = (name, member.offset, member.size, crc)
+                found.images.append(hashed)
                 if is_wanted:
-                    parts.append(part)
-            if not members:
-                starts.append(member.start)
-            stop = min(reader.size, member.stop)  # a cut may take padding alone
-            if field in members:
-                reason = "it is the second member of this name. Pack the shard again"
-                scan.faults.append((number, field, member.offset, reason))
-                continue
-            members[field] = (field, member.offset, member.size, crc)
-            hashes.append((field, member.size, hashed))
-            if is_wanted:
-                values[field] = b"".join(parts)
-        if scan.first.setdefault(key, number) < number:
-            reason = "its members are in two places; the fields of a sample must be adjacent"
-            scan.faults.append(
-                (number, "", starts[-1], f"{reason}, the first at offset {starts[scan.first[key]]}")
-            )
-        images = sorted(one[1:] for one in hashes if one[1] and one[0] in EXTENSIONS)
-        kind = scan.kinds.setdefault(frozenset(members), len(scan.kinds))
-        whole = hash((key, *sorted(hashes)))
-        scan.hashes.extend((whole, hash(tuple(images)) if images else 0, kind))
-        rows.put(key, starts[-1], stop, list(members.values()))
-        visit(key, list(members.values()), values)
-    scan.sha256, scan.offsets = reader.finish(), rows.offsets()
-    return scan
+                    found.values[name] = b"".join(parts)
+            yield found
+        self.read(self.size, 0)
+        self.sha256 = self._hash.hexdigest()
+
+    def _members(self) -> Iterator[TarMember]:
+        """Yield the members. The damage before each is recorded when it is yielded."""
+        damages, offset = self.damages, 0
+        while offset + BLOCK <= self.size or not damages:
+            try:
+                for member in walk(self, self.ignored, offset):
+                    if damages and damages[-1].stop == self.size:
+                        damages[-1] = damages[-1]._replace(stop=member.start)
+                    yield member
+                return
+            except Fault as fault:
+                if not damages or damages[-1].stop < self.size:
+                    damages.append(Damage(fault.start, self.size, fault.reason))
+                offset = fault.offset + BLOCK
+            while offset + BLOCK <= self.size and not is_header(self.read(offset, BLOCK)):
+                offset += BLOCK
 
 
-def members_of(offsets: Offsets) -> list[list[Member]]:
-    """Return (field, offset, size, crc32 or 0) of the members of each sample."""
-    found = offsets.members
-    columns = (array.tolist() for array in (found.offset, found.size, found.crc))
-    names = map(offsets.fields.__getitem__, found.field.tolist())
-    rows = list(zip(names, *columns, strict=True))
-    return [rows[first:stop] for first, stop in pairwise(found.first.tolist())]
+def is_header(block: bytes) -> bool:
+    """Return whether a block of 512 bytes is the header of a file."""
+    if block[257:262] != b"ustar" or len(block) < BLOCK or block[156] not in _KINDS:
+        return False
+    try:
+        return size_in(block, 0) >= 0
+    except Fault:
+        return False
 
 
-def compared(
-    scan: Scan, expected: Index, reader: ShardReader
-) -> Iterator[tuple[str, list[Member], list[Finding]]]:
-    """Yield (key, members, findings) of each sample of an index with checksums.
-
-    members: as they lie in the shard: where the scan found a sample of this key with these bytes, or
-    where the index says. findings: of those whose bytes have another crc32 than the index says.
-    """
-    found, keys = members_of(scan.offsets), expected.keys(np.arange(len(expected)))
-    for key, wanted in zip(keys, members_of(expected.offsets), strict=True):
-        there = found[scan.first[key]] if key in scan.first else []
-        known = {(name, size, crc): (name, at, size, crc) for name, at, size, crc in there}
-        members, findings = list[Member](), list[Finding]()
-        for member in wanted:
-            name, offset, size, crc = member
-            members.append(known.get((name, size, crc), member))
-            if (name, size, crc) not in known and (why := _change(scan, expected, reader, member)):
-                findings.append(Finding(reader.shown, key, name, offset, why))
-        yield key, members, findings
-
-
-def _change(scan: Scan, expected: Index, reader: ShardReader, member: Member) -> str:
-    """Return how the bytes where an index has a member differ, "" if not. They are read again."""
-    _, offset, size, crc = member
-    if offset + size > reader.size:
-        return f"the shard has ended before byte {offset + size}, where it should"
-    if reader.reread_crc32(offset, size) == crc:
-        return ""
-    if scan.sha256 == expected.shards[0].sha256:
-        return "the bytes are those that were packed, but the index has another crc32"
-    return "the bytes are not those that were packed"
+# --- findings -------------------------------------------------------------------------------------
 
 
 def finding_of(shown: str, error: WdstrainError) -> Finding:
@@ -240,12 +168,11 @@ def finding_of(shown: str, error: WdstrainError) -> Finding:
     return Finding(shown, "", "", 0, f"cannot be checked: {text.removeprefix(f'{shown}: ')}")
 
 
-def limited(findings: Sequence[Finding]) -> Sequence[Finding]:
+def limited(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of a shard; of very many the first, and how many more there are."""
-    if len(findings) <= MOST:
-        return findings
-    reason = f"has {len(findings) - MOST} more findings than the {MOST} that are listed"
-    return [*findings[:MOST], Finding(findings[0].shard, "", "", 0, reason)]
+    more = f"has {len(findings) - MOST} more findings than the {MOST} that are listed"
+    rest = [Finding(one.shard, "", "", 0, more) for one in findings[MOST : MOST + 1]]
+    return [*findings[:MOST], *rest]
 
 
 def field_kind(field: str) -> str:
@@ -254,93 +181,64 @@ def field_kind(field: str) -> str:
     return f"{before}{dot}image" if is_image(field) else field
 
 
-def is_header(block: bytes) -> bool:
-    """Return whether a block of 512 bytes is the header of a file."""
-    if block[257:262] != b"ustar" or len(block) < BLOCK or block[156] not in _KINDS:
-        return False
-    try:
-        size_in(block, 0)
-    except Fault:
-        return False
-    return True
-
-
-def _members(reader: ShardReader, scan: Scan) -> Iterator[TarMember]:
-    """Yield the members of a shard. The damage before each is recorded when it is yielded."""
-    damages, offset = scan.damages, 0
-    while offset + BLOCK <= reader.size or not damages:
-        try:
-            for member in walk(reader, scan.ignored, offset):
-                if damages and damages[-1].stop == reader.size:
-                    damages[-1] = damages[-1]._replace(stop=member.start)
-                yield member
-            return
-        except Fault as fault:
-            if not damages or damages[-1].stop < reader.size:
-                damages.append(Damage(fault.start, reader.size, fault.reason))
-            offset = fault.offset + BLOCK
-        while offset + BLOCK <= reader.size and not is_header(reader.read(offset, BLOCK)):
-            offset += BLOCK
-
-
 # --- addresses ------------------------------------------------------------------------------------
 
 
-def shards_at(urls: Urls) -> tuple[Shards, list[Finding]]:
-    """Return the shards with what their index says, each once, and what is wrong with indexes.
+def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
+    """Return what the index says of each shard, by path, and what is wrong with indexes.
 
-    What remains of a damaged index takes its place. Tars that an index does not list are a finding.
+    Of a shard without an index nothing is known but its path. What remains of a damaged index takes
+    its place. Tars that an index does not list are a finding.
     """
-    shards, findings, index_at = dict[str, Index | None](), dict[str, Finding](), cache(_index_at)
+    shards, findings, index_at = dict[str, Index](), dict[str, Finding](), cache(_index_at)
     for path in expand(urls):
-        is_list, tars = is_json(path), [path]
+        is_list = is_json(path)
         where = path if is_list else beside(path, INDEX_NAME)
         index, fault = index_at(where)
         if fault is not None:
             findings[where] = fault
-        if is_list and index is not None:
-            shards |= {shard.path: picked(index, [shard.path]) for shard in index.shards}
-        elif is_list and is_remote(path):
+        if is_list and is_remote(path) and not index.shards:
             load(path)  # raises the error
-        if is_list:
-            tars = [] if is_remote(path) else tars_of(os.path.dirname(path))
-        for tar in tars:
-            is_listed = index is not None and name_of(tar) in index.shard_numbers
-            if index is None or not is_list:
-                shards[tar] = picked(index, [tar]) if index is not None and is_listed else None
-            if index is not None and not is_listed:
+        tars = [shard.path for shard in index.shards] if is_list else [path]
+        if is_list and not is_remote(path):
+            tars += tars_of(os.path.dirname(path))
+        for tar in dict.fromkeys(tars):
+            if name_of(tar) in index.shard_numbers:
+                shards[tar] = picked(index, [tar])
+                continue
+            if index.shards:
                 reason = "lies beside the index, which does not list it"
                 findings[tar] = Finding(shown_path(tar), "", "", 0, reason)
-    return list(shards.items()), list(findings.values())
+            if not (is_list and index.shards):
+                shards[tar] = Index((Shard(tar, 0, 0),), Offsets.of(()))
+    return shards, list(findings.values())
 
 
-def _index_at(path: str) -> tuple[Index | None, Finding | None]:
-    """Return the index at `path`, or what remains of a damaged one, and what is wrong with it."""
-    shown, is_local = shown_path(path), not is_remote(path)
-    if is_local:
+def _index_at(path: str) -> tuple[Index, Finding | None]:
+    """Return the index at `path`, or what remains of a damaged one, and what is wrong with it.
+
+    An index without shards if there is none.
+    """
+    shown, nothing = shown_path(path), Index((), Offsets.of(()))
+    if not is_remote(path):
         check_finished(os.path.dirname(path))
     try:
-        index, reason = find_index(path), ""
-        if index is not None:
-            reason = changed(path)
-        elif is_local and os.path.exists(beside(path, TABLE_NAME)):
+        index = find_index(path)
+        reason = "" if index is None else changed(path)
+        if index is None and os.path.exists(beside(path, TABLE_NAME)):
             reason = f"is missing or damaged, but its {TABLE_NAME} is there"
-        if not reason:
-            return index, None
-        fault = Finding(shown, "", "", 0, reason)
+        if reason:
+            raise ShardError(f"{shown} {reason}.")
+        return nothing if index is None else index, None
     except ShardError as error:
-        fault = finding_of(shown, error)
-    return remains(path), fault
+        index = remains(path)
+        return nothing if index is None else index, finding_of(shown, error)
 
 
-def total_bytes(shards: Shards) -> int | None:
+def total_bytes(shards: dict[str, Index]) -> int | None:
     """Return the bytes of all shards; None if that is not known."""
-    total = 0
-    for path, index in shards:
-        if index is not None:
-            total += index.shards[0].bytes
-        elif is_remote(path):
-            return None
-        elif os.path.exists(path):
-            total += os.path.getsize(path)
-    return total
+    unknown = [path for path, index in shards.items() if not index.shards[0].bytes]
+    if any(map(is_remote, unknown)):
+        return None
+    known = sum(index.shards[0].bytes for index in shards.values())
+    return known + sum(os.path.getsize(path) for path in unknown if os.path.exists(path))

@@ -2,16 +2,17 @@
 
 Shards are read in parallel threads, because reading, hashing and decoding release the GIL. Nothing
 is repaired, and nothing stops at the first finding. For each sample its key and some 50 bytes are
-kept until the end. A key that occurs in two shards is no finding, since many sets number anew in each
-shard; equal bytes with it are one.
+kept until the end. A key that occurs in two shards is a note, since many sets number anew in each
+shard; equal bytes with it are a finding.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -19,38 +20,36 @@ from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import split_of
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
-from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.errors import SampleError, StorageError, UsageError, WdstrainError
 from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.scan import (
     MOST,
-    Fields,
-    Member,
-    Scan,
-    ShardReader,
-    Shards,
-    compared,
+    Found,
+    ShardScan,
     field_kind,
     finding_of,
     limited,
-    scan_shard,
     shards_at,
     total_bytes,
 )
 from wdstrain.loader.stats import Finding
+from wdstrain.report.terminal import reporting
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
-from wdstrain.shards.index import Index, Shard, join
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
-from wdstrain.shards.offsets import Ints, Offsets
+from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.selection import group_codes
 from wdstrain.shards.tar import LINK
+from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import shown_path
 
 _POLL = 0.1  # seconds between reports of progress
@@ -85,7 +84,8 @@ class Verification(HasFindings):
     that have each field. columns: samples whose value in the index was compared, by column.
     decoded: members by field, with `decode`; those of unknown types and of more than 1 GiB are not
     decoded. ignored: members that belong to no sample, by reason. groups: number of groups that
-    were compared between splits, by column. notes: what could not be checked.
+    were compared between splits, by column. notes: what could not be checked, and keys that two
+    shards share.
     """
 
     shards: int = 0
@@ -94,11 +94,23 @@ class Verification(HasFindings):
     unindexed: int = 0
     findings: list[Finding] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
-    decoded: dict[str, int] = field(default_factory=dict)
-    ignored: dict[str, int] = field(default_factory=dict)
+    columns: Counter[str] = field(default_factory=Counter)
+    decoded: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     groups: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ShardCheck(Verification):
+    """Verification of one shard.
+
+    found: its samples; None if it could not be read to its end. hashes: of the contents and of the
+    images (0: none) of each sample, valid within this process.
+    """
+
+    found: Index | None = None
+    hashes: array[int] = field(default_factory=lambda: array("q"))
 
 
 @takes(VerifyOptions)
@@ -107,54 +119,34 @@ def verify(options: VerifyOptions) -> Verification:
 
     Raises UsageError for addresses without shards. What is wrong with shards is in `findings`.
     """
-    need, result = _needed(options.need), Verification()
-    shards, before = shards_at(options.urls)
-    result.findings = before
+    need = _needed(options.need)
+    shards, findings = shards_at(options.urls)
     if options.where is not None:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
-        shards = [(path, index) for path, index in shards if path in chosen]
+        shards = {path: index for path, index in shards.items() if path in chosen}
+    result = Verification(len(shards), findings=findings)
     checks = _run(shards, options, result)
-    result.findings = before + [finding for check in checks for finding in check.findings]
-    scanned = [check for check in checks if check.found is not None]
-    for name in ("columns", "decoded", "ignored"):
-        counts = sum((getattr(check, name) for check in scanned), Counter[str]())
-        setattr(result, name, dict(counts))
-    result.unindexed = sum(not check.is_compared for check in scanned)
+    for check in checks:
+        result.findings += check.findings
+        result.unindexed += check.unindexed
+        result.columns += check.columns
+        result.decoded += check.decoded
+        result.ignored += check.ignored
     if result.unindexed:
         part = f"{result.unindexed} of {result.shards} shards have no checksums"
         result.notes.append(f"{part}: only their structure was checked")
-    indexes = [index for _, index in shards if index is not None]
-    if scanned:
-        labels = {label.field for index in indexes for label in index.labels}
-        _compare_samples(scanned, [*need, *sorted(labels - {*need})], result)
-    _check_groups(result, indexes, options.group_by)
+    whole = [check for check in checks if check.found is not None]
+    if whole:
+        labels = {label.field for index in shards.values() for label in index.labels}
+        _compare_samples(whole, [*need, *sorted(labels - {*need})], result)
+    _check_groups(result, [index for index in shards.values() if len(index)], options.group_by)
     return result
 
 
-# --- one shard ------------------------------------------------------------------------------------
-
-
-@dataclass
-class ShardCheck:
-    """Result of checking a shard.
-
-    found: its samples, without their fields; None if it could not be read to its end. hashes and
-    kinds: as in `Scan`. is_compared: the index has checksums. columns, decoded, ignored: counts of
-    `Verification`.
-    """
-
-    findings: Sequence[Finding]
-    found: Index | None = None
-    hashes: Sequence[int] = ()
-    kinds: Iterable[Fields] = ()
-    is_compared: bool = False
-    columns: Counter[str] = field(default_factory=Counter)
-    decoded: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-
-
-def _run(shards: Shards, options: VerifyOptions, result: Verification) -> list[ShardCheck]:
-    """Check shards in threads and return the results in order. Counts bytes, shards and findings.
+def _run(
+    shards: dict[str, Index], options: VerifyOptions, result: Verification
+) -> list[ShardCheck]:
+    """Check shards in threads and return the results in order. Counts bytes.
 
     An exception, also one of `progress`, ends all reads.
     """
@@ -163,139 +155,163 @@ def _run(shards: Shards, options: VerifyOptions, result: Verification) -> list[S
     def tick(size: int) -> None:
         with lock:
             result.bytes += size
+        if stopping.is_set():
+            raise StorageError("verifying was stopped.")
 
-    def check(shard: tuple[str, Index | None]) -> ShardCheck:
+    def check(shard: tuple[str, Index]) -> ShardCheck:
+        path, expected = shard
         try:
-            with ShardReader(shard[0], stopping, tick) as reader:
-                checked = _check(reader, *shard, options.decode)
+            with open_source(path, state="", stopping=stopping) as source:
+                return _check(ShardScan(source, tick), expected, options.decode)
         except WdstrainError as error:
-            checked = ShardCheck([finding_of(shown_path(shard[0]), error)])
-        with lock:
-            result.shards += 1
-            result.findings = [*result.findings, *checked.findings]
-        return checked
+            return ShardCheck(findings=[finding_of(shown_path(path), error)])
 
     # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
-    with ThreadPool(options.num_workers or cores()) as threads:
-        checks, is_done = threads.map_async(check, shards, chunksize=1), False
+    with (
+        reporting(options.progress, True) as reporter,
+        ThreadPool(options.num_workers or cores()) as threads,
+    ):
+        checks, is_done = threads.map_async(check, shards.items(), chunksize=1), False
         try:
             while not is_done:
                 checks.wait(_POLL)
                 is_done = checks.ready()
-                if options.progress is not None:
-                    options.progress(result, total)
+                megabytes = None if total is None else total // 10**6
+                reporter.step("verifying", result.bytes // 10**6, megabytes, unit="MB")
         finally:
             stopping.set()
         return checks.get()
 
 
-class _Values:
-    """Checks the values of one shard, and reads those of the columns of its index."""
-
-    def __init__(self, expected: Index | None, decode: bool) -> None:
-        self._labels = () if expected is None else expected.labels
-        columns = () if expected is None else expected.columns
-        self.columns = ColumnBuilder([column.place for column in columns])
-        self.decoded, self._decode = Counter[str](), decode
-        self.faults: list[tuple[str, str, int, str]] = []  # key, field, offset, reason
-
-    def wants(self, field: str, size: int) -> bool:
-        """Return whether the bytes of a member are needed, and count it."""
-        is_decoded = self._decode and size <= _LARGEST and _can_decode(field, self._labels)
-        self.decoded[field] += is_decoded
-        return is_decoded or (size <= _LARGEST and self.columns.reads(field))
-
-    def visit(self, key: str, members: list[Member], values: dict[str, bytes]) -> None:
-        """Check a sample: images and labels are not empty, and what can be decoded is decoded."""
-        self.columns.add(values.items())
-        for name, offset, size, _ in members:
-            reason = ""
-            is_label = name == "cls" or any(label.field == name for label in self._labels)
-            if not size and (is_label or is_image(name)):
-                reason = "it has 0 bytes"
-            elif self._decode and name in values:
-                reason = decode_error(name, values[name], self._labels, is_finite=True)
-            if reason:
-                self.faults.append((key, name, offset, reason))
+# --- one shard ------------------------------------------------------------------------------------
 
 
-def _check(reader: ShardReader, path: str, expected: Index | None, decode: bool) -> ShardCheck:
+def _check(scan: ShardScan, expected: Index, decode: bool) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
-    if expected is not None and len(expected) < expected.shards[0].samples:
-        expected = None  # nothing remains of the rows of a damaged index
-    values, findings = _Values(expected, decode), list[Finding]()
-    scan = scan_shard(reader, values.wants, values.visit)
-    keys = scan.offsets.keys_of(np.arange(len(scan.offsets)))
-    samples = Offsets.of_arrays((), scan.offsets.rows.columns[:3])
-    check = ShardCheck(
-        [], hashes=scan.hashes, kinds=scan.kinds, decoded=+values.decoded, ignored=scan.ignored
-    )
-    whole = [(damage.start, damage.reason) for damage in scan.damages]
-    listed = Shard(path, 0, 0)
-    if expected is not None:
-        listed = expected.shards[0]
-        check.is_compared = bool(listed.sha256) or expected.offsets.has_checksums
-        if reader.size != listed.bytes:
-            whole.insert(0, (0, f"has {reader.size} bytes, its index says {listed.bytes}"))
+    check, rows, first = ShardCheck(), OffsetsBuilder(), dict[str, int]()
+    columns, labels = ColumnBuilder([column.place for column in expected.columns]), expected.labels
+    faults = list[Finding]()
+
+    def wants(name: str, size: int) -> bool:
+        is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
+        check.decoded[name] += is_decoded
+        return is_decoded or (size <= _LARGEST and columns.reads(name))
+
+    for found in scan.samples(wants):
+        members = list(found.members.values())
+        rows.put(found.key, found.start, found.stop, members)
+        columns.add(found.values.items())
+        images = tuple(sorted(filter(None, found.images)))
+        sums = sorted((name, size, crc) for name, _, size, crc in members)
+        contents = hash((found.key, images, *sums))
+        check.hashes.extend((contents, hash(images) if images else 0))
+        before = first.setdefault(found.key, found.start)
+        for fault in _faults(found, before, labels, decode):
+            faults.append(Finding(scan.shown, found.key, *fault))
+    listed = expected.shards[0]
+    shard = replace(listed, path=scan.source.path, samples=len(rows))
+    check.found = Index((shard,), rows.offsets())
+    damages = [Finding(scan.shown, "", "", one.start, one.reason) for one in scan.damages]
     if links := scan.ignored[LINK]:
         reason = f"holds {links} links or devices, whose data no sample has"
-        whole.append((0, f"{reason}. Pack the files that they name: tar --hard-dereference"))
-    findings += [Finding(reader.shown, "", "", start, reason) for start, reason in whole]
-    faults = [(keys[number], *fault) for number, *fault in scan.faults] + values.faults
-    findings += [Finding(reader.shown, *fault) for fault in faults]
-    if expected is not None:
-        findings += _changes(reader, scan, expected, values, check.columns)
-    check.found = Index((replace(listed, samples=len(samples)),), samples)
-    check.findings = limited(findings)
+        advice = "Pack the files that they name: tar --hard-dereference"
+        damages.append(Finding(scan.shown, "", "", 0, f"{reason}. {advice}"))
+    changes = _changes(scan, check.found, expected, columns.finish(), check.columns)
+    check.findings, check.ignored = limited([*damages, *faults, *changes]), scan.ignored
+    check.unindexed = int(not (listed.sha256 or expected.offsets.has_checksums))
     return check
 
 
+def _faults(
+    found: Found, before: int, labels: Sequence[ColumnInfo], decode: bool
+) -> Iterator[tuple[str, int, str]]:
+    """Yield (field, offset, reason) of what is wrong with a sample.
+
+    before: offset of the first sample with its key. Images and labels must not be empty. decode:
+    what can be decoded is.
+    """
+    if before != found.start:
+        reason = "its members are in two places; the fields of a sample must be adjacent"
+        yield "", found.start, f"{reason}, the first at offset {before}"
+    for name, offset, _, _ in found.twice:
+        yield name, offset, "it is the second member of this name. Pack the shard again"
+    for name, offset, size, _ in found.members.values():
+        is_label = name == "cls" or any(label.field == name for label in labels)
+        reason = ""
+        if not size and (is_label or is_image(name)):
+            reason = "it has 0 bytes"
+        elif decode and name in found.values:
+            reason = decode_error(name, found.values[name], labels, is_finite=True)
+        if reason:
+            yield name, offset, reason
+
+
 def _changes(
-    reader: ShardReader, scan: Scan, expected: Index, values: _Values, counts: Counter[str]
+    scan: ShardScan,
+    found: Index,
+    expected: Index,
+    stored: Sequence[Column],
+    counts: Counter[str],
 ) -> Iterator[Finding]:
-    """Yield what differs between a shard and its index: checksums, samples, and columns.
+    """Yield what differs between a shard and its index: samples, checksums, and columns.
 
     counts: receives the number of values that were compared, by column.
     """
-    has_checksums = expected.offsets.has_checksums
-    changes = compared(scan, expected, reader) if has_checksums else ()
-    damaged = {(one.key, one.field): one for _, _, findings in changes for one in findings}
-    yield from damaged.values()
-    differing, sha256 = scan.offsets.differences(expected.offsets), expected.shards[0].sha256
+    listed, offsets = expected.shards[0], expected.offsets
+    if 0 < listed.bytes != scan.size:
+        reason = f"has {scan.size} bytes, its index says {listed.bytes}"
+        yield Finding(scan.shown, "", "", 0, reason)
+    differing = found.offsets.differences(offsets) if len(expected) else []
     if differing and not scan.damages:
         others = f"holds other samples than its index says ({', '.join(differing)})"
-        yield Finding(reader.shown, "", "", 0, f"{others}. Run: wdstrain index on it")
+        yield Finding(scan.shown, "", "", 0, f"{others}. Run: wdstrain index on it")
+        return
+    places = pc.index_in(offsets.rows.column(0), value_set=found.offsets.rows.column(0))
+    is_there = np.asarray(places.is_valid())
+    for number in np.flatnonzero(~is_there).tolist():
+        start = int(offsets.start[number])
+        yield Finding(scan.shown, expected.key(number), "", start, "it is not there")
+    ids, changed = np.flatnonzero(is_there), set[tuple[int, str]]()
+    theirs = found.offsets.take(np.asarray(places.drop_null(), np.int64))
+    views = dict(zip(theirs.fields, theirs.views, strict=True))
+    reason = "the bytes are not those that were packed"
+    if scan.sha256 == listed.sha256:
+        reason = "the bytes are those that were packed, but the index has another crc32"
+    for name, (offset, _, crc, has) in zip(offsets.fields, offsets.take(ids).views, strict=True):
+        _, _, actual, is_held = views.get(name, (0, 0, crc, False))
+        for row in np.flatnonzero(has & is_held & (crc > 0) & (crc != actual)).tolist():
+            number = int(ids[row])
+            changed.add((number, name))
+            yield Finding(scan.shown, expected.key(number), name, int(offset[row]), reason)
     if differing:
         return
-    if not scan.damages and not damaged and sha256 not in ("", scan.sha256):
-        note = ", though every field is as packed" if has_checksums else ""
-        yield Finding(reader.shown, "", "", 0, f"has another sha256 than its index says{note}")
-    stored, extents = values.columns.finish(), expected.offsets.extents
+    if not (scan.damages or changed) and listed.sha256 not in ("", scan.sha256):
+        note = ", though every field is as packed" if offsets.has_checksums else ""
+        yield Finding(scan.shown, "", "", 0, f"has another sha256 than its index says{note}")
     for column, other in zip(expected.columns, stored, strict=True):
-        if column.field not in extents:  # its values do not come from the samples
-            continue
-        held = extents[column.field][0]
+        if column.field not in offsets.extents or not len(expected):
+            continue  # its values do not come from the samples, or are lost
+        held = offsets.extents[column.field][0]
         counts[column.stored_as] += len(held) - held.null_count
         for number, indexed, value in _differences(column, other):
-            key, offset = expected.key(number), held[number].as_py()
-            if offset is not None and (key, column.field) not in damaged:
+            if held[number].is_valid and (number, column.field) not in changed:
                 reason = (
                     f"the index has {indexed!r:.80} in its column {column.name}, the shard "
                     f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}"
                 )
-                yield Finding(reader.shown, key, column.field, offset, reason)
+                key, at = expected.key(number), held[number].as_py()
+                yield Finding(scan.shown, key, column.field, at, reason)
 
 
-def _differences(indexed: Column, stored: Column) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (number of the sample, value in the index, value in the shard) where they differ."""
+def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
+    """Return (number of the sample, value in the index, value in the shard) where they differ."""
     if indexed.kind == "text" and stored.kind in ("integer", "number"):
         # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
         indexed = as_label(indexed, replace(indexed.info, kind="number"))
-    stored = as_label(stored, indexed)
-    pairs = zip(indexed.values.to_pylist(), stored.values.to_pylist(), strict=True)
-    for number, (left, other) in enumerate(pairs):
-        if left != other and not (left != left and other != other):  # NaN equals NaN here
-            yield number, left, other
+    values = as_label(stored, indexed).values.to_pylist()
+    rows = enumerate(zip(indexed.values.to_pylist(), values, strict=True))
+    # NaN equals NaN by its text.
+    return [(number, *pair) for number, pair in rows if repr(pair[0]) != repr(pair[1])]
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -329,16 +345,12 @@ def decode_error(
     labels: of the index. is_finite: NaN and infinite labels are refused.
     """
     mine = [label for label in labels if label.field == field]
-    parse = _PARSERS.get(field.rpartition(".")[2], bytes)
-    if is_image(field):
-        parse = decode_image
+    parse = decode_image if is_image(field) else _PARSERS.get(field.rpartition(".")[2], bytes)
     try:
         for label in mine:
             value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
             if is_finite and label.kind == "number" and not math.isfinite(value):
-                raise SampleError(
-                    f"its {label.entry or field} is NaN or infinite, and cannot be trained on"
-                )
+                return f"its {label.entry or field} is NaN or infinite, and cannot be trained on"
         if not mine:
             parse(data)
     except Exception as error:  # parsers raise whatever they meet
@@ -354,38 +366,36 @@ _field_of = lru_cache(maxsize=256)(field_of)
 
 def _compare_samples(checks: list[ShardCheck], required: list[str], result: Verification) -> None:
     """Compare the samples of all shards: missing fields, duplicates, images in two splits."""
-    kinds: dict[Fields, int] = {}
-    parts = []
-    for check in checks:
-        hashes = np.array(check.hashes, np.int64).reshape(-1, 3)
-        numbers = [kinds.setdefault(kind, len(kinds)) for kind in check.kinds]
-        hashes[:, 2] = np.array(numbers, np.int64)[hashes[:, 2]]
-        parts.append(hashes)
     whole = join([check.found for check in checks if check.found is not None])
-    contents, images, kind = np.concatenate(parts).T
-    counts = dict(zip(kinds, np.bincount(kind, minlength=len(kinds)).tolist(), strict=True))
-    fields = Counter[str]()
-    for names, count in counts.items():
-        fields.update(dict.fromkeys(sorted(names), count))
-    result.samples, result.fields = len(whole), dict(fields.most_common())
-    for names, reason in _lacks(counts, required):
-        ids = np.flatnonzero(kind == kinds[names]).tolist()
-        result.findings += [_finding(whole, number, f"it has {reason}") for number in ids[:MOST]]
-        if len(ids) > MOST:
-            more = f"holds the first of {len(ids) - MOST} more samples that have {reason}"
-            holder = whole.shard_with(ids[MOST]).shown
-            result.findings.append(Finding(holder, "", "", 0, more))
-    shard = whole.shard_of(np.arange(len(whole)))
-    order = np.lexsort((shard, contents))
-    first, second = order[:-1], order[1:]
-    is_same = (contents[first] == contents[second]) & (shard[first] != shard[second])
-    same = np.stack([second[is_same], first[is_same]], axis=1)
-    for number, other in sorted(same.tolist())[:MOST]:
-        where = f"{whole.shard_with(other).shown} at offset {whole.offsets.start[other]}"
-        reason = f"the same sample, byte for byte, is in {where}"
-        result.findings.append(_finding(whole, number, reason))
-    unique = np.setdiff1d(np.flatnonzero(images), second[is_same])
-    result.findings += _leaks(whole, images, unique, "image")
+    hashes = np.concatenate([np.array(check.hashes, np.int64) for check in checks])
+    contents, images = hashes.reshape(-1, 2).T
+    counts = {name: int(view[3].sum()) for name, view in _views(whole).items()}
+    result.samples, result.fields = len(whole), dict(Counter(counts).most_common())
+    result.findings += _lacking(whole, required)
+    others, again = _in_two_shards(whole, contents)
+    reasons = {
+        number: f"the same sample, byte for byte, is in {whole.shard_with(other).shown} at offset "
+        f"{whole.offsets.start[other]}"
+        for number, other in zip(again.tolist(), others.tolist(), strict=True)
+    }
+    result.findings += [
+        _finding(whole, number, reasons[number]) for number in sorted(reasons)[:MOST]
+    ]
+    keys = np.asarray(whole.offsets.rows.column(0).dictionary_encode().indices)
+    _, second = _in_two_shards(whole, keys)
+    second = second[~np.isin(second, again)]
+    if len(second):
+        number = int(second[0])
+        places = [whole.shard_with(int(i)).shown for i in np.flatnonzero(keys == keys[number])[:2]]
+        result.notes.append(
+            f"{len(np.unique(keys[second]))} keys are in several shards, such as "
+            f"{whole.key(number)!r} in {' and '.join(places)}"
+        )
+    result.findings += _leaks(whole, images, np.setdiff1d(np.flatnonzero(images), again), "image")
+
+
+def _views(index: Index) -> dict[str, tuple[Any, ...]]:
+    return dict(zip(index.fields, index.offsets.views, strict=True))
 
 
 def _finding(index: Index, number: int, reason: str) -> Finding:
@@ -394,30 +404,36 @@ def _finding(index: Index, number: int, reason: str) -> Finding:
     return Finding(index.shard_with(number).shown, index.key(number), "", start, reason)
 
 
-def _lacks(counts: dict[Fields, int], required: list[str]) -> Iterator[tuple[Fields, str]]:
-    """Yield the sets of fields that lack one which is required, or which nearly all samples have.
+def _in_two_shards(index: Index, codes: Ints) -> tuple[Ints, Ints]:
+    """Return (earlier, later) of pairs of samples of different shards with equal codes."""
+    shard = index.shard_of(np.arange(len(index)))
+    order = np.lexsort((shard, codes))
+    first, second = order[:-1], order[1:]
+    is_pair = (codes[first] == codes[second]) & (shard[first] != shard[second])
+    return first[is_pair], second[is_pair]
 
-    counts: number of samples with these fields. required: of "jpg;png" one is enough.
+
+def _lacking(whole: Index, required: list[str]) -> Iterator[Finding]:
+    """Yield the samples that lack a field which is required, or which nearly all samples have.
+
+    required: of "jpg;png" one is enough.
     """
-    samples, names, common = sum(counts.values()), dict[str, set[str]](), Counter[str]()
-    for fields, count in counts.items():
-        for name in fields:
-            names.setdefault(field_kind(name), set()).add(name)
-        common.update(dict.fromkeys({*map(field_kind, fields)}, count))
-    usual = {
-        kind: f"no {' or '.join(sorted(names[kind]))}, which {count} of {samples} samples have"
-        for kind, count in common.items()
-        if _NEARLY_ALL * samples <= count < samples and kind not in required
-    }
-    for fields in counts:
-        lacks = [
-            f"no {some.replace(';', ' or ')}"
-            for some in required
-            if fields.isdisjoint(some.split(";"))
-        ]
-        lacks += [usual[kind] for kind in usual.keys() - {*map(field_kind, fields)}]
-        if lacks:
-            yield fields, " and ".join(lacks)
+    has = {name: view[3] for name, view in _views(whole).items()}
+    nothing, kinds = np.zeros(len(whole), np.bool_), dict[str, list[str]]()
+    for name in sorted(has):
+        kinds.setdefault(field_kind(name), []).append(name)
+    rules = {some: some.split(";") for some in required}
+    for kind, names in ({**kinds, **rules}).items():
+        lacks = ~np.any([has.get(name, nothing) for name in names], axis=0)
+        ids, reason = np.flatnonzero(lacks).tolist(), f"it has no {' or '.join(names)}"
+        if kind not in rules:
+            count = len(whole) - len(ids)
+            ids = ids if count >= _NEARLY_ALL * len(whole) else []
+            reason += f", which {count} of {len(whole)} samples have"
+        yield from (_finding(whole, number, reason) for number in ids[:MOST])
+        if len(ids) > MOST:
+            more = f"holds the first of {len(ids) - MOST} more samples: {reason}"
+            yield Finding(whole.shard_with(ids[MOST]).shown, "", "", 0, more)
 
 
 def _leaks(index: Index, codes: Ints, ids: Ints, what: str) -> Iterator[Finding]:
@@ -442,12 +458,8 @@ def _leaks(index: Index, codes: Ints, ids: Ints, what: str) -> Iterator[Finding]
 def _check_groups(result: Verification, indexes: list[Index], group_by: str | None) -> None:
     """Find groups that are in two splits. group_by: a column; None: as the conversions recorded."""
     if group_by and not indexes:
-        raise UsageError(
-            "these shards have no index, so no groups.",
-            "Run: wdstrain index",
-        )
-    splits = [index.info.get("split") for index in indexes]
-    recorded = [split.get("group_by") for split in splits if isinstance(split, dict)]
+        raise UsageError("these shards have no index, so no groups.", "Run: wdstrain index")
+    recorded = [(index.info.get("split") or {}).get("group_by") for index in indexes]
     for column in [group_by] if group_by else dict.fromkeys(filter(None, recorded)):
         whole = join(indexes)
         try:
@@ -463,16 +475,10 @@ def _check_groups(result: Verification, indexes: list[Index], group_by: str | No
 
 def _needed(need: str | Sequence[str]) -> list[str]:
     """Return the needed fields; alternatives are separated by ";"."""
-    groups = need.split(",") if isinstance(need, str) else list(need)
-    cleaned = [
-        ";".join(name.strip().lower() for name in group.split(";") if name.strip())
-        for group in groups
-    ]
-    if need and not all(cleaned):
+    groups = need.split(",") if isinstance(need, str) and need else list(need)
+    cleaned = [";".join(filter(None, map(str.strip, group.lower().split(";")))) for group in groups]
+    if not all(cleaned):
         raise UsageError(
-            "a field is empty.",
-            "Write for example 'jpg;png,cls'.",
-            option="need",
-            value=need,
+            "a field is empty.", "Write for example 'jpg;png,cls'.", option="need", value=need
         )
-    return [group for group in cleaned if group]
+    return cleaned
