@@ -8,6 +8,7 @@ cache.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,9 +142,11 @@ class Fetcher:
             file.read_into(target, offset)
         finally:
             self.is_ranged &= file.ranged
+            cache = self._options.cache
+            loaded = cache.take_counts() if cache is not None else Counter[str]()
             with self._lock:
                 for name, count in file.counts().items():
-                    vars(self._stats)[name] += count - before[name]
+                    vars(self._stats)[name] += count - before[name] + loaded[name]
 
     def _read_singly(self, read: Read, block: int) -> dict[int, Bad | BaseException]:
         """Read the samples one by one, in the order of their batches: the shard is damaged.

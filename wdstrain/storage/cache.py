@@ -22,6 +22,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from io import FileIO
@@ -47,7 +48,7 @@ _unwritable: set[str] = set()  # folders of which the log says that they cannot 
 class CachedFile(RemoteFile):
     """A shard in the cache, whole or growing. The bytes that it lacks come from the server.
 
-    cached: bytes that were in the cache when the file was opened. fetched: all others.
+    cached: bytes that were in the cache when the file was opened.
     """
 
     def __init__(
@@ -67,9 +68,7 @@ class CachedFile(RemoteFile):
             return
         if read_at(self._file.fileno(), target, offset) < len(target):
             raise StorageError(f"{self._shown}: its file in the cache was cut while it was read.")
-        is_present = stop <= self._present
-        self.cached += len(target) * is_present
-        self.fetched += len(target) * (not is_present)
+        self.cached += len(target) * (stop <= self._present)
 
     def close(self) -> None:
         """Close the file; the cache may remove it then."""
@@ -104,7 +103,8 @@ class Cache:
         Raises UsageError if it cannot be made.
         """
         self.path, self.writable = os.path.join(os.path.abspath(folder), FOLDER), True
-        self.limit, self._downloads = limit, dict[threading.Thread, RemoteFile]()
+        self.limit, self._counts = limit, Counter[str]()
+        self._lock, self._downloads = threading.Lock(), dict[threading.Thread, RemoteFile]()
         try:
             os.makedirs(self.path, exist_ok=True)
         except OSError as error:
@@ -166,6 +166,12 @@ class Cache:
             with suppress(OSError):
                 os.unlink(name)
 
+    def take_counts(self) -> Counter[str]:
+        """Return what downloads fetched since the last call, and their failed attempts."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter[str]()
+        return counts
+
     def stop(self, patience: float) -> None:
         """End the downloads, and complete those that have all bytes. patience: most seconds."""
         end, downloads = time.monotonic() + patience, list(self._downloads.items())
@@ -221,7 +227,10 @@ class Cache:
             while (rest := size - os.fstat(file.fileno()).st_size) > 0:
                 # The last chunk is not small: a loop that ends after the last sample has it all.
                 chunk = buffer[: rest if rest <= len(buffer) else len(buffer) // 2]
+                failed = remote.retries
                 remote.read_into(chunk, size - rest, last=size)
+                with self._lock:  # before a reader finds the bytes
+                    self._counts.update(fetched=len(chunk), retries=remote.retries - failed)
                 file.write(chunk)  # perhaps less on a full disk: the next write fails
             if sha256 and _sha256(file) != sha256:
                 os.unlink(part)

@@ -103,10 +103,10 @@ def read_remote(path: str) -> bytes | None:
 class File(AbstractContextManager["File"]):
     """A shard, local or remote, that is read by position. Not shared between threads.
 
-    path: its address. size: in bytes. tag: version that all reads must see; "" for any. version: that of the first
-    read, None if unknown. ranged: False if a server answers a range request with the whole object.
-    fetched: bytes that came from a server. cached: bytes that came from the cache. retries: failed
-    attempts. cached_path: where the whole file is kept in the cache; "" if it is not.
+    path: its address. size: in bytes. tag: version that all reads must see; "" for any. version:
+    that of the first read, None if unknown. ranged: False if a server answers a range request with
+    the whole object. fetched: bytes that came from a server. cached: bytes that came from the cache.
+    retries: failed attempts. cached_path: where the whole file is kept in the cache; "" if it is not.
     """
 
     path: str
