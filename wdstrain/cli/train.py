@@ -132,8 +132,8 @@ def _of_checkpoint(
 def _train(arguments: argparse.Namespace) -> int:
     parts: dict[str, dict[str, str]] = {arguments.out: {}}
     if (count := arguments.folds) is not None:
-        if count < 2:
-            raise UsageError("must be 2 or more.", option="folds", value=count)
+        if count < 2 or given(arguments, Config).get("fold") is not None:
+            raise UsageError("must be 2 or more, without fold=.", option="folds", value=count)
         folds = range(1, count + 1)
         parts = {os.path.join(arguments.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
     saved = os.path.join(next(iter(parts)), CONFIG)

@@ -226,7 +226,7 @@ def open_cache(
     try:
         limit = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit
     except ValueError as error:
-        raise UsageError(f"cache_limit: {error}.") from None
+        raise UsageError(f"{error}.", option="cache_limit", value=cache_limit) from None
     return Cache(os.fspath(cache_dir), None if limit is None else integer("cache_limit", limit, 1))
 
 

@@ -343,7 +343,7 @@ def _check_options(plan: Plan) -> None:
         raise PlanError(
             f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} "
             f"cannot be taken equally from {lanes} lanes.",
-            "Make batch_size * world_size a multiple of lanes.",
+            "Let batch_size= x world_size= be a multiple of lanes=.",
         )
     if plan.limit is not None and plan.tail != "drop":
         raise PlanError(f'limit={plan.limit}: needs tail="drop", not tail="{plan.tail}".')

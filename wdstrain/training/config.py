@@ -82,16 +82,21 @@ class Config(RunOptions):
             (
                 self.warmup and self.schedule == "onecycle",
                 "schedule=onecycle has its own warm-up.",
-                "Leave warmup out, or use schedule=cosine.",
+                "Leave warmup= out, or use schedule=cosine.",
             ),
             (
                 self.min_lr > self.lr and not is_own,
                 f"min_lr={self.min_lr}: must be at most lr={self.lr}.",
             ),
-            (self.clip_norm and self.clip_value, "clip_norm and clip_value: give one of them."),
+            (
+                self.clip_norm and self.clip_value,
+                "clip_norm= and clip_value= exclude each other.",
+                "Give one of them.",
+            ),
             (
                 self.grad_checkpointing and self.compile,
-                "grad_checkpointing and compile: give one of them.",
+                "grad_checkpointing= and compile= exclude each other.",
+                "Give one of them.",
             ),
             (
                 self.optimizer not in _OPTIMIZERS and not is_own,
