@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 3481,
     "training": 3310,
     "inspection": 1659,
-    "loader": 1224,
+    "loader": 1226,
     "shards": 2179,
     "decode": 1353,
     "storage": 1075,

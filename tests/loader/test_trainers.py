@@ -21,12 +21,11 @@ import torch
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards
 from tests.support.children import Program
-from tests.support.known_faults import known_fault
 from tests.support.outcomes import result_or_refusal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lightning", "keras"])
+@pytest.mark.parametrize("name", ["lightning", "keras", "transformers"])
 def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> None:
     if find_spec(name) is None:  # importing Keras needs the name of its backend
         pytest.skip(f"{name} is not installed: pip install {name}")
@@ -274,13 +273,13 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 
-@known_fault("training/hf_trainer_resume", raises=AttributeError)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_of_hugging_face_resumes_in_mid_epoch(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     shards = write_shards(tmp_path / "shards", [40, 24])
+    example = runpy.run_path(str(ROOT / "scripts" / "examples" / "transformers_fit.py"))
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -292,25 +291,26 @@ def test_the_trainer_of_hugging_face_resumes_in_mid_epoch(tmp_path: Path) -> Non
             self.seen.append(label.tolist())
             return {"loss": self.layer(label.float()[:, None]).mean()}
 
-    def fit(resume: Path | None) -> Model:
+    def fit(resume: Path | None, *, skips: bool = False) -> Model:
         with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=8)) as loader:
-
-            class OwnLoader(transformers.Trainer):  # type: ignore[name-defined, misc]
-                def get_train_dataloader(self) -> wt.Loader:
-                    return loader
-
+            if resume is not None:
+                loader.load_state_dict(torch.load(resume / "loader.pt"))
             options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-            options |= {"save_steps": 3, "num_train_epochs": 1, "remove_unused_columns": False}
+            options |= {"save_steps": 3, "num_train_epochs": 2, "ignore_data_skip": not skips}
             arguments = transformers.TrainingArguments(str(tmp_path / "out"), **options)
             model = Model()
-            OwnLoader(model, arguments).train(resume_from_checkpoint=resume and str(resume))
+            trainer = example["LoaderTrainer"](loader, model=model, args=arguments)
+            trainer.train(resume_from_checkpoint=resume and str(resume))
         return model
 
     whole = fit(None)
-    resumed = fit(tmp_path / "out" / "checkpoint-3")
-    assert len(whole.seen) == 8
-    assert resumed.seen == whole.seen[3:]
-    torch.testing.assert_close(resumed.layer.weight, whole.layer.weight)
+    assert len(whole.seen) == 16
+    for step in (3, 9):
+        resumed = fit(tmp_path / "out" / f"checkpoint-{step}")
+        assert resumed.seen == whole.seen[step:]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    with pytest.raises(AttributeError, match="ignore_data_skip=True"):
+        fit(tmp_path / "out" / "checkpoint-3", skips=True)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

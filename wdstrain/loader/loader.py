@@ -166,6 +166,14 @@ class Loader:
     def __iter__(self) -> EpochBatches:
         return self._pass(self._state.next_start)
 
+    @property
+    def dataset(self) -> NoReturn:
+        """Raise AttributeError, for trainers that would skip batches by making a DataLoader anew."""
+        raise AttributeError(
+            "a Loader has no dataset: it continues at the batch that load_state_dict gives it. "
+            "Hugging Face's Trainer needs ignore_data_skip=True besides."
+        )
+
     def __getitem__(self, _: object) -> NoReturn:
         """Raise TypeError for torch's DataLoader, which would take samples of a map by number."""
         raise TypeError(
