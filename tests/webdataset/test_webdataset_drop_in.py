@@ -141,7 +141,7 @@ def test_addresses_are_split_and_get_variables_of_the_environment(
     assert list(wt.WebDataset(address)) == read_wds(address) == read_wds(urls)
     expected = keys(read_wds(urls))
     assert keys(wt.WebDataset(f"file:{urls}")) == keys(wt.WebDataset(f"file://{urls}")) == expected
-    with pytest.raises(AssertionError, match="missing environment variable"):
+    with pytest.raises(UsageError, match="WDS_NOWHERE is not in the environment"):
         wt.WebDataset("${NOWHERE}/x.tar")
 
 
@@ -225,7 +225,8 @@ def test_repeat_and_epochs_count_samples_as_in_webdataset(urls: str) -> None:
     assert len(list(wt.WebDataset(urls).with_epoch(50))) == 50
     assert len(list(wt.WebDataset(urls).repeat(2).with_epoch(5))) == 5
     assert len(wt.WebDataset(urls).with_length(8, silent=True).with_epoch(3)) == 8
-    assert len(list(wt.WebDataset(urls, repeat=True))) == 21
+    with pytest.warns(UserWarning, match=r"Use \.repeat\(\)"):
+        assert len(list(wt.WebDataset(urls, repeat=True))) == 21
 
 
 def test_an_empty_set_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -97,6 +98,8 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
     ) -> None:
         DataPipeline.__init__(self)
         self.seed = integer("seed", int(os.environ.get("WDS_SEED", 0)) if seed is None else seed)
+        if repeat:
+            warnings.warn("WebDataset(repeat=True) changes nothing. Use .repeat()", stacklevel=2)
         if mode not in (None, "resampled"):
             raise UsageError(
                 'must be None or "resampled".',
@@ -321,8 +324,15 @@ def _addresses(urls: Any) -> list[str]:
     """
     if isinstance(urls, (str, os.PathLike)):
         addresses = [os.fspath(urls)]
-        with suppress(ValueError):  # braces that do not pair up: opening the shard is an error
+        try:
             addresses = shardlists.expand_urls(os.fspath(urls))
+        except AssertionError as error:  # "missing environment variable wds_NAME"
+            name = str(error).rpartition("wds_")[2]
+            raise UsageError(
+                f"${{{name}}}: WDS_{name} is not in the environment.", "Set it."
+            ) from None
+        except ValueError:  # braces that do not pair up: opening the shard is an error
+            pass
     elif isinstance(urls, Iterable) and not isinstance(urls, (bytes, dict)):
         addresses = [os.fspath(url) for url in urls]
     else:
