@@ -118,9 +118,10 @@ def _incomplete(folder: str) -> set[str]:
 
 
 def _remove_incomplete(folder: str) -> None:
-    """Remove incomplete files that a kill left."""
-    for name in _incomplete(folder):
-        os.unlink(os.path.join(folder, name))
+    """Remove incomplete files that a kill left. Raises StorageError."""
+    with disk_errors(folder, "Choose another folder."):
+        for name in _incomplete(folder):
+            os.unlink(os.path.join(folder, name))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
