@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 from tests.support.small_runs import (
     SMALL,
     Linear,
@@ -537,10 +536,7 @@ def test_settings_of_torch_are_the_same_after_a_call(
     [
         *((verb, value) for verb in ("train", "evaluate", "predict") for value in (False, True)),
         ("train", "no"),
-        *(
-            pytest.param(verb, True, marks=known_fault("training/progress_false", TypeError))
-            for verb in ("pack", "convert_tars", "verify", "repair")
-        ),
+        *((verb, True) for verb in ("pack", "convert_tars", "verify", "repair")),
     ],
 )
 def test_a_progress_that_is_no_display_is_obeyed_or_refused_by_name(

@@ -120,6 +120,10 @@ def convert(
     that were in `out` before are unchanged.
     """
     _check(source, out, options)
+    if progress is not None and not callable(progress):
+        raise UsageError(
+            "must be a function of a Step, or None.", option="progress", value=progress
+        )
     run = _Run(source, options, progress)
     with Staging(
         out,
