@@ -181,26 +181,28 @@ class Staging(AbstractContextManager["Staging"]):
         refusals = (
             (
                 self._is_change and not has_set,
-                "holds no finished set of shards with an index. Name the folder of one.",
+                "holds no finished set of shards with an index.",
+                "Name the folder of one.",
             ),
             (
                 INDEX_NAME in names and not has_set,
-                f"holds an {INDEX_NAME} that is no index of this package and would be replaced. "
-                f"Choose another folder, or move it away.",
+                f"holds an {INDEX_NAME} that is no index of this package and would be replaced.",
+                "Choose another folder, or move it away.",
             ),
             (
                 is_begun and not (overwrite or resume),
-                f"holds an unfinished conversion. Continue it with resume=True, or {rather}.",
+                "holds an unfinished conversion.",
+                f"Continue it with resume=True, or {rather}.",
             ),
             (
                 names - {SKIPPED_NAME} and not is_free,
-                f"holds {len(names)} files{' and no conversion' if resume else ''}. Choose an "
-                f"empty folder, or replace its shards with overwrite=True.",
+                f"holds {len(names)} files{' and no conversion' if resume else ''}.",
+                "Choose an empty folder, or replace its shards with overwrite=True.",
             ),
         )
-        for is_refused, reason in refusals:
+        for is_refused, reason, hint in refusals:
             if is_refused:
-                raise UsageError(f"{self.shown} {reason}")
+                raise UsageError(f"{self.shown} {reason}", hint)
         return is_begun
 
     def check_names(self, splits: Iterable[str]) -> None:

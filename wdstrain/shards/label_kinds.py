@@ -75,8 +75,8 @@ def rule_of(place: str, name: str, values: Iterable[Any], counts: Iterable[int])
     if main == "quantity" and len(members["quantity"]) > 1:
         raise _error(
             column,
-            f"{shown(members['quantity'][0][0])} and the like, which may be numbers. Write plain "
-            'numbers, such as 1234.5, or decimal="," for a CSV with decimal commas',
+            f"{shown(members['quantity'][0][0])} and the like, which may be numbers; for a CSV with "
+            'decimal commas there is decimal=","',
             "class",
         )
     return "class"
@@ -87,7 +87,7 @@ def _error(column: tuple[str, str], holds: str, *kinds: str) -> UsageError:
     place, name = column
     choices = " or ".join(f'label="{name}:{kind}"' for kind in kinds)
     step = f"State the kind: {choices}" if kinds else "Leave it out of the labels"
-    return UsageError(f"{place}: the column '{name}' holds {holds}. {step}.")
+    return UsageError(f"{place}: the column '{name}' holds {holds}.", f"{step}.")
 
 
 def _type(value: Any) -> str:

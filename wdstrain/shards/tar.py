@@ -222,7 +222,7 @@ def grouped(
             keys.add(key)
             yield key, fields
     except Fault as fault:
-        raise ShardError(f"{shard} {fault.reason}. {fault.advice}.") from None
+        raise ShardError(f"{shard} {fault.reason}.", f"{fault.advice}.") from None
 
 
 def by_key(
