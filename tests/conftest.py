@@ -174,6 +174,9 @@ def no_leftovers() -> Iterator[None]:
     yield
     if live_threads_and_children():
         gc.collect()  # an unreferenced loader ends with its last reference, in a cycle
+        for thread in threading.enumerate():  # `close` leaves those that a server keeps to end
+            if thread.name.startswith("wdstrain"):
+                thread.join(20)
     assert not live_threads_and_children(), f"left behind: {live_threads_and_children()}"
 
 

@@ -213,12 +213,12 @@ def test_a_resumed_run_fetches_only_the_shards_it_reads(
 ) -> None:
     expected = epoch(loader_of(str(packed), None, shuffle=False))
     loader = loader_of(served.url, tmp_path, shuffle=False)
-    delivered = [batch["__key__"] for batch in loader.epoch(0, start=len(expected) - 2)]
+    last = loader.epoch(0, start=len(expected) - 2, until=1)  # do not read ahead into epoch 1
+    delivered = [batch["__key__"] for batch in last]
     assert delivered == [batch_[0] for batch_ in expected[-2:]]
     loader.close()
     names = sorted(path.name for path in packed.glob("*.tar"))
-    # The reader runs ahead into the next epoch.
-    assert f"/{names[1]}" not in {path for path, _ in tar_requests(served)}
+    assert not {f"/{name}" for name in names[:2]} & {path for path, _ in tar_requests(served)}
     loader = loader_of(served.url, tmp_path, shuffle=False)
     assert epoch(loader) == expected
     loader.close()
