@@ -190,6 +190,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/optim.py": ("tests/training/test_recipes.py",),
     "training/weights.py": ("tests/training/test_recipes.py",),
+    "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
     "training/metrics.py": (
         "tests/training/test_recipes.py",
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
@@ -708,6 +709,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "below = without.cumsum(1) - without",
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
+    ],
+    "training/heads.py": [
         ("variance-of-labels", "variance = square - offset**2", "variance = square - offset"),
     ],
     "training/state.py": [

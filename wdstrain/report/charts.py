@@ -38,7 +38,7 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
     across: label of the x axis. share: show y in percent.
     Lines beyond the last of `COLORS` are not drawn.
     """
-    series = [_drawable(line) for line in series]
+    series = [line for line in map(_drawable, series) if line.xs]
     xs = [x for line in series for x in line.xs]
     ys = [y for line in series for y in line.ys]
     if not xs:
@@ -58,8 +58,7 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
                 circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
                 parts.append(f"{circle}<title>{escape(hint)}</title></circle>")
     svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
-    names = [line.name for line in series]
-    return svg + pages.legend(dict(zip(names, COLORS, strict=False)))
+    return svg + pages.legend(dict(zip((line.name for line in series), COLORS, strict=False)))
 
 
 def ticks(low: float, high: float) -> list[float]:

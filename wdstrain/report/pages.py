@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -16,14 +16,15 @@ import numpy.typing as npt
 from PIL import Image
 
 
-def page(title: str, body: str) -> str:
-    """Return an HTML page. title: plain text. body: HTML."""
-    return (
+def page(title: str, parts: Iterable[str]) -> bytes:
+    """Return an HTML page. title: plain text. parts: HTML below the title."""
+    text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<title>{escape(title)} - wdstrain</title><style>{_STYLE}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{''.join(parts)}</main></body></html>\n"
     )
+    return text.encode("utf-8", "replace")
 
 
 def fragment(title: str, body: str) -> str:
@@ -38,6 +39,11 @@ def fragment(title: str, body: str) -> str:
 def card(title: str, body: str) -> str:
     """Return a part of a page with a heading."""
     return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
+
+
+def cards(parts: Iterable[str]) -> str:
+    """Return cards side by side."""
+    return f'<div class="cards">{"".join(parts)}</div>'
 
 
 def table(rows: Mapping[str, object]) -> str:
@@ -114,9 +120,8 @@ def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
     buffer, kind = io.BytesIO(), "PNG" if is_small else "JPEG"
     image.save(buffer, kind, quality=85)
     data = base64.b64encode(buffer.getvalue()).decode()
-    small = ' class="small"' if is_small else ""
-    size = f'width="{image.width}" height="{image.height}"'
-    return f'<img{small} src="data:image/{kind.lower()};base64,{data}" {size} alt="">'
+    style = f'{" class=small" * is_small} width="{image.width}" height="{image.height}"'
+    return f'<img{style} src="data:image/{kind.lower()};base64,{data}" alt="">'
 
 
 _STYLE = """

@@ -41,8 +41,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._is_silent = is_silent
         self._cell: Any = None  # the output in a notebook
         self._title, self._is_shown = "", False
-        self._first = 0
-        self._start = self._reported = 0.0
+        self._first, self._start, self._reported = 0, 0.0, 0.0
 
     def step(
         self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps"

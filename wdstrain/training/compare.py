@@ -14,10 +14,12 @@ from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.storage.files import write_whole
 from wdstrain.training.config import CONFIG, METRICS, read_config, read_lines
-from wdstrain.training.words import heading, metric_text, metric_title, metric_value
+from wdstrain.training.words import curves, metric_text, metric_title, metric_value
 
 _MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
 _MOST = len(charts.COLORS)  # runs with curves
+
+History = Sequence[Mapping[str, Any]]
 
 
 def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, Any]]:
@@ -28,12 +30,12 @@ def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, An
     folder that holds no run.
     """
     histories = [read_lines(os.path.join(run, METRICS)) for run in runs]
-    tables = [_options(run) for run in runs]
-    names = dict.fromkeys(name for table in tables for name in table)
-    differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
+    options = [_options(run) for run in runs]
+    names = dict.fromkeys(name for own in options for name in own)
+    differing = [name for name in names if len({str(own.get(name)) for own in options}) > 1]
     rows = [
-        _row(run, lines) | {"options": {name: table.get(name) for name in differing}}
-        for run, lines, table in zip(runs, histories, tables, strict=True)
+        _row(run, lines) | {"options": {name: own.get(name) for name in differing}}
+        for run, lines, own in zip(runs, histories, options, strict=True)
     ]
     if report is not None:
         _write_page(report, rows, histories)
@@ -46,20 +48,19 @@ def _options(run: str) -> dict[str, Any]:
     if not os.path.exists(path):
         raise UsageError(f"{run} holds no run.", "Name folders that train wrote.")
     options, data = read_config(path)
-    return {**options, **data}
+    return options | data
 
 
-def _row(run: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(run: str, lines: History) -> dict[str, Any]:
     """Return the results of a run. lines: of metrics.jsonl."""
-    best = max((i for i, line in enumerate(lines) if line.get("is_best", True)), default=None)
-    line = {} if best is None else lines[best]
-    figures = line.get("val", {name: line[name] for name in _MAIN if name in line})
+    best = max((i for i, line in enumerate(lines, 1) if line.get("is_best", True)), default=None)
+    line = lines[best - 1] if best else {}
     return {
         "run": run,
         "epochs": len(lines),
-        "best_epoch": None if best is None else best + 1,
+        "best_epoch": best,
         "seconds": sum(line["seconds"] + line.get("val_seconds", 0.0) for line in lines),
-        "metrics": dict(figures),
+        "metrics": line.get("val", {name: line[name] for name in _MAIN if name in line}),
     }
 
 
@@ -70,7 +71,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [head] + [
         [
             run,
-            *(_text(name, row["metrics"].get(name)) for name in names),
+            *(metric_value(n, row["metrics"][n]) if n in row["metrics"] else "-" for n in names),
             f"{row['best_epoch'] or '-'} of {row['epochs']}",
             str(timedelta(seconds=round(row["seconds"]))),
             ", ".join(f"{name}={value}" for name, value in row["options"].items()),
@@ -107,17 +108,10 @@ def _short_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the metrics that are shown: of each label the one that chooses the best, and the loss."""
     there = dict.fromkeys(name for row in rows for name in row["metrics"])
-    order = [name for name in there if name.rpartition("/")[2] in _MAIN]
-    return sorted(order, key=lambda name: _MAIN.index(name.rpartition("/")[2]))
+    return [name for main in _MAIN for name in there if name.rpartition("/")[2] == main]
 
 
-def _text(name: str, value: float | None) -> str:
-    return "-" if value is None else metric_value(name, value)
-
-
-def _write_page(
-    path: str, rows: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[Mapping[str, Any]]]
-) -> None:
+def _write_page(path: str, rows: Sequence[Mapping[str, Any]], histories: Sequence[History]) -> None:
     """Write a page with the table and the curves of each metric by epoch."""
     head, *body = table(rows)
     cards = []
@@ -126,9 +120,7 @@ def _write_page(
         for run, history in zip(_short_names(rows)[:_MOST], histories, strict=False):
             values = [line.get("val", line).get(name, math.nan) for line in history]
             lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
-        is_share = metric_value(name, 1.0).endswith("%")
-        cards.append(pages.card(heading(name), charts.lines(lines, across="epoch", share=is_share)))
-    more = f"Curves of the first {_MOST} runs." if len(rows) > _MOST else ""
-    text = f"<h1>{len(rows)} runs</h1>{pages.grid(head, body)}<p>{more}</p>"
-    page = pages.page("wdstrain compare", f'{text}<div class="cards">{"".join(cards)}</div>')
-    write_whole(path, page.encode("utf-8", "replace"))
+        cards.append(curves(name, lines))
+    more = f"<p>Curves of the first {_MOST} runs.</p>" if len(rows) > _MOST else ""
+    parts = [pages.grid(head, body), more, pages.cards(cards)]
+    write_whole(path, pages.page(f"{len(rows)} runs", parts))

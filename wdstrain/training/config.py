@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wdstrain.decode.fields import Field
     from wdstrain.shards.index import Index
     from wdstrain.storage.addresses import Urls
-    from wdstrain.training.tasks import Criterion, TrainingStep
+    from wdstrain.training.heads import Criterion, TrainingStep
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -53,7 +53,7 @@ from wdstrain.training.data import (
     with_task_labels,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
-from wdstrain.training.heads import ClassHead, Head, MaskHead, NumberHead
+from wdstrain.training.heads import Head, MaskHead
 from wdstrain.training.inputs import Fields, read_file, with_targets
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.models import last_layer
@@ -110,20 +110,20 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
 
 def _loaded(arguments: EvaluateArguments | PredictArguments) -> LoadedCheckpoint:
     """Return the model that the arguments name."""
-    options = given_options(arguments)
-    return LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
+    return LoadedCheckpoint.of(
+        arguments.checkpoint, model=arguments.model, options=given_options(arguments)
+    )
 
 
 def _setup(
     loaded: LoadedCheckpoint, distributed: DistributedContext, reporter: Reporter, **own: Any
 ) -> Setup:
     """Return how a loaded model is called. own: objects of the user's."""
-    config, device = loaded.config, device_of(loaded.config.device, distributed)
     return Setup(
         task=loaded.task,
-        config=config,
+        config=loaded.config,
         inputs=loaded.inputs,
-        device=device,
+        device=device_of(loaded.config.device, distributed),
         distributed=distributed,
         reporter=reporter,
         **own,
@@ -231,13 +231,12 @@ class _Table:
         arguments: PredictArguments,
         true: Mapping[str, pa.Array],
     ) -> None:
-        self._setup, self._model, self._true = setup, model, true
-        self._probabilities, self._embeds = arguments.probabilities, arguments.embeddings
+        self._setup, self._model, self._true, self._arguments = setup, model, true, arguments
         path = os.fspath(arguments.out)
         self._masks = MaskFolder(setup.inputs, path) if setup.task.is_dense else None
         self.count = self.bad = 0
         self._embedding = torch.zeros(0, 0)
-        if self._embeds:
+        if arguments.embeddings:
             last_layer(model)[1].register_forward_pre_hook(self._keep_input)
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -282,43 +281,39 @@ class _Table:
             return [by_row.get(row) for row in range(len(samples))]
 
         yield "key", pa.string(), [sample.key for sample in samples]
-        for head, own in zip(task.heads, task.split(outputs[is_finite]), strict=True):
-            for name, kind, values in self._predictions(head, own, [samples[row] for row in rows]):
-                yield name, kind, placed(values)
+        for head, scores in zip(task.heads, task.split(outputs[is_finite]), strict=True):
+            own = self._predictions(head, scores, [samples[row] for row in rows])
+            yield from ((name, kind, placed(values)) for name, kind, values in own)
             if head.name in self._true:
                 true = self._true[head.name].slice(self.count, len(samples)).to_pylist()
-                is_number = isinstance(head, NumberHead)
-                texts = [x if is_number or x is None else head.text(x) for x in true]
-                yield f"{head.name}_true", pa.float64() if is_number else pa.string(), texts
-        if self._embeds:
+                is_number = head.kind == "number"
+                cells = [x if is_number or x is None else head.text(x) for x in true]
+                yield f"{head.name}_true", pa.float64() if is_number else pa.string(), cells
+        if self._arguments.embeddings:
             embedding = self._embedding[is_finite].tolist() if rows else []
             yield "embedding", pa.list_(pa.float32()), placed(embedding)
         yield "error", pa.string(), [error or None for error in errors]
 
     def _predictions(
-        self, head: Head, outputs: Tensor, samples: Sequence[_Sample]
-    ) -> Iterator[tuple[str, pa.DataType, Iterable[Any]]]:
+        self, head: Head, scores: Tensor, samples: Sequence[_Sample]
+    ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
         """Yield (name, type, values) of the columns of a prediction."""
-        values = head.predicted(outputs)
-        if isinstance(head, NumberHead):
+        values = head.predicted(scores)
+        if head.kind == "number":
             yield head.name, pa.float64(), values
             return
         if self._masks is not None:
-            write, seen = self._masks.write, zip(values, samples, strict=True)
-            yield head.name, pa.string(), (write(mask, own.key, own.size) for mask, own in seen)
+            write, masks = self._masks.write, zip(values, samples, strict=True)
+            yield head.name, pa.string(), [write(mask, own.key, own.size) for mask, own in masks]
             return
-        yield head.name, pa.string(), map(head.text, values)
-        shares = head.probabilities(outputs.double())
-        if isinstance(head, ClassHead):
-            yield f"{head.name}_probability", pa.float64(), _short(shares.amax(1))
-        for name, column in zip(head.classes, shares.T, strict=True):
-            if self._probabilities:
-                yield f"{head.name}_{name}", pa.float64(), _short(column)
-
-
-def _short(shares: Tensor) -> list[float]:
-    """Return shares with nine digits."""
-    return [float(f"{share:.9g}") for share in shares.tolist()]
+        yield head.name, pa.string(), [head.text(value) for value in values]
+        shares = head.probabilities(scores.double())
+        columns = [("probability", shares.amax(1))] if head.has_accuracy else []
+        if self._arguments.probabilities:
+            columns += zip(head.classes, shares.T, strict=True)
+        for name, column in columns:
+            digits = [float(f"{share:.9g}") for share in column.tolist()]
+            yield f"{head.name}_{name}", pa.float64(), digits
 
 
 def _write(path: str, schema: pa.Schema, rows: Iterator[tuple[Any, ...]]) -> None:
@@ -356,22 +351,23 @@ def _parquet_cell(cell: Any) -> Any:
 def _batches_of_shards(
     index: Index, fields: Fields, loaded: LoadedCheckpoint, device: torch.device
 ) -> Batches:
-    config, image = loaded.config, loaded.inputs.image if loaded.task.is_dense else None
-    more = {} if image is None else {_SIZE: PictureSize(image.names)}
-    workers = config.num_workers
-    loader = whole_loader(index, {**fields, **more}, config, config.batch_size, workers, "mark")
+    """Yield the samples of shards, a batch at a time. Masks get the sizes of the pictures."""
+    config, names, image = loaded.config, loaded.inputs.specs, loaded.inputs.image
+    if loaded.task.is_dense and image is not None:
+        fields = {**fields, _SIZE: PictureSize(image.names)}
+    loader = whole_loader(index, fields, config, config.batch_size, config.num_workers, "mark")
     keys = map(index.key, count())
     with closing(loader):
         batches = loader.epoch(0, until=1)
         for batch in to_device(batches, device):
-            bad, size = iter(batches.bad), len(batches.own)
-            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None, size)
+            own, bad = batches.own, iter(batches.bad)
+            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
             samples = [
-                _Sample(next(keys), "" if is_own else next(bad).reason, shape)
-                for is_own, shape in zip(batches.own.tolist(), sizes, strict=True)
+                _Sample(next(keys), "" if is_own else next(bad).reason, size)
+                for is_own, size in zip(own.tolist(), sizes, strict=False)
             ]
-            rows = torch.tensor([not sample.error for sample in samples], device=device)
-            yield {name: batch[name][rows] for name in loaded.inputs.specs}, samples
+            rows = torch.tensor(own, device=device)
+            yield {name: batch[name][rows] for name in names}, samples
 
 
 def _batches_of_images(
@@ -414,9 +410,7 @@ def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]
 
     Reports how many files of a folder are no images.
     """
-    if not isinstance(urls, (str, os.PathLike)):
-        return []
-    path = os.fspath(urls)
+    path = os.fspath(urls) if isinstance(urls, (str, os.PathLike)) else ""
     if os.path.splitext(path)[1][1:].lower() in EXTENSIONS and os.path.exists(path):
         return [(os.path.basename(path), path)]
     names = os.listdir(path) if os.path.isdir(path) else [INDEX_NAME]

@@ -1,14 +1,15 @@
-"""Heads: one class per kind of label, with its target, its loss and what its outputs say.
+"""Heads: one class per kind of label. It says all that differs between kinds.
 
-A head reads its target from a batch, takes its columns of the model's output, and gives one loss
-per sample. Its metrics are in `metrics`.
+A head reads its target from a batch and turns its columns of the model's output into scores. From
+these come a loss for each sample, predictions, and sums of which metrics are made. To learn another
+kind of label, add a class here and its kind in `tasks`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,8 +21,22 @@ from wdstrain.decode.fields import IGNORED, Field, Image, mask_like
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.training import metrics
+from wdstrain.training.metrics import Results
 
 _SHOWN = 3  # classes of a mask in words
+_MOST_CURVES = 100  # classes with AUROC and average precision of each
+_MOST_MATRIX = 2000  # classes with a confusion matrix
+_CALIBRATION_BINS = 15
+
+Sums = dict[str, Tensor]  # float64 on the device, by name
+
+# (scores, target) -> loss, a scalar or [b]. By the name of the head if there are
+# several.
+Criterion = Callable[[Tensor, Any], Tensor]
+
+# (batch, model) -> loss, a scalar or [b]
+TrainingStep = Callable[[dict[str, Any], Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,10 +79,23 @@ class Head(ABC):
         """Return the field that reads the target. image: field of the images, which masks follow."""
         return field_of(self.target)
 
+    # --- learning ---------------------------------------------------------------------------------
+
+    def scores(self, columns: Tensor) -> Tensor:
+        """Return the scores that columns [b, self.outputs] of the model's output mean.
+
+        Logits [b, classes], or standardized numbers [b]. All other methods take scores.
+        """
+        return columns
+
+    def aim(self, target: Tensor) -> Tensor:
+        """Return a target as a loss compares it with scores."""
+        return target
+
     @abstractmethod
     def losses(
         self,
-        outputs: Tensor,
+        scores: Tensor,
         target: Tensor,
         *,
         smoothing: float = 0.0,
@@ -75,17 +103,9 @@ class Head(ABC):
     ) -> Tensor:
         """Return the loss of each sample, float[b].
 
-        outputs: [b, self.outputs]. target: as `field` reads it, or shares of classes [b, classes].
-        smoothing: share of a label that is spread over all classes. weights: see `class_weights`.
+        target: as `field` reads it, or shares of classes [b, classes]. smoothing: share of a label
+        that is spread over all classes. weights: see `class_weights`.
         """
-
-    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (outputs, target) as a criterion of the user's gets them."""
-        return outputs, target
-
-    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (predictions, target) as torchmetrics expects them."""
-        return self.probabilities(outputs), target.long()
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
         """Return weights with which rare classes count as much as frequent ones.
@@ -93,21 +113,30 @@ class Head(ABC):
         float32[classes], whose mean over the samples is 1.
         """
         counted = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
-        present = counted > 0
-        balanced = counted.sum() / (present.sum() * counted.clamp(min=1))
-        return torch.where(present, balanced, torch.ones_like(counted))
+        balanced = counted.sum() / ((counted > 0).sum() * counted.clamp(min=1))
+        return torch.where(counted > 0, balanced, torch.ones_like(counted))
 
-    def right(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return whether each prediction is right, bool[b]. For heads that have an accuracy."""
-        raise NotImplementedError
-
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        """Return the probability of each class, [b, classes]."""
-        return outputs.softmax(1)
+    # --- predictions ------------------------------------------------------------------------------
 
     @abstractmethod
-    def predicted(self, outputs: Tensor) -> list[Any]:
+    def decided(self, scores: Tensor) -> Tensor:
+        """Return predictions in the form of targets."""
+
+    def right(self, scores: Tensor, target: Tensor) -> Tensor:
+        """Return whether each prediction is right, bool[b]. target: also shares of classes."""
+        return self.decided(scores) == (target.argmax(1) if target.ndim == 2 else target)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return the probability of each class, [b, classes]."""
+        return scores.softmax(1)
+
+    def for_metric(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (predictions, target) as torchmetrics expects them."""
+        return self.probabilities(scores), target.long()
+
+    def predicted(self, scores: Tensor) -> list[Any]:
         """Return what is predicted for each row: a class, a list of them, a number or a mask."""
+        return self.true(self.decided(scores))
 
     @abstractmethod
     def true(self, target: Tensor) -> list[Any]:
@@ -116,6 +145,20 @@ class Head(ABC):
     def text(self, value: Any) -> str:
         """Return a prediction or a target in words."""
         return str(value)
+
+    # --- metrics ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sums(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the sums by name; without elements for sums that are not kept."""
+
+    @abstractmethod
+    def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
+        """Add a batch to the sums. scores: float64."""
+
+    @abstractmethod
+    def results(self, sums: Sums, samples: int) -> Results:
+        """Return (metrics by name, details for the report). Undefined metrics are NaN."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +175,14 @@ class ClassHead(Head):
 
     def losses(
         self,
-        outputs: Tensor,
+        scores: Tensor,
         target: Tensor,
         *,
         smoothing: float = 0.0,
         weights: Tensor | None = None,
     ) -> Tensor:
         return functional.cross_entropy(
-            outputs,
+            scores,
             target,
             weight=weights,
             label_smoothing=smoothing,
@@ -147,24 +190,52 @@ class ClassHead(Head):
             reduction="none",
         )
 
-    def numbers(self, outputs: Tensor) -> Tensor:
-        """Return the number of the most likely class of each row."""
-        return outputs.argmax(1)
-
-    def right(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return whether each prediction is right, bool[b]. target: also shares of classes."""
-        return self.numbers(outputs) == (target.argmax(1) if target.ndim == 2 else target)
-
-    def predicted(self, outputs: Tensor) -> list[Any]:
-        return self.true(self.numbers(outputs))
+    def decided(self, scores: Tensor) -> Tensor:
+        return scores.argmax(1)
 
     def true(self, target: Tensor) -> list[Any]:
         return [self.classes[number] for number in target.tolist()]
 
+    def sums(self) -> dict[str, tuple[int, ...]]:
+        count = len(self.classes)
+        return {
+            "top5": (1,),
+            "calibration": (3, _CALIBRATION_BINS),  # samples, confidences, right answers
+            "confusion": (count * (count <= _MOST_MATRIX), count),
+            "ranks": metrics.shape_of_ranks(count * (count <= _MOST_CURVES)),
+        }
+
+    def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
+        count, shares = len(self.classes), scores.softmax(1)
+        confidence, right = shares.amax(1), self.right(scores, target).double()
+        bins = (confidence.nan_to_num() * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
+        picked = functional.one_hot(bins, _CALIBRATION_BINS).double()
+        sums["calibration"] += torch.stack([picked.sum(0), confidence @ picked, right @ picked])
+        sums["top5"] += (shares.topk(min(5, count)).indices == target[:, None]).sum()
+        if len(sums["confusion"]):
+            metrics.add_counts(sums["confusion"], target * count + self.decided(scores))
+        if len(sums["ranks"]):
+            present = functional.one_hot(target, count)
+            metrics.add_ranks(sums["ranks"], metrics.log_odds(scores), present)
+
+    def results(self, sums: Sums, samples: int) -> Results:
+        _, confidence, hits = sums["calibration"]
+        values = {
+            "accuracy": hits.sum() / samples,
+            "ece": (confidence - hits).abs().sum() / samples,
+            "auroc": metrics.auroc(sums["ranks"]).nanmean(),
+        }
+        if len(self.classes) > 5:
+            values["top5"] = sums["top5"].sum() / samples
+        more: Results = {}, {}
+        if len(sums["confusion"]):
+            more = metrics.matrix_metrics(self.classes, "samples", sums["confusion"])
+        return values | more[0], {"calibration": sums["calibration"].tolist()} | more[1]
+
 
 @dataclass(frozen=True)
 class BinaryHead(ClassHead):
-    """One of two classes: one logit, for the second class."""
+    """One of two classes: one logit, for the second class; the other's is 0."""
 
     kind: ClassVar[str] = "binary"
 
@@ -172,30 +243,67 @@ class BinaryHead(ClassHead):
     def outputs(self) -> int:
         return 1
 
-    def losses(
-        self,
-        outputs: Tensor,
-        target: Tensor,
-        *,
-        smoothing: float = 0.0,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        share = target[:, 1:] if target.ndim == 2 else target[:, None].to(outputs.dtype)
-        return _binary_losses(outputs, share, smoothing, weights)
+    def scores(self, columns: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(columns), columns], 1)
 
-    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs [b, 2], whose softmax is the probability of each class, and the target."""
-        return torch.cat([torch.zeros_like(outputs), outputs], 1), target
+    def for_metric(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.probabilities(scores)[:, 1], target
 
-    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs[:, 0].sigmoid(), target
 
-    def numbers(self, outputs: Tensor) -> Tensor:
-        return (outputs[:, 0] > 0).long()
+@dataclass(frozen=True)
+class MaskHead(ClassHead):
+    """The class of each pixel: cross entropy over one logit per class and pixel.
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        second = outputs.sigmoid()
-        return torch.cat([1 - second, second], 1)
+    Pixels of the number 255 count neither in the loss nor in metrics. Scores are
+    [b, classes, h, w], targets int64[b, h, w].
+    """
+
+    kind: ClassVar[str] = "mask"
+    main_metric: ClassVar[str] = "mIoU"
+    has_accuracy: ClassVar[bool] = False
+    ignored: ClassVar[int] = IGNORED
+
+    def field(self, image: Field | None = None) -> Field:
+        """Return the field that reads the target, as large as the images."""
+        if not isinstance(image, Image) or image.size is None:
+            raise UsageError(
+                "masks need an image field of wt.image with a size: they get the same crop and flip."
+            )
+        return mask_like(image, (self.target.field,), len(self.classes))
+
+    def losses(self, scores: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Return the mean loss of each sample's pixels that have a class; 0 if none has."""
+        losses = super().losses(scores, target, **options)
+        pixels = (target != IGNORED).flatten(1).sum(1)
+        return losses.flatten(1).sum(1) / pixels.clamp(min=1)
+
+    def true(self, target: Tensor) -> list[Any]:
+        return list(target.byte().cpu())
+
+    def text(self, value: Any) -> str:
+        """Return the largest classes of a mask, with their shares of the pixels."""
+        counts = torch.bincount(value[value != IGNORED].long(), minlength=len(self.classes))
+        shares, numbers = (counts / counts.sum().clamp(min=1)).sort(descending=True, stable=True)
+        some = zip(numbers.tolist()[:_SHOWN], shares.tolist(), strict=False)
+        return ", ".join(f"{self.classes[i]} {share:.0%}" for i, share in some if share)
+
+    def sums(self) -> dict[str, tuple[int, ...]]:
+        return {"pixels": (len(self.classes) ** 2 + 1,)}  # the last: pixels without a class
+
+    def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
+        count = len(self.classes)
+        cells = target * count + self.decided(scores)
+        # no boolean index: it waits for the device
+        cells = torch.where(target == IGNORED, count * count, cells)
+        metrics.add_counts(sums["pixels"], cells)
+
+    def results(self, sums: Sums, samples: int) -> Results:
+        matrix = sums["pixels"][:-1].view(len(self.classes), -1)
+        right = matrix.diagonal()
+        shares = right / (matrix.sum(0) + matrix.sum(1) - right)
+        values = {"mIoU": shares.nanmean(), "pixel_accuracy": right.sum() / matrix.sum()}
+        more, details = metrics.matrix_metrics(self.classes, "pixels", matrix, IoU=shares)
+        return values | more | {"classes_without_pixels": shares.isnan().sum()}, details
 
 
 @dataclass(frozen=True)
@@ -207,13 +315,18 @@ class MultiLabelHead(Head):
 
     def losses(
         self,
-        outputs: Tensor,
+        scores: Tensor,
         target: Tensor,
         *,
         smoothing: float = 0.0,
         weights: Tensor | None = None,
     ) -> Tensor:
-        return _binary_losses(outputs, target, smoothing, weights)
+        """Return the mean over the classes of each sample's binary cross entropies."""
+        aim = target * (1 - smoothing) + smoothing / 2
+        losses = functional.binary_cross_entropy_with_logits(scores, aim, reduction="none")
+        if weights is not None:
+            losses = losses * torch.where(target > 0, weights[:, 1], weights[:, 0])
+        return losses.mean(1)
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
         """Return float32[classes, 2]: for samples without the class and with it."""
@@ -222,18 +335,43 @@ class MultiLabelHead(Head):
         balanced = samples / (2 * both.clamp(min=1))
         return torch.where((both > 0).all(1, keepdim=True), balanced, torch.ones_like(both))
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        return outputs.sigmoid()
+    def decided(self, scores: Tensor) -> Tensor:
+        return scores > 0
 
-    def predicted(self, outputs: Tensor) -> list[Any]:
-        return self.true(self.probabilities(outputs.double()))
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return scores.sigmoid()
 
     def true(self, target: Tensor) -> list[Any]:
-        rows = (target > 0.5).tolist()
+        rows = (target > 0).tolist()
         return [[n for n, has in zip(self.classes, row, strict=True) if has] for row in rows]
 
     def text(self, value: Any) -> str:
         return "|".join(value)
+
+    def sums(self) -> dict[str, tuple[int, ...]]:
+        count = len(self.classes)
+        # counts: of hits, of predictions and of samples with each class
+        return {"exact": (1,), "counts": (3, count), "ranks": metrics.shape_of_ranks(count)}
+
+    def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
+        predicted, true = self.decided(scores), target > 0
+        sums["exact"] += (predicted == true).all(1).sum()
+        sums["counts"] += torch.stack([predicted & true, predicted, true]).sum(1)
+        metrics.add_ranks(sums["ranks"], scores, true)
+
+    def results(self, sums: Sums, samples: int) -> Results:
+        hits, predicted, true = sums["counts"]
+        precision = metrics.average_precision(sums["ranks"])
+        values = {
+            "mAP": precision.nanmean(),
+            "auroc": metrics.auroc(sums["ranks"]).nanmean(),
+            "accuracy": 1 - (predicted + true - 2 * hits).sum() / (samples * len(hits)),
+            "exact": sums["exact"].sum() / samples,
+            "f1": (2 * hits / (predicted + true))[true > 0].mean(),
+            "classes_without_positives": (true == 0).sum(),
+        }
+        counts, more = (hits, predicted, true), {"average precision": precision}
+        return values, {"classes": metrics.class_rows(self.classes, "positives", *counts, **more)}
 
 
 @dataclass(frozen=True)
@@ -258,33 +396,26 @@ class NumberHead(Head):
         """
         return field_of(self.label, is_finite=True, dtype="float64")
 
-    def losses(
-        self,
-        outputs: Tensor,
-        target: Tensor,
-        *,
-        smoothing: float = 0.0,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        predicted, standardized = self.for_criterion(outputs, target)
-        return (predicted - standardized) ** 2
+    def scores(self, columns: Tensor) -> Tensor:
+        return columns[:, 0]
 
-    def for_criterion(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and standardized target, float[b] each."""
-        standardized = (target - self.mean) / self.deviation
-        return outputs[:, 0], standardized.to(outputs.dtype)
+    def aim(self, target: Tensor) -> Tensor:
+        return ((target - self.mean) / self.deviation).float()
 
-    def for_metric(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return self.values(outputs.double()), target.double()
+    def losses(self, scores: Tensor, target: Tensor, **options: Any) -> Tensor:
+        return (scores - self.aim(target)) ** 2
 
-    def values(self, outputs: Tensor) -> Tensor:
-        """Return predictions [b] on the scale of the labels."""
-        return outputs[:, 0] * self.deviation + self.mean
+    def decided(self, scores: Tensor) -> Tensor:
+        """Return predictions float64[b] on the scale of the labels."""
+        return scores.double() * self.deviation + self.mean
 
-    def predicted(self, outputs: Tensor) -> list[Any]:
+    def for_metric(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decided(scores), target.double()
+
+    def predicted(self, scores: Tensor) -> list[Any]:
         # float32 has about 9 digits, which count from the leading digit of the deviation
         extra = math.ceil(math.log10(max(abs(self.mean) / self.deviation, 1.0)))
-        numbers = self.values(outputs.double()).tolist()
+        numbers = self.decided(scores).tolist()
         return [float(f"{number:.{min(17, 9 + extra)}g}") for number in numbers]
 
     def true(self, target: Tensor) -> list[Any]:
@@ -293,59 +424,25 @@ class NumberHead(Head):
     def text(self, value: Any) -> str:
         return f"{value:.4g}"
 
+    def sums(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "totals": (4,)
+        }  # squared and absolute errors, distances from the mean, their squares
 
-@dataclass(frozen=True)
-class MaskHead(ClassHead):
-    """The class of each pixel: cross entropy over one logit per class and pixel.
+    def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
+        # squares of times or coordinates themselves would lose their variance
+        error, offset = self.decided(scores) - target, target.double() - self.mean
+        sums["totals"] += torch.stack([error**2, error.abs(), offset, offset**2]).sum(1)
 
-    Pixels of the number 255 count neither in the loss nor in metrics. Outputs are
-    [b, classes, h, w], targets int64[b, h, w].
-    """
-
-    kind: ClassVar[str] = "mask"
-    main_metric: ClassVar[str] = "mIoU"
-    has_accuracy: ClassVar[bool] = False
-    ignored: ClassVar[int] = IGNORED
-
-    def field(self, image: Field | None = None) -> Field:
-        """Return the field that reads the target, as large as the images."""
-        if not isinstance(image, Image) or image.size is None:
-            raise UsageError(
-                "masks need an image field of wt.image with a size: they get the same crop and flip."
-            )
-        return mask_like(image, (self.target.field,), len(self.classes))
-
-    def losses(
-        self,
-        outputs: Tensor,
-        target: Tensor,
-        *,
-        smoothing: float = 0.0,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Return the mean loss of each sample's pixels that have a class; 0 if none has."""
-        losses = super().losses(outputs, target, smoothing=smoothing, weights=weights)
-        pixels = (target != IGNORED).flatten(1).sum(1)
-        return losses.flatten(1).sum(1) / pixels.clamp(min=1)
-
-    def true(self, target: Tensor) -> list[Any]:
-        return list(target.byte().cpu())
-
-    def text(self, value: Any) -> str:
-        """Return the largest classes of a mask, with their shares of the pixels."""
-        counts = torch.bincount(value[value != IGNORED].long(), minlength=len(self.classes))
-        shares = (counts / counts.sum().clamp(min=1)).tolist()
-        order = sorted(range(len(shares)), key=lambda number: -shares[number])[:_SHOWN]
-        return ", ".join(f"{self.classes[i]} {shares[i]:.0%}" for i in order if shares[i])
+    def results(self, sums: Sums, samples: int) -> Results:
+        mse, mae, offset, square = sums["totals"] / samples
+        values = {"mse": mse, "mae": mae, "mse_of_mean": square}  # of the mean in training
+        variance = square - offset**2
+        if variance > 0 and samples > 1:
+            values["r2"] = 1 - mse / variance
+        return values, {}
 
 
-def _binary_losses(
-    outputs: Tensor, share: Tensor, smoothing: float, weights: Tensor | None
-) -> Tensor:
-    """Return the mean over the classes of each sample's binary cross entropies."""
-    aim = share * (1 - smoothing) + smoothing / 2
-    losses = functional.binary_cross_entropy_with_logits(outputs, aim, reduction="none")
-    if weights is not None:
-        absent, present = weights if weights.ndim == 1 else weights.unbind(1)
-        losses = losses * torch.lerp(absent, present, share)
-    return losses.mean(1)
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead, MaskHead)
+}

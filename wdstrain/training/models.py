@@ -104,11 +104,12 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
             f"model={TIMM}{name} needs timm ({error}).",
             "Install it: pip install 'wdstrain[timm]'",
         ) from None
-    options = {"pretrained": pretrained, "num_classes": outputs}
+    create: Callable[..., nn.Module] = timm.create_model
+    create = partial(create, name, pretrained=pretrained, num_classes=outputs)
     try:
         with suppress(TypeError):  # of models that take images of any size
-            return cast(nn.Module, timm.create_model(name, img_size=image_size, **options))
-        return cast(nn.Module, timm.create_model(name, **options))
+            return create(img_size=image_size)
+        return create()
     except Exception as error:  # timm and its hub client raise errors of many types
         raise UsageError(
             f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}.",

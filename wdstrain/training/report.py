@@ -5,9 +5,10 @@ The page is one file and loads nothing from elsewhere. A run rewrites it after e
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from html import escape
 from typing import Any
@@ -20,14 +21,15 @@ from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
 from wdstrain.storage.files import write_whole
 from wdstrain.training.config import Config
-from wdstrain.training.heads import Head, MaskHead, NumberHead
+from wdstrain.training.heads import Head
 from wdstrain.training.metrics import Classes, classes_of
 from wdstrain.training.run import Run
 from wdstrain.training.state import STAGES, Monitor
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import Preview, color_of
+from wdstrain.training.validation import PALETTE, Preview
 from wdstrain.training.weights import LoadedCheckpoint
 from wdstrain.training.words import (
+    curves,
     heading,
     metric_rows,
     metric_text,
@@ -63,26 +65,23 @@ def write_report(
 
     best: sentence on the best epoch. steps: lines of steps.jsonl. details: of the last validation.
     """
-    task, history = run.task, run.state.history
+    history, config = run.state.history, run.config
     last, title = history[-1], os.path.basename(os.path.dirname(os.path.abspath(path)))
     seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
     facts = _shown_first(run.state.best or {}, run.monitor.name) | {
-        "epochs": f"{len(history)} of {run.config.epochs}",
+        "epochs": f"{len(history)} of {config.epochs}",
         "total time": str(timedelta(seconds=round(seconds))),
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
     }
-    verdict = last["verdict"]
-    texts = [
-        f"{best}. The other figures are of the last epoch.",
-        f"{verdict[:1].upper()}{verdict[1:]}.",
-    ]
-    cards = [*_curves(task, run.monitor.name, history, steps)]
+    verdict = f"{last['verdict'][:1].upper()}{last['verdict'][1:]}."
+    texts = [f"{best}. The other figures are of the last epoch.", verdict]
+    cards = [*_curves(run.task, run.monitor.name, history, steps)]
     if details:
-        cards += _results(task, last["val"], details)
+        cards += _results(run.task, last["val"], details)
     sets = {"train": run.train_set, "val": run.val_set}
-    _write(path, title, run.config, task, facts, texts, cards, sets)
+    _write(path, title, config, run.task, facts, texts, cards, sets)
 
 
 def write_evaluation(
@@ -93,11 +92,11 @@ def write_evaluation(
     details: Mapping[str, Any],
 ) -> None:
     """Write the page of an evaluation. metrics, details: of its pass."""
-    main = loaded.task.metric_name(loaded.task.heads[0], loaded.task.heads[0].main_metric)
-    facts = _shown_first(metrics, main)
+    task, head = loaded.task, loaded.task.heads[0]
+    facts = _shown_first(metrics, task.metric_name(head, head.main_metric))
     facts |= {name: str(int(metrics[name])) for name in ("samples", "bad")}
-    title, cards = f"Evaluation of {loaded.path}", _results(loaded.task, metrics, details)
-    _write(path, title, loaded.config, loaded.task, facts, (), cards, {"evaluated": index})
+    title, cards = f"Evaluation of {loaded.path}", _results(task, metrics, details)
+    _write(path, title, loaded.config, task, facts, (), cards, {"evaluated": index})
 
 
 def _write(
@@ -113,30 +112,19 @@ def _write(
     """Write a page: title, facts, sentences, cards, data and options."""
     cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
     options = {name: value for name, value in vars(config).items() if value not in (None, "")}
-    shown = [
-        *cards,
-        *(_data(name, index, task) for name, index in sets.items() if index),
-        _card("Options", pages.table(options)),
-    ]
+    data = (pages.card(f"Data: {n}", _data(own, task)) for n, own in sets.items() if own)
     parts = [
-        f"<h1>{escape(title)}</h1>",
         f"<p class=soft>{escape(f'model {config.model}, task {task}')}</p>",
         f'<div class="facts">{cells}</div>',
         *(f"<p>{escape(text)}</p>" for text in texts),
-        f'<div class="cards">{"".join(shown)}</div>',
+        pages.cards([*cards, *data, pages.card("Options", pages.table(options))]),
     ]
-    page = pages.page(f"{title} - wdstrain", "".join(parts))
-    write_whole(path, page.encode("utf-8", "replace"))
+    write_whole(path, pages.page(title, parts))
 
 
 def _shown_first(metrics: Mapping[str, float], name: str) -> dict[str, str]:
     """Return the metric that chooses the best, if there is one, by its name in words."""
     return {metric_title(name): metric_value(name, metrics[name])} if name in metrics else {}
-
-
-def _card(title: str, body: str) -> str:
-    """Return a card. title: words, or the name of a metric."""
-    return pages.card(heading(title), body)
 
 
 # --- curves and data ------------------------------------------------------------------------------
@@ -146,49 +134,55 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
     """Yield a card for each curve over the epochs: metrics, losses, learning rate and speed."""
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
-    names = {task.metric_name(head, head.main_metric): head for head in task.heads}
-    for name in dict.fromkeys([*names, monitor]):
-        is_share = name != "loss" and not isinstance(names.get(name, task.heads[0]), NumberHead)
-        lines = _epoch_lines(history, name)
-        mean = _epoch_lines(history, f"{name}_of_mean")[:1]
-        lines += [line._replace(name="predicting the mean", dots=False) for line in mean]
-        if lines and name != "loss":
-            yield _card(name, charts.lines(lines, across="epoch", share=is_share))
-    loss = [Line("training", at, [line["loss"] for line in steps])]
-    loss += [line for line in _epoch_lines(history, "loss") if line.name != "training"]
-    yield _card("Loss", charts.lines(loss, across="epoch"))
-    for title, name in (("Learning rate", "lr"), ("Samples per second", "samples_per_second")):
-        line = Line("training", at, [line[name] for line in steps])
-        yield _card(title, charts.lines([line], across="epoch"))
-    spent = [Line(_STAGE_NAMES[s], at, [line[f"{s}_seconds"] for line in steps]) for s in STAGES]
-    yield _card("Seconds by stage", charts.lines(spent, across="epoch"))
+
+    def by_step(value: str, name: str = "training") -> Line:
+        return Line(name, at, [line[value] for line in steps])
+
+    main = [task.metric_name(head, head.main_metric) for head in task.heads]
+    there = {name for line in history for name in (*line, *line.get("val", ()))}
+    for name in dict.fromkeys([*main, monitor]):
+        if name in there - {"loss"}:
+            _, mean, _ = _by_epoch(history, f"{name}_of_mean")
+            mean = mean._replace(name="predicting the mean", dots=False)
+            yield curves(name, [*_by_epoch(history, name), mean])
+    yield curves("loss", [by_step("loss"), *_by_epoch(history, "loss")[1:]])
+    yield curves("learning_rate", [by_step("lr")])
+    yield curves("samples_per_second", [by_step("samples_per_second")])
+    yield curves("seconds_by_stage", [by_step(f"{s}_seconds", _STAGE_NAMES[s]) for s in STAGES])
 
 
-def _epoch_lines(history: History, name: str) -> list[Line]:
+def _by_epoch(history: History, name: str) -> list[Line]:
     """Return the curves of a metric: of training, and of validation with averaging and without."""
-    lines = []
-    epochs, nan = [line["epoch"] + 1.0 for line in history], float("nan")
+    epochs = [line["epoch"] + 1.0 for line in history]
     parts = {
         "training": history,
         "validation": [line.get("val", {}) for line in history],
         "validation without averaging": [line.get("val_raw", {}) for line in history],
     }
-    for title, figures in parts.items():
-        values = [line.get(name, nan) for line in figures]
-        if any(value == value for value in values):
-            lines.append(Line(title, epochs, values, dots=True))
-    return lines
+    return [
+        Line(title, epochs, [line.get(name, math.nan) for line in figures], dots=True)
+        for title, figures in parts.items()
+    ]
 
 
-def _data(name: str, index: Index, task: Task) -> str:
-    megabytes = sum(shard.bytes for shard in index.shards) / 1e6
-    rows = {"samples": len(index), "shards": len(index.shards), "MB": f"{megabytes:.1f}"}
-    body = pages.table(rows | {"fields": ", ".join(index.fields)})
+def _data(index: Index, task: Task) -> str:
+    """Return a table of the data and the counts of its classes."""
+    rows = {
+        "samples": len(index),
+        "shards": len(index.shards),
+        "MB": f"{sum(shard.bytes for shard in index.shards) / 1e6:.1f}",
+        "fields": ", ".join(index.fields),
+    }
+    body = pages.table(rows)
     for head in task.heads:
-        if counts := recorded_counts(index, head.target):
-            some = sorted(counts.items(), key=lambda item: -item[1])[:_BARS]
-            body += f"<p class=soft>{escape(head.name)}</p>" + pages.bars(dict(some))
-    return _card(f"Data: {name}", body)
+        if some := _largest(recorded_counts(index, head.target), _BARS):
+            body += f"<p class=soft>{escape(head.name)}</p>{pages.bars(some)}"
+    return body
+
+
+def _largest(counts: Mapping[str, int], most: int | None = None) -> dict[str, int]:
+    """Return the classes by count, the most frequent first."""
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:most])
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -196,86 +190,95 @@ def _data(name: str, index: Index, task: Task) -> str:
 
 def _results(task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[str]:
     """Yield a card for each result of a pass: metrics, mistakes of each head, worst samples."""
-    yield _card("Metrics", pages.table(dict(metric_rows(metrics))))
+    yield pages.card("Metrics", pages.table(dict(metric_rows(metrics))))
     for head in task.heads:
         own = details["heads"][head.name]
-        if "points" in own:
-            true, said = ([point[axis] for point in own["points"]] for axis in (0, 1))
-            points = Line("prediction", true, said, joined=False)
-            ideal = Line("prediction = true value", true, true)
-            shown = charts.lines([points, ideal], across="true value")
-            yield _card(task.metric_name(head, "prediction by true value"), shown)
-        if "calibration" in own:
-            chart = _calibration(own["calibration"])
-            yield _card(task.metric_name(head, "calibration"), chart)
-        if "confusion" in own:
-            is_short = len(head.classes) <= _MATRIX_CLASSES
-            title = "confusion matrix" if is_short else "most frequent mistakes"
-            yield _card(task.metric_name(head, title), _confusion(head, own["confusion"]))
-        if "classes" in own:
-            yield _card(task.metric_name(head, "classes"), _class_table(own["classes"]))
-    yield _gallery(details["worst"], task)
+        for title, body in (draw(head, own[part]) for part, draw in _PANELS if part in own):
+            yield pages.card(heading(task.metric_name(head, title)), body)
+    yield pages.card("Worst predictions", _gallery(details["worst"], task))
 
 
-def _calibration(bins: Sequence[Sequence[float]]) -> str:
+def _scatter(head: Head, points: Sequence[tuple[float, float]]) -> tuple[str, str]:
+    """Return the title and the chart of predictions. points: (true value, prediction)."""
+    true, predicted = zip(*points, strict=True)
+    lines = [
+        Line("prediction", true, predicted, joined=False),
+        Line("prediction = true value", true, true),
+    ]
+    return "prediction by true value", charts.lines(lines, across="true value")
+
+
+def _calibration(head: Head, bins: Sequence[Sequence[float]]) -> tuple[str, str]:
     """Return the share of right predictions by their probability. bins: sums of each."""
     filled = [values for values in zip(*bins, strict=True) if values[0]]
     sure, right = ([values[n] / values[0] for values in filled] for n in (1, 2))
     lines = [Line("model", sure, right, dots=True), Line("right as often as sure", (0, 1), (0, 1))]
     words = "<p class=soft>Share of right predictions by the probability that they had.</p>"
-    return words + charts.lines(lines, across="probability of the predicted class", share=True)
+    across = "probability of the predicted class"
+    return "calibration", words + charts.lines(lines, across=across, share=True)
 
 
-def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> str:
+def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]:
     """Return the confusion matrix; of many classes the pairs that are mistaken most often."""
     names = head.classes
     if len(names) <= _MATRIX_CLASSES:
-        unit = "pixels" if isinstance(head, MaskHead) else "samples"
+        unit = "pixels" if head.kind == "mask" else "samples"
         words = f"Percent of the {unit} of each true class (rows) by prediction (columns)."
-        legend = f"<p class=soft>{words}</p>"
-        return legend + pages.matrix(names, counts)
+        return "confusion matrix", f"<p class=soft>{words}</p>{pages.matrix(names, counts)}"
     cells = ((value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row))
     pairs = sorted(((v, i, j) for v, i, j in cells if i != j and v), reverse=True)[:_PAIRS]
     rows = [(names[i], names[j], f"{v:g} of {sum(counts[i]):g}") for v, i, j in pairs]
-    return pages.grid(("class", "predicted as", "samples"), rows)
+    return "most frequent mistakes", pages.grid(("class", "predicted as", "samples"), rows)
 
 
-def _class_table(classes: Classes) -> str:
+def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
     """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
     counted, *names = next(iter(classes.values()))
-    order = sorted(classes.items(), key=lambda item: -(item[1][counted] or 0))
+    order = _largest({name: int(row[counted] or 0) for name, row in classes.items()})
     rows = [
-        [name, row[counted], *("-" if row[n] is None else f"{row[n]:.3f}" for n in names)]
-        for name, row in order
+        [
+            name,
+            count,
+            *("-" if classes[name][n] is None else f"{classes[name][n]:.3f}" for n in names),
+        ]
+        for name, count in order.items()
     ]
-    (name, most), whole = order[0], sum(row[counted] or 0 for row in classes.values())
-    share = (most[counted] or 0) / max(1, whole)
+    name, most = next(iter(order.items()))
+    share = most / max(1, sum(order.values()))
     baseline = f"Predicting always {name!r} would be right for {share:.2%} of {counted}."
     table = pages.grid(("class", counted, *names), rows[:_CLASSES])
-    return f"<p>{escape(baseline)}</p>{table}"
+    return "classes", f"<p>{escape(baseline)}</p>{table}"
+
+
+# Panels of a head: the detail of a pass, and the function of it that returns (title, body).
+_PANELS: tuple[tuple[str, Callable[[Head, Any], tuple[str, str]]], ...] = (
+    ("points", _scatter),
+    ("calibration", _calibration),
+    ("confusion", _confusion),
+    ("classes", _class_table),
+)
 
 
 def _gallery(samples: Sequence[Preview], task: Task) -> str:
+    """Return samples with their predictions, and what is true where it differs."""
     figures = []
     for sample in samples:
-        image = pages.picture(sample.pixels) if sample.pixels is not None else ""
-        caption = ""
+        image, caption = "" if sample.pixels is None else pages.picture(sample.pixels), ""
         for name, (prediction, target, is_wrong) in sample.said.items():
             prefix = f"{name}: " if task.has_several else ""
-            caption += f"{escape(prefix + (prediction or 'none'))}"
+            caption += escape(prefix + (prediction or "none"))
             if is_wrong or target not in (prediction, prediction.rpartition(" ")[0]):
                 style = "wrong" if is_wrong else "soft"
                 caption += f" <span class={style}>({escape(target or 'none')})</span>"
             caption += "<br>"
-        key = f'<div class="key">{escape(sample.key)}</div>'
-        figures.append(f"<figure>{image}<figcaption>{caption}{key}</figcaption></figure>")
-    head, style, names = task.heads[0], "shown", ""
-    words = "prediction (true label if different)"
-    if isinstance(head, MaskHead):
+        caption += f'<div class="key">{escape(sample.key)}</div>'
+        figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    style, words, names = "shown", "prediction (true label if different)", ""
+    if task.is_dense:
         style, words = "shown wide", "image, prediction, true mask"
-        names = pages.legend({n: color_of(i) for i, n in enumerate(head.classes[:_BARS])})
-    body = f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
-    return _card("Worst predictions", body)
+        colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
+        names = pages.legend(dict(zip(task.heads[0].classes[:_BARS], colors, strict=False)))
+    return f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
 
 
 # --- an epoch in figures and in words -------------------------------------------------------------
@@ -358,19 +361,18 @@ def samples_sentence(index: Index, task: Task) -> str:
     """Return the number of samples, and of those of each class where the index says it."""
     parts = [f"{len(index)} samples"]
     for head in task.heads:
-        if head.classes and (counts := recorded_counts(index, head.target)):
+        if counts := recorded_counts(index, head.target):
             parts.append(f"{printable(head.name)}: {counts_text(counts)}")
     return "; ".join(parts)
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
     """Return the counts of the most frequent classes, and the classes without any."""
-    order = sorted(counts, key=lambda name: -counts[name])
-    some = [f"{printable(name)} {counts[name]}" for name in order[:_NAMED] if counts[name]]
-    if len(order) > _NAMED:
-        some.append(f"and {len(order) - _NAMED} classes more")
-    missing = [printable(name) for name in order if not counts[name]][:_NAMED]
-    return ", ".join(some) + (f"; none of: {', '.join(missing)}" if missing else "")
+    named = [f"{printable(name)} {n}" for name, n in _largest(counts, _NAMED).items() if n]
+    if len(counts) > _NAMED:
+        named.append(f"and {len(counts) - _NAMED} classes more")
+    missing = [printable(name) for name, n in counts.items() if not n][:_NAMED]
+    return ", ".join(named) + (f"; none of: {', '.join(missing)}" if missing else "")
 
 
 def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:

@@ -8,7 +8,7 @@ one process that has it whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +19,8 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.training.heads import (
-    BinaryHead,
-    ClassHead,
-    Head,
-    MaskHead,
-    MultiLabelHead,
-    NumberHead,
-)
-
-# (outputs [b, columns], target) -> loss, a scalar or [b]. By the name of the head if there are
-# several.
-Criterion = Callable[[Tensor, Any], Tensor]
-
-# (batch, model) -> loss, a scalar or [b]
-TrainingStep = Callable[[dict[str, Any], Any], Tensor]
+from wdstrain.training.config import refuse
+from wdstrain.training.heads import HEADS, Criterion, Head
 
 
 @dataclass(frozen=True)
@@ -51,28 +38,31 @@ class Task:
         """
         known = {label.name: label for label in index.labels}
         _check_numbering(index, known, labels)
-        if not known:
-            raise UsageError(
+        refuse(
+            (
+                not known,
                 "the index declares no labels.",
                 "Name the field or the JSON entry that holds them, such as label=cls or "
                 "label=json.kind, or declare it once: wdstrain index URL --label cls",
-            )
-        if labels is None and len(known) > 1:
-            raise UsageError(
+            ),
+            (
+                labels is None and len(known) > 1,
                 f"the index has several labels: {', '.join(known)}.",
                 f"Name those to learn, such as label={','.join(known)}.",
-            )
-        heads = tuple(
-            _parse_head(known, w.strip()) for w in (labels or next(iter(known))).split(",")
+            ),
         )
-        if len({head.name for head in heads}) < len(heads):
-            raise UsageError(f"label={labels!r} names a label twice.")
-        if len(heads) > 1 and any(isinstance(head, MaskHead) for head in heads):
-            raise UsageError(
-                "masks must be the only label that is learned.",
-                option="label",
-                value=labels,
-            )
+        words = (labels or next(iter(known))).split(",")
+        heads = tuple(_make_head(known, word.strip()) for word in words)
+        refuse(
+            (
+                len({head.name for head in heads}) < len(heads),
+                f"label={labels!r} names a label twice.",
+            ),
+            (
+                len(heads) > 1 and any(head.kind == "mask" for head in heads),
+                f"label={labels!r}: masks must be the only label that is learned.",
+            ),
+        )
         return cls(heads)
 
     @property
@@ -87,7 +77,7 @@ class Task:
     @property
     def is_dense(self) -> bool:
         """Whether the model has outputs for each pixel."""
-        return isinstance(self.heads[0], MaskHead)
+        return self.heads[0].kind == "mask"
 
     @property
     def has_several(self) -> bool:
@@ -98,18 +88,18 @@ class Task:
         """Return the name of a head's metric."""
         return f"{head.name}/{name}" if self.has_several else name
 
-    def head_of(self, metric: str) -> Head:
-        """Return the head that a metric of the user's is for: HEAD/NAME, or the first."""
-        named = {head.name: head for head in self.heads}
-        return named.get(metric.partition("/")[0], self.heads[0])
+    def head_of(self, metric: str) -> int:
+        """Return the number of the head that a metric of the user's is for: HEAD/NAME, or 0."""
+        names = [head.name for head in self.heads]
+        name = metric.partition("/")[0]
+        return names.index(name) if name in names else 0
 
     @property
     def label_names(self) -> dict[str, Head]:
         """The heads by the names that a user may give labels; a single one is also "label"."""
-        masks = [head for head in self.heads if head.kind == "mask"]
-        heads = {head.target.stored_as: head for head in masks}
-        heads |= {head.name: head for head in self.heads}
-        return heads if self.has_several else {**heads, "label": heads.get("label", self.heads[0])}
+        stored = {h.target.stored_as: h for h in self.heads if h.kind == "mask"}
+        heads = stored | {head.name: head for head in self.heads}
+        return heads if self.has_several else {"label": self.heads[0]} | heads
 
     def target_fields(self, image: Field | None) -> dict[str, Field]:
         """Return the field "target NAME" of each head. image: that masks follow."""
@@ -119,9 +109,10 @@ class Task:
         """Return the target of each head."""
         return [batch[f"target {head.name}"] for head in self.heads]
 
-    def split(self, outputs: Tensor) -> Sequence[Tensor]:
-        """Return the columns of each head."""
-        return torch.split(outputs.float(), [head.outputs for head in self.heads], 1)
+    def split(self, outputs: Tensor) -> list[Tensor]:
+        """Return the scores of each head."""
+        columns = torch.split(outputs.float(), [head.outputs for head in self.heads], 1)
+        return [head.scores(own) for head, own in zip(self.heads, columns, strict=True)]
 
     def losses(
         self,
@@ -136,17 +127,16 @@ class Task:
 
         weights: of classes, by head. criterion: of the user's, in place of the heads' own losses.
         """
-        parts = zip(self.heads, self.split(outputs), targets, strict=True)
         total = torch.zeros(len(outputs), device=outputs.device)
-        for i, (head, columns, target) in enumerate(parts):
+        weights = weights or [None] * len(self.heads)
+        parts = zip(self.heads, self.split(outputs), targets, weights, strict=True)
+        for head, scores, target, weight in parts:
             own = criterion.get(head.name) if isinstance(criterion, Mapping) else criterion
-            if own is not None:
-                losses = own(*head.for_criterion(columns, target))
-                losses = losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+            if own is None:
+                losses = head.losses(scores, target, smoothing=smoothing, weights=weight)
             else:
-                weight = weights[i] if weights else None
-                losses = head.losses(columns, target, smoothing=smoothing, weights=weight)
-            total = total + losses
+                losses = own(scores, head.aim(target))
+            total = total + (losses.flatten(1).mean(1) if losses.ndim > 1 else losses)
         return total
 
     def check(self, index: Index) -> None:
@@ -215,22 +205,35 @@ def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str 
             raise UsageError(f"{why}.", "Pack them together, or leave some out.")
 
 
-def _parse_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
-    """Return the head that NAME or NAME:KIND describes."""
+def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
+    """Return the head that NAME or NAME:KIND describes; without KIND the one that fits best.
+
+    Raises UsageError for an unknown name, and for a kind that cannot learn the label.
+    """
     name, kind = (word, "") if word in known else map(str.strip, word.partition(":")[::2])
     if name not in known:
-        raise UsageError(
-            f"the index has no label {name!r}.",
-            f"Use one of: {', '.join(known)}.",
-        )
-    return _make_head(known[name], kind)
+        raise UsageError(f"the index has no label {name!r}.", f"Use one of: {', '.join(known)}.")
+    target, count = known[name], len(known[name].classes)
+    has_two = target.is_class and count == 2
+    excluded = set() if has_two else {"binary"}
+    if target.kind != "number" and target.entry is None:
+        excluded.add("number")
+    possible = [own for own in _KINDS[target.task] if own not in excluded]
+    needed = 1 if target.kind == "multi" else 2
+    reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
+    refuse(
+        (
+            kind and kind not in possible,
+            f"label {name!r} cannot be learned as {kind!r}: it is {reason}.",
+            f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
+        ),
+        (
+            "number" not in (target.kind, kind) and count < needed,
+            f"label {name!r} has {count} class: must have {needed} or more.",
+        ),
+    )
+    return HEADS[kind or ("binary" if has_two else possible[0])](target)
 
-
-# --- heads ----------------------------------------------------------------------------------------
-
-HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead, MaskHead)
-}
 
 _ABOUT = {
     "class": "one of {} classes",
@@ -247,30 +250,3 @@ _KINDS = {
     "number": ("number",),
     "mask": ("mask",),
 }
-
-
-def _make_head(target: ColumnInfo, kind: str) -> Head:
-    """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
-
-    Raises UsageError for a kind that cannot learn the label.
-    """
-    is_binary = target.is_class and len(target.classes) == 2
-    possible = [
-        name
-        for name in _KINDS[target.task]
-        if (name != "binary" or is_binary)
-        and (name != "number" or target.kind == "number" or target.entry is not None)
-    ]
-    if kind and kind not in possible:
-        count = len(target.classes)
-        reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
-        raise UsageError(
-            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}.",
-            f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
-        )
-    fewest = 1 if target.kind == "multi" else 2
-    if target.kind != "number" and kind != "number" and len(target.classes) < fewest:
-        raise UsageError(
-            f"label {target.name!r} has {len(target.classes)} class: must have {fewest} or more."
-        )
-    return HEADS[kind or ("binary" if is_binary else possible[0])](target)

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -32,15 +32,21 @@ from wdstrain.report.terminal import Reporter
 from wdstrain.storage.files import write_whole
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext, is_sharded
-from wdstrain.training.heads import MaskHead, NumberHead
+from wdstrain.training.heads import Criterion, TrainingStep
 from wdstrain.training.inputs import ModelInputs
-from wdstrain.training.metrics import EvalMetrics
-from wdstrain.training.tasks import Criterion, Task, TrainingStep
+from wdstrain.training.metrics import Metrics
+from wdstrain.training.tasks import Task
 
 Pixels = npt.NDArray[np.uint8]
 
 _KEPT = 24  # worst samples
 _POINTS = 1000  # numbers of each label
+
+# Colors of classes 0 to 254 and of pixels without a class, those of Pascal VOC: neighboring numbers
+# differ much. uint8[256, 3]
+_BITS = np.arange(8)[:, None]
+_COLOR_BITS = np.arange(256)[:, None, None] >> (3 * _BITS + np.arange(3)) & 1
+PALETTE: Pixels = (_COLOR_BITS << (7 - _BITS)).sum(1).astype(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,7 @@ def evaluate_pass(
     all. details: "heads" with confusion matrices and the like, "worst" with
     predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
     """
-    task, gather = setup.task, setup.distributed.gather
+    task, distributed = setup.task, setup.distributed
     model.eval()
     setup.criterion_modules.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
@@ -120,9 +126,8 @@ def evaluate_pass(
         for step, batch in enumerate(to_device(batches, setup.device)):
             if not batches.own.all():
                 batch = _select_rows(batch, torch.from_numpy(batches.own))
-            targets = task.targets(batch)
             if len(batch["__key__"]):  # the last batch of a process may hold none
-                outputs = setup.call(model, batch).float()
+                targets, outputs = task.targets(batch), setup.call(model, batch).float()
                 losses = task.losses(outputs, targets, criterion=setup.criterion)
                 metrics.update(outputs, targets, losses)
                 previews.add(batch, outputs, targets, losses)
@@ -132,12 +137,59 @@ def evaluate_pass(
             check_stop()
             if step + 1 == steps < len(loader):
                 break
-    values, details = metrics.compute(setup.distributed.reduce)
-    bad = torch.tensor([loader.report()["bad"]], device=setup.device)
-    values["bad"] = int(setup.distributed.reduce(bad).item())
+    values, details = metrics.compute(distributed.reduce)
+    values["bad"] = sum(distributed.gather(loader.report()["bad"]))
     for name, points in previews.points.items():
-        details[name]["points"] = list(chain(*gather(points)))
-    return values, {"heads": details, "worst": _worst(chain(*gather(previews.worst)))}
+        details[name]["points"] = list(chain(*distributed.gather(points)))
+    worst = _worst(chain(*distributed.gather(previews.worst)))
+    return values, {"heads": details, "worst": worst}
+
+
+class EvalMetrics:
+    """Metrics of one pass over samples.
+
+    user_metrics: torchmetrics by name, updated with (predictions, target): probabilities of classes
+    or numbers. With several heads, by HEAD/NAME.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, user_metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        self._task = task
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self._loss = zeros(2)  # sum of losses, samples
+        self._sums = [{name: zeros(s) for name, s in head.sums().items()} for head in task.heads]
+        self._user = {name: metric.to(device) for name, metric in (user_metrics or {}).items()}
+        for metric in self._user.values():
+            metric.reset()
+
+    @torch.no_grad()
+    def update(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
+        """Add a batch of one sample or more. losses: [b]."""
+        self._loss += torch.stack([losses.double().sum(), torch.ones_like(losses).sum()])
+        heads, scores = self._task.heads, self._task.split(outputs)
+        for head, sums, own, target in zip(heads, self._sums, scores, targets, strict=True):
+            head.add(sums, own.double(), target)
+        for name, metric in self._user.items():
+            n = self._task.head_of(name)
+            metric.update(*heads[n].for_metric(scores[n], targets[n]))
+
+    def compute(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Metrics, dict[str, Any]]:
+        """Return (metrics, details of each head). Undefined metrics are left out.
+
+        reduce: returns the sum of a tensor over all processes.
+        """
+        loss, samples = reduce(self._loss).tolist()
+        metrics: Metrics = {"samples": int(samples), "loss": loss / max(1.0, samples)}
+        details: dict[str, Any] = {}
+        for head, sums in zip(self._task.heads, self._sums, strict=True):
+            total = {name: reduce(value) for name, value in sums.items()}
+            values, details[head.name] = head.results(total, max(1, int(samples)))
+            for name, value in values.items():
+                if not (head.classes and value.isnan()):
+                    metrics[self._task.metric_name(head, name)] = value.item()
+        own = {name: float(metric.compute()) for name, metric in self._user.items()}
+        return metrics | own, details
 
 
 def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
@@ -174,8 +226,8 @@ class _Previews:
         """picture: name of RGB images in the batch."""
         self._task, self._picture = task, picture
         self.worst: list[Preview] = []
-        heads = (head for head in task.heads if isinstance(head, NumberHead))
-        self.points: dict[str, list[tuple[float, float]]] = {head.name: [] for head in heads}
+        numbers = (head.name for head in task.heads if head.kind == "number")
+        self.points: dict[str, list[tuple[float, float]]] = {name: [] for name in numbers}
 
     def add(
         self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
@@ -188,11 +240,12 @@ class _Previews:
             own = [target[row : row + 1] for target in targets]
             self.worst.append(self._preview(batch, row, outputs[row : row + 1], own, ranks[row]))
         self.worst = _worst(self.worst)
-        columns = self._task.split(outputs)
-        for head, own_columns, target in zip(self._task.heads, columns, targets, strict=True):
-            if isinstance(head, NumberHead) and len(self.points[head.name]) < _POINTS:
-                predicted = head.values(own_columns.double()).tolist()
-                self.points[head.name] += zip(target.tolist(), predicted, strict=True)
+        for head, scores, target in zip(
+            self._task.heads, self._task.split(outputs), targets, strict=True
+        ):
+            if len(self.points.get(head.name, range(_POINTS))) < _POINTS:
+                pairs = zip(target.tolist(), head.decided(scores).tolist(), strict=True)
+                self.points[head.name] += pairs
 
     def _preview(
         self,
@@ -206,16 +259,15 @@ class _Previews:
         said, panels = {}, []
         if self._picture is not None:
             panels.append(batch[self._picture][row].permute(1, 2, 0).cpu().numpy())
-        for head, own, target in zip(
+        for head, scores, target in zip(
             self._task.heads, self._task.split(outputs), targets, strict=True
         ):
-            (predicted,), (true,) = head.predicted(own), head.true(target)
-            text = head.text(predicted)
-            if isinstance(predicted, str):
-                text += f" {float(head.probabilities(own).max()):.0%}"
-            is_class = isinstance(predicted, (str, list))
-            said[head.name] = (text, head.text(true), is_class and predicted != true)
-            if isinstance(head, MaskHead) and panels:
+            (predicted,), (true,) = head.predicted(scores), head.true(target)
+            is_name = isinstance(predicted, str)
+            share = f" {float(head.probabilities(scores).max()):.0%}" if is_name else ""
+            is_wrong = isinstance(predicted, (str, list)) and predicted != true
+            said[head.name] = (head.text(predicted) + share, head.text(true), is_wrong)
+            if head.kind == "mask" and panels:
                 edge = np.full((len(panels[0]), 1, 3), 255, np.uint8)
                 for numbers in (predicted, true):
                     panels += [edge, _overlay(panels[0], numbers.numpy())]
@@ -226,33 +278,17 @@ class _Previews:
 # --- masks ----------------------------------------------------------------------------------------
 
 
-def palette() -> Pixels:
-    """Return the colors of classes 0 to 254 and of ignored pixels, uint8[256, 3].
-
-    They are those of Pascal VOC: neighboring numbers have colors that differ much.
-    """
-    bits, channels = np.arange(8)[:, None], np.arange(3)
-    set_bits = np.arange(256)[:, None, None] >> (3 * bits + channels) & 1
-    colors: Pixels = (set_bits << (7 - bits)).sum(1).astype(np.uint8)
-    return colors
-
-
-def color_of(number: int) -> str:
-    """Return the color of a class in overlays, for HTML."""
-    return f"#{palette()[number].tobytes().hex()}"
-
-
 def mask_png(numbers: Pixels) -> bytes:
     """Return a mask as a PNG whose palette shows the classes. numbers: uint8[h, w]"""
     image, buffer = Image.fromarray(numbers, "L"), io.BytesIO()
-    image.putpalette(palette().tobytes())
+    image.putpalette(PALETTE.tobytes())
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _overlay(pixels: Pixels, numbers: npt.NDArray[np.integer]) -> Pixels:
     """Return the image with the colors of the classes laid over it. uint8[h, w, 3]"""
-    mixed: Pixels = ((pixels.astype(np.uint16) + palette()[numbers]) // 2).astype(np.uint8)
+    mixed: Pixels = ((pixels.astype(np.uint16) + PALETTE[numbers]) // 2).astype(np.uint8)
     return mixed
 
 

@@ -1,9 +1,11 @@
-"""Metrics in words, for the terminal, the log and pages. This module does not import torch."""
+"""Metrics in words and curves, for the terminal, the log and pages. This module does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from wdstrain.report import charts, pages
 
 _TITLES = {
     "top5": "top-5",
@@ -55,3 +57,9 @@ def metric_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return name and value of each metric of a pass in words."""
     numbers = ((name, value) for name, value in metrics.items() if name != "classes")
     return [(metric_title(name), metric_value(name, value)) for name, value in numbers]
+
+
+def curves(name: str, lines: Sequence[charts.Line]) -> str:
+    """Return a card with curves of a metric over the epochs."""
+    is_share = name.rpartition("/")[2] in _SHARES
+    return pages.card(heading(name), charts.lines(lines, across="epoch", share=is_share))
