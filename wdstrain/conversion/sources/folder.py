@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wdstrain.conversion.classes import look_alikes, stated_classes
@@ -45,8 +45,7 @@ def list_folder(
     ignored = Counter[str]()
     roots = _splits(source, ignored, alone=flat) or {"": source}
     images = _find_images(source, roots, ignored, flat=flat)
-    mask_files = _find_masks(source, masks, images, ignored) if masks else {}
-    classes = [] if flat else sorted({image.stratum for image in images})
+    classes = sorted({image.stratum for image in images} - {""})
     if other := [kind for kind in classes if fixed and kind not in fixed]:
         raise UsageError(
             f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
@@ -54,16 +53,15 @@ def list_folder(
             "Rename it, or add it at the end of the classes.",
         )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
+    mask_files = _find_masks(source, masks, images, ignored) if masks else {}
     keys, items = Keys(), list[Sample]()
     for image in images:
-        path, parts = str(image.parts[0][1]), list(image.parts)
+        path = str(image.parts[0][1])
         if masks and path not in mask_files:
             ignored["images without a mask"] += 1
             continue
-        if classes:
-            parts.append(("cls", numbers[image.stratum]))
-        if masks:
-            parts.append(mask_files[path])
+        parts = [*image.parts, *([("cls", numbers[image.stratum])] if classes else [])]
+        parts += [mask_files[path]] if masks else []
         stem = image.name.rpartition(".")[0]
         key = keys.key(stem)
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
@@ -95,6 +93,18 @@ def _decided(names: list[str], numbered: list[str]) -> list[str]:
     return lines
 
 
+def _image_files(root: str, ignored: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (path below the root with slashes, path, field) of each image; count other files."""
+    for below, folder, _, names, hidden in walk(root):
+        ignored["hidden or system files"] += hidden
+        for name in names:
+            field = image_field(name)
+            if field is None:
+                ignored[f"*{os.path.splitext(name)[1].lower()}"] += 1
+            else:
+                yield f"{below}/{name}".lstrip("/"), f"{folder}{os.sep}{name}", field
+
+
 def _find_images(
     source: str, roots: dict[str, str], ignored: Counter[str], *, flat: bool
 ) -> list[Sample]:
@@ -102,25 +112,19 @@ def _find_images(
 
     roots: folders by split. Raises SourceError if there are none.
     """
-    images, outside, kinds = list[Sample](), 0, set[str]()
+    images, outside, folders = list[Sample](), 0, set[str]()
     for split, root in roots.items():
-        for below, folder, _, names, hidden in walk(root):
-            ignored["hidden or system files"] += hidden
-            kind = "" if flat else below.split("/", 1)[0]
-            kinds.add(kind)
-            prefix = f"{below}/" if below else ""
-            for name in names:
-                field = image_field(name)
-                if field is None:
-                    ignored[f"*{os.path.splitext(name)[1].lower()}"] += 1
-                elif not kind and not flat:
-                    outside += 1
-                else:
-                    parts = [(field, f"{folder}{os.sep}{name}")]
-                    images.append(Sample(None, parts, split, stratum=kind, name=prefix + name))
+        folders.update([] if flat else next(walk(root))[2])
+        for name, path, field in _image_files(root, ignored):
+            kind, is_inside, _ = name.partition("/")
+            if flat or is_inside:
+                stratum = "" if flat else kind
+                images.append(Sample(None, [(field, path)], split, stratum=stratum, name=name))
+            else:
+                outside += 1
     ignored["images outside a class folder"] += outside
     if images:
-        ignored["folders without images"] += len(kinds - {"", *(i.stratum for i in images)})
+        ignored["folders without images"] += len(folders - {image.stratum for image in images})
         return images
     if outside:
         raise SourceError(
@@ -154,24 +158,17 @@ def _find_masks(
             "Name the folder of the images alone.",
         )
     by_stem: dict[str, tuple[str, str]] = {}
-    for below, folder, _, names, _ in walk(masks):
-        for name in names:
-            field, path = image_field(name), f"{folder}{os.sep}{name}"
-            if field is None:
-                continue
-            stem = f"{below}/{name}".lstrip("/").rpartition(".")[0]
-            if field in JPEG.extensions or stem in by_stem:
-                raise SourceError(
-                    f"{path} cannot be the mask of an image: a JPEG changes class numbers, and "
-                    "an image has one mask.",
-                    "Store one PNG for each image.",
-                )
-            by_stem[stem] = (f"mask.{field}", path)
-    paths = [str(image.parts[0][1]) for image in images]
-    stems = {
-        path: os.path.relpath(path, source).rpartition(".")[0].replace(os.sep, "/")
-        for path in paths
-    }
+    for name, path, field in _image_files(masks, Counter()):
+        stem = name.rpartition(".")[0]
+        if field in JPEG.extensions or stem in by_stem:
+            raise SourceError(
+                f"{path} cannot be the mask of an image: a JPEG changes class numbers, and "
+                "an image has one mask.",
+                "Store one PNG for each image.",
+            )
+        by_stem[stem] = (f"mask.{field}", path)
+    paths = (str(image.parts[0][1]) for image in images)
+    stems = {p: os.path.relpath(p, source).rpartition(".")[0].replace(os.sep, "/") for p in paths}
     matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
     if not matched:
         raise SourceError(
