@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3483,
+    "conversion": 3437,
     "training": 3242,
     "inspection": 1659,
     "loader": 1226,

@@ -19,8 +19,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
-from itertools import chain, compress, count, islice
+from itertools import accumulate, chain, compress, count, islice, takewhile
 from stat import S_ISREG
 from typing import Any
 
@@ -50,8 +51,8 @@ from wdstrain.conversion.sources.table_cells import (
     json_fields,
     values_of,
 )
-from wdstrain.conversion.sources.table_files import TableFiles, find_files
-from wdstrain.conversion.sources.table_read import Table, is_frame, read_files, read_frame
+from wdstrain.conversion.sources.table_files import TableFiles
+from wdstrain.conversion.sources.table_read import Table, read_table
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import as_list
@@ -59,8 +60,6 @@ from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.where import TableRows, matching
 from wdstrain.storage.remote import shown_path
-
-Texts = tuple[npt.NDArray[np.int32], list[str]]  # place of each row in the texts, and the texts
 
 _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
 _ABSOLUTE = re.compile(
@@ -77,31 +76,34 @@ def open_table(options: TableOptions) -> Source:
     columns that are missing or ambiguous, SourceError for a table that cannot be read.
     """
     bad = BadSamples(collect=options.on_error == "skip")
-    files = None if is_frame(options.table) else find_files(options.table)
-    table = read_frame(options.table) if files is None else read_files(files, options, bad)
-    rows = _Rows(table, files, options)
+    rows = _Rows(read_table(options, bad), options)
     return rows.stream(bad) if rows.holds_bytes() else rows.listing(bad)
 
 
 class _Rows:
     """The rows of a table that meet the condition, with what was decided for all of them."""
 
-    def __init__(self, table: Table, files: TableFiles | None, options: TableOptions) -> None:
-        self._table, self._files, self._options = table, files, options
+    def __init__(self, table: Table, options: TableOptions) -> None:
+        self._table, self._options = table, options
         self._apart = [options.image] if options.image in table.columns else []
         # The columns of a template are data of their own: they stay beside the image.
         self._images = self._apart or list(dict.fromkeys(_COLUMN.findall(options.image)))
         asked = _asked_labels(table, options, self._apart)
         others = (options.group_by, options.split_by, options.stratify, options.text)
-        for name in (*(self._images or [options.image]), *asked, *filter(None, others)):
-            table.check_column(name)
+        named = (*(self._images or [options.image]), *asked, *filter(None, others))
+        if missing := [name for name in named if name not in table.columns]:
+            raise UsageError(
+                f"{table.files.name} has no column '{missing[0]}'.",
+                f"Use one of its columns: {', '.join(table.columns)}.",
+            )
         self._chosen = _chosen_rows(table, options.where)
         fixed = fixed_classes(options.classes, options.like, list(asked.items()))
         self._labels = {name: self._decide(name, asked[name], fixed.get(name)) for name in asked}
         bad = [np.isin(label.codes, list(label.bad)) for label in self._labels.values()]
         if bad and np.any(bad, axis=0)[self._chosen].all():
             raise SourceError(
-                f"{table.name}: no row has values for all labels ({', '.join(self._labels)}).",
+                f"{table.files.name}: no row has values for all labels "
+                f"({', '.join(self._labels)}).",
                 "Name other columns.",
             )
         labels = [decision.label for decision in self._labels.values()]
@@ -112,17 +114,14 @@ class _Rows:
             labels = [replace(classes, field="cls", entry=None)]
         self.labels: tuple[ColumnInfo, ...] = tuple(labels)
         self._stratum = options.stratify or ("" if classes is None else classes.name)
-        self._file_splits = {} if files is None or options.split_by else files.splits()
-        self._splits = self._texts(options.split_by, _stripped)
-        self._groups = self._texts(options.group_by, _stripped)
-        self._strata = self._texts(self._stratum, str)
+        self._file_splits = {} if options.split_by else table.files.splits()
 
     def _decide(self, name: str, kind: str | None, fixed: ColumnInfo | None) -> Decision:
         table = self._table
         # 1.1 and 1.10 are one number, but two names
         codes, values = distinct(table.column(name, written=self._options.decimal == "."))
         return decide(
-            table.name,
+            table.files.name,
             name,
             kind or (fixed.kind if fixed else None),
             codes,
@@ -131,15 +130,6 @@ class _Rows:
             table.classes.get(name, ()),
             fixed.classes if fixed else (),
         )
-
-    def _texts(self, name: str | None, text: Callable[[Any], str]) -> Texts:
-        """Return the text of each row's value in a column; of no column, "" for all rows."""
-        if not name:
-            return np.zeros(len(self._table), np.int32), [""]
-        if text is str and name in self._labels:  # strata are classes
-            return self._labels[name].codes, list(map(str, self._labels[name].values))
-        codes, values = distinct(self._table.column(name))
-        return codes, list(map(text, values))
 
     # --- sources ----------------------------------------------------------------------------------
 
@@ -155,7 +145,7 @@ class _Rows:
     def listing(self, bad: BadSamples) -> Source:
         """Return the rows whose images are files."""
         paths = self._paths()
-        rule = _PathRule(self._files, self._options.root, paths)
+        rule = _PathRule(self._table.files, self._options.root, paths)
         keys, items = Keys(), SampleStore()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
         for entry in self._samples(lambda path, file, line: rule.image(path), paths):
@@ -176,13 +166,12 @@ class _Rows:
     def _paths(self) -> Cells:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
         columns = [self._table.column(name, written=True) for name in self._images]
-        rows = compress(batched(*columns), self._chosen)
-        paths = map(self._path, rows)
+        paths = map(self._path, compress(batched(*columns), self._chosen))
         return joined([cells_of(some) for some in iter(lambda: list(islice(paths, BATCH)), [])])
 
     def _path(self, cells: tuple[Any, ...]) -> str:
         plain = (cell.get("path") if isinstance(cell, dict) else cell for cell in cells)
-        texts = ["" if cell is None else str(cell).strip() for cell in plain]
+        texts = list(map(_stripped, plain))
         if self._apart:
             return texts[0]
         by_name = dict(zip(self._images, texts, strict=True))
@@ -190,11 +179,10 @@ class _Rows:
 
     def stream(self, bad: BadSamples) -> Source:
         """Return the rows whose images are bytes in the table."""
-        files = self._files
+        files = self._table.files
 
         def find(cell: Any, file: str, line: int) -> Sample:
-            prefix = "" if files is None else files.key_prefix(file)
-            return _bytes_image(cell, f"{prefix}row-{line:09d}")
+            return _bytes_image(cell, f"{files.key_prefix(file)}row-{line:09d}")
 
         return replace(
             self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
@@ -203,29 +191,25 @@ class _Rows:
         )
 
     def _source(self, decided: list[str]) -> Source:
-        options = self._options
+        options, labels = self._options, self.labels  # not self: the table need not be kept
         stated = {
             name: getattr(options, name) for name in ("group_by", "split_by", "where", "text")
         }
         source = {
             "kind": "table",
             "image": options.image,
-            "labels": [label.name for label in self.labels],
+            "labels": [label.name for label in labels],
             **{name: value for name, value in stated.items() if value is not None},
             **stated_classes(options.classes),
             "decided": decided,
         }
-        left, labels = (
-            int((~self._chosen).sum()),
-            self.labels,
-        )  # not self: the table need not be kept
-        ignored = {"rows that do not meet the condition": left} if left else {}
+        ignored = Counter({"rows that do not meet the condition": int((~self._chosen).sum())})
         return Source(
-            self._table.name,
+            self._table.files.name,
             tuple,
             lambda: labels,
             source,
-            ignored=ignored,
+            ignored=dict(+ignored),
             stratum=self._stratum,
         )
 
@@ -237,9 +221,12 @@ class _Rows:
             some = ", ".join(f"{split} ({count})" for split, count in counts)
             again = ", drawn again" * bool(self._options.split)
             lines.append(f"splits: those in the names of the files, {some}{again}")
-        codes, splits = self._splits
-        for alike in look_alikes(splits[code] for code in np.unique(codes[self._chosen])):
-            lines.append(f"split {self._options.split_by}: the splits {alike} look alike")
+        if split_by := self._options.split_by:
+            codes, values = distinct(self._table.column(split_by))
+            splits = (_stripped(values[code]) for code in np.unique(codes[self._chosen]))
+            lines += [
+                f"split {split_by}: the splits {some} look alike" for some in look_alikes(splits)
+            ]
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
             for name, counts in self._table.changes.items()
@@ -257,33 +244,28 @@ class _Rows:
         find: returns a sample of the image of a path or cell, its file, and its line there. paths:
         of the images of the chosen rows; None: the images are cells.
         """
-        kept = [name for name in self._table.columns if paths is None or name not in self._apart]
         images, rows = None if paths is None else batched(paths), count()
-        for file, lines, columns in self._table.batches(kept):
-            for i, line in enumerate(lines):
+        for file, lines, columns in self._table.batches(self._table.columns):
+            for line, *values in zip(lines, *columns.values(), strict=True):
                 row = next(rows)
                 if not self._chosen[row]:
                     continue
-                cells = {name: values[i] for name, values in columns.items()}
-                image = cells.pop(self._apart[0]) if images is None else next(images)[0]
+                cells = dict(zip(columns, values, strict=True))
+                image = cells[self._options.image] if images is None else next(images)[0]
                 try:
-                    yield self._sample(find, image, cells, file, line, row)
+                    yield self._sample(partial(find, image, file, line), cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
                     shown = image if isinstance(image, str) and images is not None else ""
                     yield BadSample(shown_path(file), line, shown, str(error))
 
     def _sample(
-        self,
-        find: Callable[[Any, str, int], Sample],
-        image: Any,
-        cells: dict[str, Any],
-        file: str,
-        line: int,
-        row: int,
+        self, find: Callable[[], Sample], cells: dict[str, Any], file: str, line: int, row: int
     ) -> Sample:
         """Return a sample of an image with the other columns of its row. Raises SampleError."""
-        options, split, group = self._options, _text(self._splits, row), _text(self._groups, row)
+        options = self._options
+        named = options.split_by, options.group_by
+        split, group = (_stripped(cells[name]) if name else "" for name in named)
         for name, label in self._labels.items():
             code = label.codes[row]
             if code in label.bad:
@@ -291,13 +273,14 @@ class _Rows:
             cells[name] = label.values[code]
         if options.split_by is not None and not split:
             raise SampleError(f"the split column '{options.split_by}' is empty")
-        sample = find(image, file, line)
+        stratum = str(cells[self._stratum]) if self._stratum else ""
+        sample = find()
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
         if options.text is not None and (text := cells.pop(options.text)) is not None:
             parts.append(("txt", str(text).encode()))
-        parts += json_fields(cells)
+        parts += json_fields({n: cell for n, cell in cells.items() if n not in self._apart})
         fields = [field for field, _ in parts]
         if len(set(fields)) < len(fields):
             raise SampleError(
@@ -307,7 +290,7 @@ class _Rows:
             parts=parts,
             split=split or ("" if options.split else self._file_splits.get(file, "")),
             group=f"{options.group_by}={group}" if group else "",
-            stratum=_text(self._strata, row),
+            stratum=stratum,
             row=line,
         )
 
@@ -348,14 +331,10 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
     if not chosen.any():
         raise SourceError(
-            f"{table.name}: none of {len(table)} rows meets where={where!r}.",
+            f"{table.files.name}: none of {len(table)} rows meets where={where!r}.",
             "Change the condition.",
         )
     return chosen
-
-
-def _text(texts: Texts, row: int) -> str:
-    return texts[1][int(texts[0][row])]
 
 
 def _stripped(value: Any) -> str:
@@ -383,12 +362,11 @@ def _bytes_image(cell: Any, name: str) -> Sample:
 class _PathRule:
     """Rule that gives the file of each path of a table."""
 
-    def __init__(self, files: TableFiles | None, root: str | None, paths: Cells) -> None:
-        self._base = root if root is not None else files.base if files is not None else ""
-        self.asked = self.exist = 0
+    def __init__(self, files: TableFiles, root: str | None, paths: Cells) -> None:
+        base = files.base if root is None else root
+        self._base, self.asked, self.exist = base or "", 0, 0
         # keys do not say where the folder is
-        is_below = files is not None or root is not None
-        self._prefix = os.path.join(os.path.abspath(self._base), "") if is_below else "/"
+        self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
         odd = [path for (path,) in batched(paths) if "\\" in path]
         self._turned = bool(odd) and not any(map(os.path.isfile, map(self._below, odd)))
         slashed = (self._slashed(path) for (path,) in batched(paths))
@@ -443,11 +421,9 @@ class _PathRule:
 
     def _beginning(self, paths: list[str]) -> str | None:
         """Return the shortest common beginning without which a file is below the root."""
-        left_out = ""
-        for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
-            if len(set(parts)) > 1:
-                return None
-            left_out += f"{parts[0]}/"
+        columns = zip(*(path.split("/")[:-1] for path in paths), strict=False)
+        shared = takewhile(lambda names: len(set(names)) == 1, columns)
+        for left_out in accumulate(f"{names[0]}/" for names in shared):
             rest = (path[len(left_out) :].lstrip("/") for path in paths)
             if any(map(os.path.isfile, map(self._below, rest))):
                 return left_out

@@ -9,6 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -33,6 +34,12 @@ Changes = Counter[str]  # what values that JSON lacks became -> how many
 BATCH = 8192  # rows that are Python values at a time
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, np.datetime64, np.timedelta64)
+# Texts of a CSV that are not only texts; the first row counts that fits all of a column.
+_TYPES = (
+    (WHOLE.pattern, pa.int64()),
+    (NUMBER.pattern, pa.float64()),
+    ("(?i:true|false)", pa.bool_()),
+)
 _PLAIN = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
 
 
@@ -40,10 +47,9 @@ def cells_of(values: list[Any]) -> Cells:
     """Return values as an Arrow array, if that gives back the same values."""
     types = set(map(type, values)) - {type(None)}
     if len(types) <= 1 and types <= {bool, int, float, str}:
-        try:
+        # a number beyond 64 bits, or half a character
+        with suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
             return pa.chunked_array([pa.array(values)])
-        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
-            pass  # a number beyond 64 bits, or half a character
     return values
 
 
@@ -66,19 +72,12 @@ def typed(texts: pa.ChunkedArray, decimal: str = ".") -> pa.ChunkedArray:
     bare = pc.utf8_trim_whitespace(texts)
     bare = pc.if_else(pc.equal(bare, ""), None, bare)
     numbers = pc.replace_substring_regex(pc.replace_substring(bare, decimal, "."), r"^\+", "")
-    if _all_match(numbers, WHOLE.pattern):
-        return numbers.cast(pa.int64())
-    if _all_match(numbers, NUMBER.pattern):
-        made = numbers.cast(pa.float64())
-        if pc.all(pc.is_finite(made)).as_py():
-            return made
-    if _all_match(bare, "(?i:true|false)"):
-        return pc.equal(pc.utf8_lower(bare), "true")
+    for pattern, kind in _TYPES:
+        if pc.all(pc.match_substring_regex(numbers, f"^({pattern})$"), min_count=0).as_py():
+            made = numbers.cast(kind)
+            if kind != pa.float64() or pc.all(pc.is_finite(made)).as_py():
+                return made
     return pc.if_else(pc.is_null(bare), None, texts)
-
-
-def _all_match(texts: pa.ChunkedArray, pattern: str) -> bool:
-    return not pc.any(pc.invert(pc.match_substring_regex(texts, f"^({pattern})$"))).as_py()
 
 
 def distinct(cells: Cells) -> tuple[npt.NDArray[np.int32], list[Any]]:
@@ -112,9 +111,8 @@ def plain(cells: Cells, changes: Changes) -> Cells:
     """Return cells whose values are all plain. changes: counts the values that JSON cannot hold."""
     if not isinstance(cells, list) and _is_plain(cells):
         return cells
-    starts = range(0, len(cells), BATCH)
-    parts = (cells[start : start + BATCH] for start in starts)
-    return joined([cells_of([_plain(v, changes) for v in _readable(p, changes)]) for p in parts])
+    parts = (cells[start : start + BATCH] for start in range(0, len(cells), BATCH))
+    return joined([cells_of([_plain(value, changes) for value in part]) for part in parts])
 
 
 def _is_plain(cells: pa.ChunkedArray) -> bool:
@@ -128,22 +126,13 @@ def _is_plain(cells: pa.ChunkedArray) -> bool:
     return kind in _PLAIN or pa.types.is_integer(kind)
 
 
-def _readable(cells: Cells, changes: Changes) -> list[Any]:
-    """Return cells as Python values; times that Python cannot hold are None."""
-    try:
-        return values_of(cells)
-    except (OverflowError, ValueError):
-        values = list[Any]()
-    for cell in cells:
-        try:
-            values.append(cell.as_py())
-        except (OverflowError, ValueError):
-            values.append(None)
-            changes["a time beyond the years 1 to 9999 became null"] += 1
-    return values
-
-
 def _plain(value: Any, changes: Changes) -> Any:
+    if isinstance(value, pa.Scalar):
+        try:
+            value = value.as_py()
+        except (OverflowError, ValueError):
+            changes["a time beyond the years 1 to 9999 became null"] += 1
+            return None
     if value is None or type(value) in (bool, int, str, bytes):
         return value
     is_written = isinstance(value, _WRITTEN) or type(value).__module__.startswith("pandas.")
@@ -185,16 +174,20 @@ def json_fields(cells: dict[str, Any]) -> list[Part]:
 
     In lists and dicts, bytes are replaced by the name of their field.
     """
-    fields, kept = list[Part](), dict[str, Any]()
-    for name, value in cells.items():
-        if isinstance(value, dict) and set(value) == {"bytes", "path"}:  # Hugging Face
-            value = value["bytes"] or value
-        is_bytes = isinstance(value, bytes)
-        if is_bytes or isinstance(value, (list, dict)):
-            value = _without_bytes(value, _part_of_name(name), fields)
-        if not is_bytes:
-            kept[name] = value
+    fields, nested = list[Part](), (bytes, list, dict)
+    cells = {name: _image_bytes(value) for name, value in cells.items()}
+    kept = {
+        name: _without_bytes(v, _part_of_name(name), fields) if isinstance(v, nested) else v
+        for name, v in cells.items()
+    }
+    kept = {name: v for name, v in kept.items() if not isinstance(cells[name], bytes)}
     return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
+
+
+def _image_bytes(value: Any) -> Any:
+    """Return the bytes of an image of Hugging Face; other values as they are."""
+    is_image = isinstance(value, dict) and set(value) == {"bytes", "path"}
+    return value["bytes"] or value if is_image else value
 
 
 def _without_bytes(value: Any, name: str, fields: list[Part]) -> Any:

@@ -11,10 +11,12 @@ from stat import S_ISREG
 from typing import Any
 from urllib.parse import unquote
 
+import pyarrow as pa
+
 from wdstrain.conversion.listing import check_there, is_litter, readable, split_of, walk
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
-from wdstrain.storage.remote import gopen, is_remote
+from wdstrain.storage.remote import gopen, is_remote, shown_path
 
 # Extensions of tables in folders. Of a file that is named alone, .json and .ipc count too.
 FORMS = {
@@ -27,11 +29,11 @@ FORMS = {
 
 @dataclass(frozen=True)
 class TableFiles:
-    """The files of a table. base: where relative paths of images begin."""
+    """The files of a table. base: where relative paths of images begin; None: of a frame."""
 
     name: str
     paths: list[str]
-    base: str
+    base: str | None
 
     def key_prefix(self, file: str) -> str:
         """Return the beginning of the keys of a file's rows; "" if it is the only file."""
@@ -54,7 +56,7 @@ class TableFiles:
 
     def _below(self, file: str) -> str:
         path = unquote(file) if is_remote(file) else file
-        return path.removeprefix(os.path.join(self.base, "")).replace(os.sep, "/")
+        return path.removeprefix(os.path.join(self.base or "", "")).replace(os.sep, "/")
 
 
 def find_files(table: Any) -> TableFiles:
@@ -144,13 +146,20 @@ def read_file(path: str) -> bytes:
 
 
 @contextmanager
-def unchanged(path: str, states: dict[str, Any]) -> Iterator[None]:
-    """Raise SourceError if a local file is another than when it was first read, before or after.
+def reading(path: str, states: dict[str, Any]) -> Iterator[None]:
+    """Raise SourceError for a file that is no table of its form, or that changes.
 
-    states: what differs if a file was changed, by path.
+    states: what differs if a local file was changed since it was first read, by path.
     """
     states.setdefault(path, _state(path))
-    yield
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise SourceError(
+            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}).",
+            "Check the file and its permissions, or copy or write it again.",
+        ) from error
     if _state(path) != states[path]:
         raise SourceError(
             f"{path} changed while it was converted.",

@@ -15,7 +15,6 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -36,7 +35,13 @@ from wdstrain.conversion.sources.table_cells import (
     typed,
     values_of,
 )
-from wdstrain.conversion.sources.table_files import TableFiles, form_of, read_file, unchanged
+from wdstrain.conversion.sources.table_files import (
+    TableFiles,
+    find_files,
+    form_of,
+    read_file,
+    reading,
+)
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.label_kinds import NUMBER
 from wdstrain.storage.remote import gopen, is_remote, shown_path
@@ -73,13 +78,13 @@ class Table:
     classes: names of class numbers by column, where the table has them. changes: by column.
     """
 
-    name: str
+    files: TableFiles
     columns: list[str]
     parts: list[Part]
     states: dict[str, Any]
+    classes: dict[str, tuple[str, ...]]
     cells: dict[str, Cells] = field(default_factory=dict)
     texts: dict[str, pa.ChunkedArray] = field(default_factory=dict)
-    classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     changes: dict[str, Changes] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -92,27 +97,20 @@ class Table:
         stored, first = [name for name in names if name not in self.cells], 0
         for part in self.parts:
             start = 0
-            for count, images in self._steps(part, stored):
-                cells = {
-                    name: values_of(
-                        plain(pa.chunked_array([images.column(name)]), Changes())
-                        if name in stored
-                        else self.cells[name][first : first + count]
-                    )
-                    for name in names
-                }
-                yield part.path, part.rows[start : start + count], cells
-                start, first = start + count, first + count
-
-    def _steps(self, part: Part, stored: list[str]) -> Iterator[tuple[int, Any]]:
-        """Yield (number of rows, the named columns) of a part. stored: columns not in memory."""
-        with unchanged(part.path, self.states), _reading(part.path):
-            if stored:
-                batches = _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
-                yield from ((len(batch), batch) for batch in batches)
-            else:
-                for start in range(0, len(part.rows), BATCH):
-                    yield min(BATCH, len(part.rows) - start), None
+            with reading(part.path, self.states):
+                for batch in _batches(part, stored):
+                    stop = start + len(batch)
+                    cells = {
+                        name: values_of(
+                            plain(pa.chunked_array([batch.column(name)]), Changes())
+                            if name in stored
+                            else self.cells[name][first + start : first + stop]
+                        )
+                        for name in names
+                    }
+                    yield part.path, part.rows[start:stop], cells
+                    start = stop
+            first += start
 
     def column(self, name: str, *, written: bool = False) -> Cells:
         """Return the cells of a column, also of one that is not in memory.
@@ -123,91 +121,72 @@ class Table:
             return self.texts.get(name, self.cells[name]) if written else self.cells[name]
         return [cell for _, _, cells in self.batches([name]) for cell in cells[name]]
 
-    def check_column(self, name: str) -> None:
-        """Raise UsageError if the table lacks a column."""
-        if name not in self.columns:
-            raise UsageError(
-                f"{self.name} has no column '{name}'.",
-                f"Use one of its columns: {', '.join(self.columns)}.",
-            )
 
-
-def is_frame(table: Any) -> bool:
-    """Return whether an object is a table itself, not the address of one."""
-    if isinstance(table, list):
-        return bool(table) and isinstance(table[0], dict)
-    return any(hasattr(table, n) for n in ("iloc", "__arrow_c_stream__", "__arrow_c_array__"))
-
-
-def read_frame(frame: Any) -> Table:
-    """Return a frame of pandas, an object that offers Arrow data, or a list of dicts as a table."""
-    name = "the table"
-    if isinstance(frame, list):
-        part = _part_of_rows(name, range(1, len(frame) + 1), frame)
-    elif hasattr(frame, "iloc"):
-        series = (_column_of(frame.iloc[:, place]) for place in range(frame.shape[1]))
-        columns = _by_name(name, map(str, frame.columns), series)
-        part = Part(name, range(1, len(frame) + 1), columns)
+def _batches(part: Part, stored: list[str]) -> Iterator[Any]:
+    """Yield batches as long as those of the rows of a part. stored: columns to read in them."""
+    if stored:
+        yield from _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
     else:
-        part = _arrow_part(name, pa.table(frame))
-    return _one_table(name, [part], {}, set())
+        yield from (part.rows[at : at + BATCH] for at in range(0, len(part.rows), BATCH))
 
 
-def _column_of(series: Any) -> Cells:
-    if type(series.array).__name__ == "ArrowExtensionArray":
-        return pa.chunked_array([pa.array(series.array)])
-    return cells_of(list(series))
-
-
-def read_files(files: TableFiles, options: TableOptions, bad: BadSamples) -> Table:
-    """Return the table in some files of one form.
+def read_table(options: TableOptions, bad: BadSamples) -> Table:
+    """Return the table that is or lies at `options.table`.
 
     Raises SourceError for files that cannot be read, that are no table or that do not fit together.
     """
+    table, states, untyped = options.table, dict[str, Any](), set[str]()
+    if any(hasattr(table, n) for n in ("iloc", "__arrow_c_stream__", "__arrow_c_array__")) or (
+        isinstance(table, list) and table and isinstance(table[0], dict)
+    ):
+        files = TableFiles("the table", ["the table"], None)
+        return _one_table(files, [_part_of_frame(files.name, table)], states, untyped)
+    files = find_files(table)
     form = form_of(files.paths[0])
     if not options.header and form != "csv":
         raise UsageError(
             f"{files.name}: only CSV and TSV files can be without a header.",
             "Leave out header=False.",
         )
-    parts, states, untyped = list[Part](), dict[str, Any](), set[str]()
+    parts = list[Part]()
     for path in files.paths:
-        with unchanged(path, states), _reading(path):
+        with reading(path, states):
             read = list(_READERS[form](path, options, bad))
         for part in read:
             given = files.partitions(path).items()
             added = {n: _texts([v] * len(part.rows)) for n, v in given if n not in part.cells}
-            untyped |= set(part.cells) if form == "csv" else set()
-            untyped |= set(added)
+            untyped.update(added, part.cells if form == "csv" else ())
             part.cells |= added
         parts += read
-    return _one_table(files.name, parts, states, untyped, options.decimal)
+    return _one_table(files, parts, states, untyped, options.decimal)
 
 
 def _one_table(
-    name: str, parts: list[Part], states: dict[str, Any], untyped: set[str], decimal: str = "."
+    files: TableFiles,
+    parts: list[Part],
+    states: dict[str, Any],
+    untyped: set[str],
+    decimal: str = ".",
 ) -> Table:
     """Return the parts as a table. untyped: columns of texts that have no types yet."""
-    columns = list(dict.fromkeys(column for part in parts for column in part.cells))
-    made = Table(name, columns, parts, states)
-    if not len(made):
-        raise SourceError(f"{name} has no rows that can be read. {_NEXT_STEP}")
+    if not any(len(part.rows) for part in parts):
+        raise SourceError(f"{files.name} has no rows that can be read. {_NEXT_STEP}")
     for part in parts:
         _check_columns(parts[0], part)
-    made.classes = _class_names(parts[0].schema)
+    columns = list(dict.fromkeys(column for part in parts for column in part.cells))
+    made = Table(files, columns, parts, states, _class_names(parts[0].schema))
     for column in columns:
-        nulls = [pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts]
+        nulls = (pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts)
         some = [p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)]
         if some[0] is None:
             continue  # images
-        cells, changes = joined(some), Changes()
+        cells, changes = joined(some), made.changes.setdefault(column, Changes())
         if column in untyped:
             made.cells[column] = typed(cells, decimal)
             if pa.types.is_primitive(made.cells[column].type):
                 made.texts[column] = cells
         else:
             made.cells[column] = plain(cells, changes)
-        made.changes[column] = changes
     return made
 
 
@@ -242,17 +221,72 @@ def _by_name(path: str, names: Iterable[str], columns: Iterable[Cells]) -> dict[
     return dict(pairs)
 
 
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Raise SourceError for a file that is no table of its form."""
+# --- frames and Arrow -----------------------------------------------------------------------------
+
+
+def _part_of_frame(name: str, frame: Any) -> Part:
+    """Return a frame of pandas, an object that offers Arrow data, or a list of dicts as rows."""
+    if isinstance(frame, list):
+        return _part_of_rows(name, range(1, len(frame) + 1), frame)
+    if not hasattr(frame, "iloc"):
+        return _arrow_part(name, pa.table(frame))
+    series = [frame.iloc[:, place] for place in range(frame.shape[1])]
+    columns = (
+        pa.chunked_array([pa.array(one.array)])
+        if type(one.array).__name__ == "ArrowExtensionArray"
+        else cells_of(list(one))
+        for one in series
+    )
+    return Part(name, range(1, len(frame) + 1), _by_name(name, map(str, frame.columns), columns))
+
+
+def _arrow_part(path: str, table: pa.Table, schema: pa.Schema | None = None) -> Part:
+    """Return the rows of an Arrow table. schema: with the columns that are read later."""
+    schema = schema or table.schema
+    columns = dict(zip(table.schema.names, table.columns, strict=True))
+    cells = _by_name(path, schema.names, map(columns.get, schema.names))
+    return Part(path, range(1, len(table) + 1), cells, schema)
+
+
+def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    file = _parquet(path)
+    schema = file.schema_arrow
+    names = [field.name for field in schema if not _may_hold_images(field.type)]
+    yield _arrow_part(path, file.read(columns=names).select(names), schema)
+
+
+def _parquet(path: str) -> pq.ParquetFile:
+    source = gopen(path) if is_remote(path) else path
+    return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+
+
+def _read_arrow(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    """Yield the rows of an Arrow file or stream. Data sets of Hugging Face are saved as streams."""
+    file = pa.BufferReader(read_file(path)) if is_remote(path) else pa.memory_map(path)
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+    yield _arrow_part(path, opened.read_all())
+
+
+def _may_hold_images(kind: pa.DataType) -> bool:
+    """Return whether a column is bytes, or Hugging Face's struct of bytes and path."""
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" and _may_hold_images(field.type) for field in kind)
+    return "binary" in str(kind)
+
+
+def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Return the class names that Hugging Face writes into the metadata of a schema, by column."""
     try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise SourceError(
-            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}).",
-            "Check the file and its permissions, or copy or write it again.",
-        ) from error
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        kinds = {n: k.get("feature", k) for n, k in features.items() if isinstance(k, dict)}
+        kinds = {n: k for n, k in kinds.items() if isinstance(k, dict) and "names" in k}
+        return {
+            n: check_classes(k["names"]) for n, k in kinds.items() if k["_type"] == "ClassLabel"
+        }
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 # --- CSV ------------------------------------------------------------------------------------------
@@ -347,30 +381,34 @@ def _part_of_rows(path: str, lines: Sequence[int], rows: list[dict[str, Any]]) -
 def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number of its line, or in the array, and the object) of each row."""
     lines = _lines(path, data, "utf-8")
-    if data.lstrip()[:1] == b"[":
+    is_array = data.lstrip()[:1] == b"["
+    for line, text in enumerate(["".join(lines)] if is_array else lines, 1):
         try:
-            yield from enumerate(map(_object, _parsed("".join(lines))), 1)
+            rows = _objects(text, is_array=is_array)
         except (ValueError, RecursionError) as error:
-            raise SourceError(
-                f"{path} is not a JSON array of objects ({error}).",
-                "Check it.",
-            ) from None
-        return
-    for line, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            row = _object(_parsed(text))
-        except (ValueError, RecursionError) as error:
+            if is_array:
+                raise SourceError(
+                    f"{path} is not a JSON array of objects ({error}).",
+                    "Check it.",
+                ) from None
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
             continue
-        yield line, row
+        yield from enumerate(rows, line)
 
 
-def _parsed(text: str) -> Any:
-    """Return a JSON value. Raises ValueError if an object names an entry twice."""
-    return json.loads(text, object_pairs_hook=_each_once)
+def _objects(text: str, *, is_array: bool) -> list[dict[str, Any]]:
+    """Return the objects of a text; none of a blank one. Raises ValueError for other values."""
+    if not text.strip():
+        return []
+    value = json.loads(text, object_pairs_hook=_each_once)
+    rows = value if is_array else [value]
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{type(row).__name__} where an object is expected")
+        if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
+            raise ValueError("a column in each entry; pandas writes rows with orient='records'")
+    return list(rows)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -379,66 +417,6 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"it names {next(n for n in names if names.count(n) > 1)!r} twice")
     return row
-
-
-def _object(row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{type(row).__name__} where an object is expected")
-    if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
-        raise ValueError("a column in each entry; pandas writes rows with orient='records'")
-    return row
-
-
-# --- Parquet and Arrow ----------------------------------------------------------------------------
-
-
-def _arrow_part(path: str, table: pa.Table, schema: pa.Schema | None = None) -> Part:
-    """Return the rows of an Arrow table. schema: with the columns that are read later."""
-    schema = schema or table.schema
-    columns = dict(zip(table.schema.names, table.columns, strict=True))
-    cells = _by_name(path, schema.names, map(columns.get, schema.names))
-    return Part(path, range(1, len(table) + 1), cells, schema)
-
-
-def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
-    file = _parquet(path)
-    schema = file.schema_arrow
-    names = [field.name for field in schema if not _may_hold_images(field.type)]
-    yield _arrow_part(path, file.read(columns=names).select(names), schema)
-
-
-def _parquet(path: str) -> pq.ParquetFile:
-    source = gopen(path) if is_remote(path) else path
-    return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
-
-
-def _read_arrow(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
-    """Yield the rows of an Arrow file or stream. Data sets of Hugging Face are saved as streams."""
-    file = pa.BufferReader(read_file(path)) if is_remote(path) else pa.memory_map(path)
-    is_file = file.read(6) == b"ARROW1"
-    file.seek(0)
-    opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-    yield _arrow_part(path, opened.read_all())
-
-
-def _may_hold_images(kind: pa.DataType) -> bool:
-    """Return whether a column is bytes, or Hugging Face's struct of bytes and path."""
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _may_hold_images(field.type) for field in kind)
-    return "binary" in str(kind)
-
-
-def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return the class names that Hugging Face writes into the metadata of a schema, by column."""
-    try:
-        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-        kinds = {n: k.get("feature", k) for n, k in features.items() if isinstance(k, dict)}
-        kinds = {n: k for n, k in kinds.items() if isinstance(k, dict) and "names" in k}
-        return {
-            n: check_classes(k["names"]) for n, k in kinds.items() if k["_type"] == "ClassLabel"
-        }
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 _READERS: dict[str, Callable[[str, TableOptions, BadSamples], Iterator[Part]]] = {
