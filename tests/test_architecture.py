@@ -47,9 +47,9 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3437,
     "training": 3242,
-    "inspection": 1659,
+    "inspection": 1653,
     "loader": 1226,
-    "shards": 2179,
+    "shards": 2113,
     "decode": 1353,
     "storage": 1075,
     "reader": 504,

@@ -308,11 +308,11 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "np.lexsort((offset[place, row], row))",
             "np.lexsort((row, offset[place, row]))",
         ),
-        ("letters-of-keys", "column(0).take(as_arrow(ids))", "column(0).slice(0, len(ids))"),
     ],
     "shards/index.py": [
+        ("letters-of-keys", "column(0).take(as_arrow(ids))", "column(0).slice(0, len(ids))"),
         ("read-verified", "crc32(value) != crc", "crc32(value) == 0"),
-        ("gap-is-read", "(between > gap)", "(between <= gap)"),
+        ("gap-is-read", "(between > _GAP)", "(between <= _GAP)"),
     ],
     "shards/resolve.py": [
         (
@@ -337,7 +337,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("newer-shard-is-read", "if not is_newer(new", "if is_newer(new"),
     ],
     "shards/index_io.py": [
-        ("identity-of-table", '["id"].encode() != identity', '["id"].encode() == identity'),
+        ("identity-of-table", '["id"].encode() != identity:', '["id"].encode() == identity:'),
         ("field-inside-end", "(size <= high - offset)", "(size <= high - low)"),
         (
             "overlap-refused",
@@ -355,8 +355,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "shards/tar.py": [
         ("adjacent-fields", "if key in keys:", "if key == keys:"),
-        ("second-end-block", "if zeros < len(END):", "if zeros < BLOCK:"),
-        ("data-after-end", "if zeros < len(end):", "if zeros < len(END):"),
+        ("second-end-block", "zeros < len(END),", "zeros < BLOCK,"),
+        ("data-after-end", "zeros < len(end),", "zeros < len(END),"),
     ],
     # --- storage ---
     "storage/http.py": [

@@ -78,7 +78,7 @@ def write_samples(
                 count = len(rows)
         publish(temporary, path)
     shard = Shard(path, len(rows), rows.stop + len(END), split, digest.hexdigest())
-    return Index((shard,), rows.offsets().with_columns(columns.finish()))
+    return Index((shard,), rows.offsets(columns.finish()))
 
 
 def _chunks(samples: Samples, rows: OffsetsBuilder, columns: ColumnBuilder) -> Iterator[bytes]:

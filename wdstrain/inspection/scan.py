@@ -77,23 +77,16 @@ class ShardScan(Window):
     """
 
     def __init__(self, source: File, tick: Callable[[int], None]) -> None:
-        super().__init__(source.read, source.size)
+        super().__init__(self._hashed, source.size, ahead=_READ, behind=_BEHIND, skips=False)
         self.shown, self.source, self._tick = shown_path(source.path), source, tick
         self.damages, self.ignored = list[Damage](), SkippedMembers()
         self.sha256, self._hash = "", hashlib.sha256()
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes, fewer only at the end. offset: at most 2 MiB before the last call's."""
-        end = self._base + len(self._held)
-        while end < min(offset + length, self.size):
-            data = self._read(end, min(_READ, self.size - end))
-            self._hash.update(data)
-            self._tick(len(data))
-            kept = memoryview(self._held)[max(0, offset - _BEHIND - self._base) :]
-            self._base, self._held = end - len(kept), memoryview(b"".join((kept, data)))
-            end += len(data)
-        at = offset - self._base
-        return bytes(self._held[at : at + length])
+    def _hashed(self, offset: int, length: int) -> bytes:
+        data = self.source.read(offset, min(length, _READ))
+        self._hash.update(data)
+        self._tick(len(data))
+        return data
 
     def samples(
         self, wants: Callable[[str, int], bool] = lambda field, size: False

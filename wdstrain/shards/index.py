@@ -24,7 +24,15 @@ from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.kinds import ColumnInfo, joined_labels
-from wdstrain.shards.offsets import Ints, Members, Offsets, firsts, table_names, utf8_text
+from wdstrain.shards.offsets import (
+    Ints,
+    Members,
+    Offsets,
+    as_arrow,
+    firsts,
+    table_names,
+    utf8_text,
+)
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.shards.where import matching
 from wdstrain.storage.files import open_source
@@ -32,8 +40,7 @@ from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
 __all__ = ["Index", "Shard", "join"]
 
-_LOCAL_GAP, _REMOTE_GAP = 64 << 10, 1 << 20  # bytes between two values that are read and dropped
-_RUN = 8 << 20  # bytes of one read of several values
+_GAP = 1 << 20  # bytes between two values that a server sends and nobody needs
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Shard:
     @property
     def shown(self) -> str:
         """The path for messages: without secrets in an address, and with printable characters."""
-        return printable(shown_path(self.path))
+        return shown_path(self.path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +105,8 @@ class Index:
 
     def with_columns(self, columns: Sequence[Column]) -> Index:
         """Return the index with these columns instead."""
-        return replace(self, offsets=self.offsets.with_columns(columns))
+        arrays = self.offsets.rows.columns[: 3 + 3 * len(self.fields)]
+        return replace(self, offsets=Offsets.of_arrays(self.fields, arrays, columns))
 
     def __repr__(self) -> str:
         names = {
@@ -190,11 +198,12 @@ class Index:
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
-        return self.offsets.keys_of(np.array([number]))[0]
+        return self.keys(np.array([number]))[0]
 
     def keys(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        return self.offsets.keys_of(ids)
+        keys = self.offsets.rows.column(0).take(as_arrow(ids)).to_pylist()
+        return [key.decode("utf-8", "surrogateescape") for key in keys]
 
     def shard_of(self, ids: Ints) -> Ints:
         """Return the shard number of each sample, int64 in the shape of `ids`."""
@@ -206,13 +215,13 @@ class Index:
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
-        return self.offsets.members_at(number)
+        members = self.offsets.members_of(np.array([number]))
+        names = [self.fields[n] for n in members.field.tolist()]
+        return list(zip(names, members.offset.tolist(), members.size.tolist(), strict=True))
 
     def pick(self, numbers: Iterable[int]) -> Index:
         """Return the index of only these shards, in this order."""
         wanted = list(numbers)
-        if wanted == list(range(len(self.shards))):
-            return self
         # Shards that follow each other are one view, without a copy.
         runs = np.split(np.array(wanted, np.int64), np.flatnonzero(np.diff(wanted) != 1) + 1)
         parts = [self._rows_of(run[0], run[-1]) for run in runs if len(run)]
@@ -365,11 +374,19 @@ def join(parts: Sequence[Index]) -> Index:
 def _verified(
     index: Index, shard: Shard, ids: Ints, members: Members, source: File
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield (field, bytes) of members of a shard. Raises DamageError for another crc32."""
-    values = _values(source, members, _REMOTE_GAP if is_remote(shard.path) else _LOCAL_GAP)
-    names = [index.fields[number] for number in members.field.tolist()]
-    rows = (ids[members.row].tolist(), members.offset.tolist(), members.crc.tolist())
-    for number, offset, crc, name, value in zip(*rows, names, values, strict=True):
+    """Yield (field, bytes) of members of a shard. Raises DamageError for another crc32.
+
+    Members with at most 1 MiB between them come by one request to a server.
+    """
+    stop = members.offset + members.size
+    between = members.offset[1:] - stop[:-1]
+    is_last = np.append((between < 0) | (between > _GAP), True)[: len(stop)]  # of a request
+    lasts = stop[is_last].repeat(np.diff(np.flatnonzero(is_last), prepend=-1))
+    columns = (ids[members.row], members.field, members.offset, members.size, members.crc, lasts)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for number, field_number, offset, size, crc, last in rows:
+        name, value = index.fields[field_number], bytearray(size)
+        source.read_into(memoryview(value), offset, last=last)
         if crc and crc32(value) != crc:
             raise DamageError(
                 f"{shard.shown}: the field {name} of sample {printable(index.key(number))} at "
@@ -377,20 +394,3 @@ def _verified(
                 "Run: wdstrain verify",
             )
         yield name, bytes(value)
-
-
-def _values(source: File, members: Members, gap: int) -> Iterator[memoryview]:
-    """Yield the bytes of members. Members with at most `gap` bytes between them are one read."""
-    offset, stop = members.offset, members.offset + members.size
-    between = offset[1:] - stop[:-1]
-    is_far = (between < 0) | (between > gap)
-    is_new = is_far | (np.diff(offset // _RUN) != 0)
-    lasts = stop[np.append(np.flatnonzero(is_far), len(stop) - 1)] if len(stop) else stop
-    stretch = np.append(0, np.cumsum(is_far))  # of each member: a stretch is one request
-    for run in np.split(np.arange(len(offset)), np.flatnonzero(is_new) + 1):
-        if len(run):
-            start = int(offset[run[0]])
-            data = memoryview(bytearray(int(stop[run[-1]]) - start))
-            source.read_into(data, start, last=int(lasts[stretch[run[0]]]))
-            cuts = zip((offset[run] - start).tolist(), (stop[run] - start).tolist(), strict=True)
-            yield from (data[first:last] for first, last in cuts)

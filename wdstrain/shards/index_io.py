@@ -43,7 +43,7 @@ from wdstrain.shards.offsets import (
     read_arrow_file,
     table_names,
 )
-from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
+from wdstrain.storage.addresses import INDEX_NAME, beside, check_finished, folder_of
 from wdstrain.storage.files import read_whole, regular, state_of, sync_folder, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
@@ -157,14 +157,16 @@ def load(path: str, *, base: str | None = None) -> Index:
 def find_index(path: str, base: str | None = None) -> Index | None:
     """Return the index at `path`; None if there is none, or only another tool's list of shards.
 
-    base: see `load`. Raises ShardError for files that are damaged.
+    base: see `load`. Raises ShardError for files that are damaged, and for an unfinished folder.
     """
+    if not is_remote(path):
+        check_finished(os.path.dirname(path))
     with refusing(path):
         document = _document(path)
         if document is None:
             return None
-        if (version := document["wdstrain"]["version"]) != VERSION:
-            raise ValueError(f"version {version!r}; this wdstrain reads version {VERSION}")
+        version = document["wdstrain"]["version"]
+        _require(version == VERSION, f"version {version!r}; this wdstrain reads version {VERSION}")
         return _of_table(beside(path, TABLE_NAME), document, base or path)[0]
 
 
@@ -270,10 +272,11 @@ def parsed(data: bytes) -> Any:
     Raises ValueError for a document whose Python objects could fill memory: they take up to 48
     bytes for each byte of JSON.
     """
-    if len(data) > (most := memory() // 128):
-        raise ValueError(
-            f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory"
-        )
+    most = memory() // 128
+    _require(
+        len(data) <= most,
+        f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory",
+    )
     return json.loads(data)
 
 
@@ -295,8 +298,10 @@ def _of_table(table: str, document: Any, base: str, data: Any = None) -> tuple[I
     batch, own = read_arrow_file(_table_bytes(table) if data is None else data)
     identity, _, text = own.partition(b"\n")
     if document is None or document["wdstrain"]["id"].encode() != identity:
-        if not text or _identity(batch).encode() != identity:
-            raise ValueError(f"{redacted(table)} belongs to another index.json")
+        _require(
+            _identity(batch).encode() == identity,
+            f"{redacted(table)} belongs to another index.json",
+        )
         document = parsed(text)
     index = _listed(document, base)
     with refusing(table):
@@ -309,12 +314,17 @@ def _table_bytes(path: str) -> Any:
         with open(path, "rb", opener=regular) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     data = read_whole(path)
-    if data is None:
-        raise ValueError(f"{redacted(path)} is not there")
+    _require(data is not None, f"{redacted(path)} is not there")
     return data
 
 
 # --- checks ---------------------------------------------------------------------------------------
+
+
+def _require(holds: Any, problem: str) -> None:
+    """Raise ValueError with this problem of a file unless a rule holds."""
+    if not holds:
+        raise ValueError(problem)
 
 
 def _listed(document: Any, path: str) -> Index:
@@ -333,15 +343,14 @@ def _listed(document: Any, path: str) -> Index:
     ]
     labels, fields = tuple(map(ColumnInfo.of_row, own["labels"])), list(map(_word, own["fields"]))
     for info in (*columns, *labels):
-        kind, words = (
-            KINDS[info.kind],
-            [info.name, info.field, *([] if info.entry is None else [info.entry])],
+        kind, entry = KINDS[info.kind], "" if info.entry is None else info.entry
+        words = [info.name, info.field, entry]
+        _require(
+            (kind.can_be_label if info.is_label else kind.arrow is not None)
+            and all(isinstance(word, str) for word in words),
+            f"its column {words} has the kind {info.kind!r}",
         )
-        is_known = kind.can_be_label if info.is_label else kind.arrow is not None
-        if not is_known or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"its column {words} has the kind {info.kind!r}")
-    if len(set(fields)) < len(fields):
-        raise ValueError("its fields must be different names")
+    _require(len(set(fields)) == len(fields), "its fields must be different names")
     kinds = [pa.large_binary(), pa.int64(), pa.int64(), *list(PARTS.values()) * len(fields)]
     offsets = Offsets.of_arrays(fields, [pa.nulls(0, kind) for kind in kinds], columns)
     shards = tuple(_shard(row, path) for row in document["shardlist"])
@@ -353,21 +362,22 @@ def _shard(row: dict[str, Any], path: str) -> Shard:
 
     Raises ValueError for a name with a folder, which could lead to files elsewhere.
     """
-    name, samples, size = _word(row["url"]), row["nsamples"], row["filesize"]
-    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(
-            f"its shard {name!r} is not a plain file name; shards lie beside their index"
-        )
+    name, counts = _word(row["url"]), (row["nsamples"], row["filesize"])
+    _require(
+        os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name,
+        f"its shard {name!r} is not a plain file name; shards lie beside their index",
+    )
     os.fsencode(name)  # raises ValueError for characters that no file name can have
-    if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in (samples, size)):
-        raise ValueError(f"{samples!r} and {size!r} must be integers >= 0 and < 2**62")
-    return Shard(beside(path, name), samples, size, _word(row["split"] or ""), _word(row["sha256"]))
+    _require(
+        all(isinstance(number, int) and 0 <= number < 1 << 62 for number in counts),
+        f"{counts} must be integers >= 0 and < 2**62",
+    )
+    return Shard(beside(path, name), *counts, _word(row["split"] or ""), _word(row["sha256"]))
 
 
-def _word(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} must be a string")
-    return value
+def _word(value: Any) -> str:
+    _require(isinstance(value, str), f"{value!r} must be a string")
+    return str(value)
 
 
 def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
@@ -376,24 +386,32 @@ def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
     Raises ValueError for rows that do not fit the document, or that lead outside a shard.
     """
     batch.validate(full=True)
-    (key, shard, *types), names = batch.schema.types, batch.schema.names
-    is_base = key in (pa.large_string(), pa.large_binary()) and shard == KINDS["class"].arrow
-    rows = index.offsets.rows.schema.types[1:]
-    if not is_base or types != rows or names != table_names(index.fields, index.columns):
-        raise ValueError("its columns are not the ones of index.json")
-    if any(column.null_count for column in batch.columns[:4]):
-        raise ValueError("a column of its samples has empty cells")
-    if sum(shard.samples for shard in index.shards) != len(batch):
-        raise ValueError("its number of samples is not the one of index.json")
+    (key, shard, *types), expected = batch.schema.types, index.offsets.rows.schema
+    _require(
+        key in (pa.large_string(), pa.large_binary())
+        and shard == KINDS["class"].arrow
+        and types == expected.types[1:]
+        and batch.schema.names == table_names(index.fields, index.columns),
+        "its columns are not the ones of index.json",
+    )
+    _require(
+        not any(column.null_count for column in batch.columns[:4]),
+        "a column of its samples has empty cells",
+    )
+    _require(
+        sum(shard.samples for shard in index.shards) == len(batch),
+        "its number of samples is not the one of index.json",
+    )
     keys, _, *others = batch.columns  # `_check_extents` finds samples of other shards
-    last = len(others) - len(index.columns)
-    columns = [Column.of(c.info, v) for c, v in zip(index.columns, others[last:], strict=True)]
-    arrays = [keys.cast(pa.large_binary()), *others[:last]]
-    index = replace(index, offsets=Offsets.of_arrays(index.fields, arrays, columns))
+    arrays = [keys.cast(pa.large_binary()), *others]
+    rows = pa.RecordBatch.from_arrays(arrays, names=expected.names)
+    index = replace(index, offsets=replace(index.offsets, rows=rows))
     classes = {label.place: label.classes for label in index.labels if label.classes}
-    for column in columns:
-        if column.classes and column.classes != classes.get(column.place, column.classes):
-            raise ValueError(f"the classes of {column.name!r} are others in index.arrow")
+    for column in index.columns:
+        _require(
+            not column.classes or column.classes == classes.get(column.place, column.classes),
+            f"the classes of {column.name!r} are others in index.arrow",
+        )
     _check_extents(index)
     return index
 
@@ -401,19 +419,27 @@ def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
 def _check_extents(index: Index) -> None:
     """Raise ValueError for numbers that lead outside a shard, and for samples that overlap."""
     extents = index.offsets.extents.values()
-    if not all(offset.is_valid().equals(size.is_valid()) for offset, size, _ in extents):
-        raise ValueError("a field has an offset without a size")
+    _require(
+        all(offset.is_valid().equals(size.is_valid()) for offset, size, _ in extents),
+        "a field has an offset without a size",
+    )
     for shard, (first, stop) in zip(index.shards, pairwise(index.first.tolist()), strict=True):
         own = slice(first, stop)
         low, extent = index.offsets.start[own], index.offsets.size[own]
         high = low + extent
-        if not (_lies_in(low, extent, 0, shard.bytes) & (extent > 0)).all():
-            raise ValueError("a sample lies outside its shard")
-        if (low[1:] < high[:-1]).any():
-            raise ValueError("its samples overlap or are not in the order of their shard")
+        _require(
+            (_lies_in(low, extent, 0, shard.bytes) & (extent > 0)).all(),
+            "a sample lies outside its shard",
+        )
+        _require(
+            not (low[1:] < high[:-1]).any(),
+            "its samples overlap or are not in the order of their shard",
+        )
         for start, length, _, has in index.offsets.views:
-            if not (_lies_in(start[own], length[own], low, high) | ~has[own]).all():
-                raise ValueError("a field lies outside its sample")
+            _require(
+                (_lies_in(start[own], length[own], low, high) | ~has[own]).all(),
+                "a field lies outside its sample",
+            )
 
 
 def _lies_in(offset: Ints, size: Ints, low: Ints | int, high: Ints | int) -> Bools:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,11 +95,6 @@ class Offsets:
         arrays = self.rows.columns[3 + 3 * len(self.fields) :]
         return tuple(map(Column.of, self.infos, arrays))
 
-    def with_columns(self, columns: Sequence[Column]) -> Offsets:
-        """Return the rows with these columns instead."""
-        arrays = self.rows.columns[: 3 + 3 * len(self.fields)]
-        return Offsets.of_arrays(self.fields, arrays, columns)
-
     @cached_property
     def start(self) -> Ints:
         """Where each sample begins in its shard, with its headers. int64[n]"""
@@ -165,20 +159,6 @@ class Offsets:
             crc=crc[place, row],
         )
 
-    def members_at(self, number: int) -> list[tuple[str, int, int]]:
-        """Return (field, offset in the shard, size) of each member of one sample."""
-        members = [
-            (name, int(offset[number]), int(size[number]))
-            for name, (offset, size, _, has) in zip(self.fields, self.views, strict=True)
-            if has[number]
-        ]
-        return sorted(members, key=itemgetter(1))
-
-    def keys_of(self, ids: Ints) -> list[str]:
-        """Return the keys of samples. ids: int64[n]"""
-        keys = self.rows.column(0).take(as_arrow(ids)).to_pylist()
-        return [key.decode("utf-8", "surrogateescape") for key in keys]
-
     def slice(self, start: int, stop: int) -> Offsets:
         """Return the rows of the samples [start, stop), without a copy."""
         return replace(self, rows=self.rows.slice(start, stop - start))
@@ -213,10 +193,9 @@ class Offsets:
     def digest(self) -> str:
         """Return a short hash of the keys, offsets and sizes."""
         keys, members = self.rows.column(0), self.members
-        digest = blake2b(firsts(pc.binary_length(keys)).tobytes(), digest_size=8)
-        for data in (b"".join(keys.to_pylist()), members.offset.tobytes(), members.size.tobytes()):
-            digest.update(data)
-        return digest.hexdigest()
+        lengths = firsts(pc.binary_length(keys))
+        parts = [lengths.tobytes(), *keys.to_pylist(), members.offset.tobytes()]
+        return blake2b(b"".join([*parts, members.size.tobytes()]), digest_size=8).hexdigest()
 
     def differences(self, other: Offsets) -> list[str]:
         """Return the columns in which the keys and offsets differ. Checksums are not compared."""
@@ -242,11 +221,11 @@ class OffsetsBuilder:
         self.stop = 0
         # By field: number of the sample, offset, size and crc32 of each member.
         self._cells: dict[str, array[int]] = {}
-        self._samples = array("q")  # start, size, length of the key: of each sample
-        self._keys = bytearray()
+        self._extents = array("q")  # start and size of each sample
+        self._keys = list[bytes]()
 
     def __len__(self) -> int:
-        return len(self._samples) // 3
+        return len(self._keys)
 
     def put(
         self, key: str, start: int, stop: int, members: Sequence[tuple[str, int, int, int]]
@@ -258,25 +237,21 @@ class OffsetsBuilder:
         for name, *extent in members:
             self._cells.setdefault(name, array("q")).extend((len(self), *extent))
         check_field_count(len(self._cells))
-        raw = key.encode("utf-8", "surrogateescape")
-        self._keys += raw
-        self._samples.extend((start, stop - start, len(raw)))
+        self._keys.append(key.encode("utf-8", "surrogateescape"))
+        self._extents.extend((start, stop - start))
         self.stop = stop
 
-    def offsets(self) -> Offsets:
-        """Return the offsets of all samples."""
-        count = len(self)
-        start, size, length = np.array(self._samples, np.int64).reshape(-1, 3).T
-        keys = [None, pa.py_buffer(firsts(length)), pa.py_buffer(bytes(self._keys))]
-        arrays = [pa.Array.from_buffers(pa.large_binary(), count, keys)]
-        arrays += [pa.array(values.copy()) for values in (start, size)]
+    def offsets(self, columns: Sequence[Column] = ()) -> Offsets:
+        """Return the offsets of all samples, with these columns."""
+        extents = np.array(self._extents, np.int64).reshape(-1, 2)
+        arrays = [pa.array(self._keys, pa.large_binary()), *map(as_arrow, extents.T)]
         for cells in self._cells.values():
             row, *parts = np.array(cells, np.int64).reshape(-1, 4).T
             for part, least, kind in zip(parts, (0, 0, 1), PARTS.values(), strict=True):
-                values = np.full(count, -1)
+                values = np.full(len(self), -1)
                 values[row] = part
                 arrays.append(pa.array(values, kind, mask=values < least))
-        return Offsets.of_arrays(tuple(self._cells), arrays)
+        return Offsets.of_arrays(tuple(self._cells), arrays, columns)
 
 
 def check_field_count(count: int) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from multiprocessing.pool import ThreadPool
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
@@ -31,9 +31,8 @@ from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
-    alternatives,
+    addresses_of,
     beside,
-    check_finished,
     check_no_change,
     expand,
     is_json,
@@ -48,6 +47,7 @@ _ADVICE = "An index beside them saves this: wdstrain index"
 _log = logging.getLogger("wdstrain")
 
 Note = Callable[[str], None]  # receives a line for the log
+Place = tuple[str, Index | None]  # the path of a shard, and the index that lists it
 
 
 def open_index(urls: Urls | Index, *, note: Note | None = None) -> Index:
@@ -87,15 +87,10 @@ def open_shards(
         return index.pick(numbers)
     if unless and set(unless) <= set(index.splits):
         return index
-    for address, paths in meant.items():
-        places = {beside(path, "") if is_json(path) else path for path in paths}
-        if len(paths) == 1 and not is_json(paths[0]):
-            continue  # one shard has one split; this is quick for lists of thousands of shards
-        first = {  # a shard of each split
-            shard.split or "no split": shard.shown
-            for shard in reversed(index.shards)
-            if shard.path in places or beside(shard.path, "") in places
-        }
+    by_path = {shard.path: shard for shard in index.shards}
+    for address, places in meant.items():
+        shards = [by_path[path] for path, _ in reversed(places)]
+        first = {shard.split or "no split": shard.shown for shard in shards}  # of each split
         if len(first) > 1:
             raise UsageError(
                 f"{shown_path(address)} holds several splits: {', '.join(reversed(first))}.",
@@ -112,16 +107,15 @@ def groups_of(paths: Iterable[str]) -> Iterator[tuple[list[str], Index | None]]:
     compared with the index. Raises ShardError for an index that is damaged, and for an unfinished
     folder.
     """
-    index_at = cache(_index_at)  # each file is read once
-    located = (place for path in paths for place in _shards_at(path, index_at))
-    for (folder, _), run in groupby(
-        located, key=lambda place: (beside(place[0], ""), id(place[1]))
-    ):
-        shards, indexes = zip(*run, strict=True)
-        index: Index | None = indexes[0]
-        if index is None and index_at(beside(folder, INDEX_NAME)) is not None:
-            check_no_change(shards[0])
-        yield list(shards), None if index is None else picked(index, shards)
+    index_at = cache(find_index)  # each file is read once
+    return _grouped(place for path in paths for place in _places_at(path, index_at))
+
+
+def _grouped(places: Iterable[Place]) -> Iterator[tuple[list[str], Index | None]]:
+    """Yield (paths, index) of consecutive shards of one folder; see `groups_of`."""
+    for _, run in groupby(places, key=lambda place: (beside(place[0], ""), id(place[1]))):
+        (*paths,), (index, *_) = zip(*run, strict=True)
+        yield paths, None if index is None else picked(index, paths)
 
 
 def join_once(parts: Sequence[Index]) -> Index:
@@ -147,52 +141,45 @@ def tars_of(folder: str) -> list[str]:
 
 def is_newer(shard: Shard) -> bool:
     """Return whether a local shard was changed or moved after the index beside it was written."""
-    try:
+    with suppress(OSError):  # also of a server
         status, index = os.stat(shard.path), os.stat(beside(shard.path, INDEX_NAME))
-    except OSError:  # also of a server
-        return False
-    return max(status.st_mtime_ns, status.st_ctime_ns) >= index.st_mtime_ns
+        return max(status.st_mtime_ns, status.st_ctime_ns) >= index.st_mtime_ns
+    return False
 
 
-def _shards_at(
-    path: str, index_at: Callable[[str], Index | None]
-) -> list[tuple[str, Index | None]]:
-    """Return (path of a shard, the index that lists it or None) for a tar or an index file.
+def _places_at(path: str, index_at: Callable[[str], Index | None]) -> list[Place]:
+    """Return the shards that a tar or an index file means.
 
     Raises ShardError for a remote index that is missing, and for one that is damaged.
     """
     index = index_at(path if is_json(path) else beside(path, INDEX_NAME))
     if not is_json(path):
-        is_listed = index is not None and name_of(path) in index.shard_numbers
-        return [(path, index if is_listed else None)]
+        if index is not None and name_of(path) not in index.shard_numbers:
+            check_no_change(path)
+            index = None
+        return [(path, index)]
     if index is not None:
         return [(shard.path, index) for shard in index.shards]
     if is_remote(path):
         load(path)  # raises the error
     # Another tool's list without offsets: use the shards beside it.
-    return [place for tar in tars_of(os.path.dirname(path)) for place in _shards_at(tar, index_at)]
-
-
-def _index_at(path: str) -> Index | None:
-    """Return the index in a file; None if there is none. Raises ShardError for a damaged one."""
-    if not is_remote(path):
-        check_finished(os.path.dirname(path))
-    return find_index(path)
+    return [place for tar in tars_of(os.path.dirname(path)) for place in _places_at(tar, index_at)]
 
 
 def _opened(
     urls: Urls | Index, note: Note | None, *, may_be_short: bool = False
-) -> tuple[Index, dict[str, list[str]]]:
-    """Return the index of shards, and the paths of tars and index files that each address means."""
+) -> tuple[Index, dict[str, list[Place]]]:
+    """Return the index of shards, and those that each address means."""
     if isinstance(urls, Index):
         return urls, {}
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    addresses = [part for url in given for part in alternatives(os.fspath(url))]
-    meant = {address: expand(address) for address in addresses}
-    every = [path for address in addresses for path in meant[address]] or expand([])
+    index_at = cache(find_index)  # each file is read once
+    meant = {
+        address: [place for path in expand(address) for place in _places_at(path, index_at)]
+        for address in addresses_of(urls)
+    }
     parts = [
         recall_or_scan(paths, note) if index is None else _checked(index, note, may_be_short)
-        for paths, index in groups_of(every)
+        for paths, index in _grouped(chain(*meant.values()))
     ]
     return join_once(parts), meant
 
@@ -213,7 +200,7 @@ def _checked(index: Index, note: Note | None, may_be_short: bool) -> Index:
         and os.path.getsize(shard.path) == shard.bytes
     ]
     failed: list[WdstrainError] | None = [] if may_be_short else None
-    scanned = recall_or_scan(newer, note, failed) if newer else index.pick([])
+    scanned = recall_or_scan(newer, note, failed)
     for shard in scanned.shards:
         listed, actual = picked(index, [shard.path]), picked(scanned, [shard.path])
         if listed.offsets.differences(actual.offsets):
@@ -247,7 +234,7 @@ def recall_or_scan(
 
 def recall(paths: Sequence[str]) -> dict[str, Index]:
     """Return the indexes of the shards among `paths` that an earlier scan stored."""
-    with _threads(_THREADS) as threads:
+    with _threads(min(_THREADS, len(paths) or 1)) as threads:
         known = dict(zip(paths, threads.map(_recalled, paths), strict=True))
     return {path: index for path, index in known.items() if index is not None}
 
@@ -308,14 +295,13 @@ def is_unchanged(shard: Shard) -> bool:
     False also for a missing shard: reading it raises the error. A remote shard without an ETag may
     be any other of the same size.
     """
-    try:
+    with suppress(OSError, StorageError):
         if is_remote(shard.path):
             with RemoteFile(shard.path) as source:
                 return source.size == shard.bytes and (source.version or "?") == shard.tag
         status = os.stat(shard.path)
         return status.st_size == shard.bytes and is_state(shard.tag, status)
-    except (OSError, StorageError):
-        return False
+    return False
 
 
 def _recalled(path: str) -> Index | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from wdstrain.errors import ShardError
 from wdstrain.report.printing import printable
 from wdstrain.shards.tar_headers import (
+    ADVICE,
     BLOCK,
     END,
     EXTENSIONS,
@@ -39,6 +40,7 @@ _EXTENSION_LIMIT = 1 << 20  # bytes; a larger PAX or long-name header is refused
 RECORD = 21 * BLOCK
 _LARGEST_RECORD = 1 << 20  # bytes of the largest record that `tar -b` writes
 _LONGEST_END = 2 * _LARGEST_RECORD + 2 * BLOCK  # bytes; more zeros than tar ever adds
+_PACK_OR_COPY = "Pack it again, or copy its intact samples: wdstrain repair"
 _NAME_PATTERN = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _NOTE_PATTERN = re.compile(r"__[^/]*__(\Z|/)")
 _COMPRESSED = {
@@ -85,26 +87,38 @@ class Sample(NamedTuple):
 
 
 class Window:
-    """Bytes of a tar over a function that reads at any offset. One read brings many headers.
+    """Bytes of a tar over a function that returns those at an offset, at least one before the end.
 
     size: of all bytes; a larger number while a stream has not ended.
     """
 
-    def __init__(self, read: Read, size: int) -> None:
-        self.size = size
-        self._read, self._base = read, 0
-        self._held: bytes | memoryview = b""  # the bytes from `_base` on
+    def __init__(
+        self, read: Read, size: int, *, ahead: int = _WINDOW, behind: int = 0, skips: bool = True
+    ) -> None:
+        """ahead: least bytes of a call of `read`. behind: bytes that are kept before the last offset.
+
+        skips: whether bytes that nobody asks for are passed over without a call.
+        """
+        self.size, self._read, self._skips = size, read, skips
+        self._ahead, self._behind = ahead, behind
+        self._base, self._held = 0, bytearray()  # the bytes from `_base` on
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end."""
-        length = min(length, self.size - offset)
-        if length <= 0:
-            return b""
-        if not self._base <= offset <= self._base + len(self._held) - length:
-            wanted = min(max(length, _WINDOW), self.size - offset)
-            self._base, self._held = offset, self._read(offset, wanted)
+        end = self._base + len(self._held)
+        if self._skips and not self._base <= offset <= end:
+            self._base, self._held, end = offset, bytearray(), offset
+        while end < min(offset + length, self.size):
+            passed = max(0, min(offset, end) - self._behind - self._base)
+            del self._held[:passed]
+            self._base += passed
+            wanted = max(self._ahead, offset + length - end)
+            data = self._read(end, min(wanted, self.size - end))
+            self._held += data
+            end += len(data)
+            self.size = self.size if data else end
         at = offset - self._base
-        return bytes(self._held[at : at + length])
+        return bytes(memoryview(self._held)[at : at + length])
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -334,26 +348,37 @@ def _check_end(source: Window, offset: int, *, is_extended: bool) -> None:
     """
     end = source.read(offset, _LONGEST_END)
     zeros = len(end) - len(end.lstrip(b"\0"))
-    if zeros < len(END):
-        reason = f"has a zero block at offset {offset} that is not the end: it is damaged"
-        if len(end) < len(END):
-            reason = (
-                f"ends at byte {source.size} within the two zero blocks that end a tar: it was cut"
-            )
-        raise Fault(reason)
-    if zeros < len(end):
-        raise Fault(
+    faults = (
+        (
+            len(end) < len(END),
+            f"ends at byte {source.size} within the two zero blocks that end a tar: it was cut",
+            ADVICE,
+        ),
+        (
+            zeros < len(END),
+            f"has a zero block at offset {offset} that is not the end: it is damaged",
+            ADVICE,
+        ),
+        (
+            zeros < len(end),
             f"has data after its end at offset {offset}: several tars in one, or zeroed in part",
-            "Pack it again, or copy its intact samples: wdstrain repair",
-        )
-    if is_extended:
-        raise Fault(f"ends at offset {offset} after an extension header without its member", REPACK)
-    if not _is_padding(source, offset, zeros):
-        raise Fault(
+            _PACK_OR_COPY,
+        ),
+        (
+            is_extended,
+            f"ends at offset {offset} after an extension header without its member",
+            REPACK,
+        ),
+        (
+            not _is_padding(source, offset, zeros),
             f"ends at offset {offset}, at least {zeros} bytes before the file does, which is more "
             f"than tar adds: it is damaged, or several tars in one",
-            "Pack it again, or copy its intact samples: wdstrain repair",
-        )
+            _PACK_OR_COPY,
+        ),
+    )
+    for is_at_fault, reason, advice in faults:
+        if is_at_fault:
+            raise Fault(reason, advice)
 
 
 def _is_padding(source: Window, offset: int, zeros: int) -> bool:
@@ -363,15 +388,10 @@ def _is_padding(source: Window, offset: int, zeros: int) -> bool:
     adds the record of the previous archive. A shard that lost its end to zeros rarely has whole
     records, and its zeros rarely begin at the end of a member.
     """
-    if zeros <= RECORD:
-        return True
-    size = offset + zeros
-    record = max(
-        RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD)
-    )
-    if record < RECORD - BLOCK or zeros > 2 * record + BLOCK or offset <= 0:
-        return False
-    return any(source.read(offset - BLOCK, BLOCK))
+    size, usual = offset + zeros, RECORD - BLOCK
+    record = max(usual * (size % usual == 0), min(size & -size, _LARGEST_RECORD))
+    is_record = record >= usual and zeros <= 2 * record + BLOCK and offset > 0
+    return zeros <= RECORD or (is_record and any(source.read(offset - BLOCK, BLOCK)))
 
 
 def compression_of(head: bytes) -> str:

@@ -8,6 +8,7 @@ Reading: ustar, V7, PAX and GNU long names. Sparse files are refused.
 
 from __future__ import annotations
 
+import re
 from zlib import adler32
 
 from wdstrain.errors import UsageError
@@ -18,6 +19,7 @@ END = bytes(2 * BLOCK)  # two zero blocks end an archive
 # and GNU long link.
 EXTENSIONS = b"xXgLK"
 ADVICE = "Copy or pack it again, or copy its intact samples: wdstrain repair"  # of damaged shards
+_RECORD = re.compile(rb"([0-9]{1,11}) ([^=]+)=")  # the head of a PAX record, with its own length
 REPACK = "Repack it"  # advice for well-formed shards that readers understand in different ways
 
 
@@ -86,11 +88,9 @@ _SUM = sum(_FILL[100]) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)
 
 def _record(name: bytes, value: bytes) -> bytes:
     """Return a PAX record: its own length in decimal, a blank, name=value, a newline."""
-    body = b" " + name + b"=" + value + b"\n"
-    length = len(body) + 1
-    while length != len(body) + len(str(length)):
-        length = len(body) + len(str(length))
-    return str(length).encode() + body
+    body = b" %b=%b\n" % (name, value)
+    length = len(body) + len(str(len(body)))
+    return b"%d%b" % (len(body) + len(str(length)), body)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -177,15 +177,12 @@ def extension(kind: bytes, padded: bytes, length: int, offset: int) -> dict[byte
 
 def _records(payload: bytes, offset: int) -> dict[bytes, bytes]:
     """Return the records of a PAX header at `offset`; the last of a name counts. Raises Fault."""
-    values: dict[bytes, bytes] = {}
-    start = 0
+    values, start = dict[bytes, bytes](), 0
     while start < len(payload) and payload[start]:
-        digits, blank, _ = payload[start : start + 12].partition(b" ")
-        length = int(digits) if digits.isdigit() and blank else 0
-        stop = start + length
-        name, equals, value = payload[start + len(digits) + 1 : stop - 1].partition(b"=")
-        if length < 5 or stop > len(payload) or not equals or payload[stop - 1 : stop] != b"\n":
+        head = _RECORD.match(payload, start)
+        stop = start + int(head[1]) if head else 0
+        if not head or stop > len(payload) or payload[head.end() : stop][-1:] != b"\n":
             raise Fault(f"has a malformed PAX header at offset {offset}", REPACK)
-        values[name] = value
+        values[head[2]] = payload[head.end() : stop - 1]
         start = stop
     return values

@@ -19,6 +19,7 @@ from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.tar import (
     Member,
+    Read,
     SkippedMembers,
     Window,
     check_plain,
@@ -42,37 +43,27 @@ _READ = 1 << 20  # bytes of one read
 _PART = 16 << 20  # bytes that are reserved at a time, because a header may promise too many
 
 
-def shown(path: str) -> str:
-    """Return a path for messages: without secrets, and with printable characters."""
-    return printable(shown_path(path))
-
-
 @contextmanager
-def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
-    """Open a shard, local or remote, as a stream of tar bytes. It is decompressed if it must be.
+def open_tar(path: str, cache: Cache | None = None) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
+    """Open a shard, local or remote, as streams of its tar bytes and of the bytes that are stored.
 
-    cache: keeps shards of servers, as they are stored there. Raises StorageError or ShardError if
-    the shard cannot be read, UsageError if its kind of compression cannot.
+    Both are one stream if the shard is not compressed. cache: keeps shards of servers, as they are
+    stored there. Raises StorageError or ShardError if the shard cannot be read, UsageError if its
+    kind of compression cannot.
     """
-    with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
-        yield stream
+    with _open_raw(path, cache) as raw:
+        head = raw.peek(BLOCK)[:BLOCK]
+        kind = compression_of(head)
+        if kind in _DECOMPRESSORS:
+            # No buffer of our own: after damage it would drop the intact bytes that it holds.
+            with _decompressor(kind, shown_path(path))(raw) as stream:
+                yield stream, raw
+        else:
+            check_plain(head, shown_path(path))  # zip
+            yield raw, raw
 
 
-@contextmanager
-def decompressed(raw: io.BufferedReader, shard: str) -> Iterator[BinaryIO]:
-    """Yield the tar bytes of a stream, which is itself a plain tar or compressed."""
-    head = raw.peek(BLOCK)[:BLOCK]
-    kind = compression_of(head)
-    if kind in _DECOMPRESSORS:
-        # No buffer of our own: after damage it would drop the intact bytes that it holds.
-        with _decompressor(kind, shard)(raw) as stream:
-            yield stream
-    else:
-        check_plain(head, shard)  # zip
-        yield raw
-
-
-def open_raw(path: str, cache: Cache | None = None) -> io.BufferedReader:
+def _open_raw(path: str, cache: Cache | None) -> io.BufferedReader:
     """Open a shard as it is stored. The arguments and errors are those of `open_tar`."""
     if is_remote(path):
         file = RemoteFile(path, first_bytes=ALL_BYTES if cache is None else 1)
@@ -82,7 +73,7 @@ def open_raw(path: str, cache: Cache | None = None) -> io.BufferedReader:
         return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))
     except OSError as error:
         raise StorageError(
-            f"{shown(path)} cannot be read: {error.strerror}.",
+            f"{shown_path(path)} cannot be read: {error.strerror}.",
             "Check the address.",
         ) from error
 
@@ -133,7 +124,10 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
     shard: its name in errors. skipped: counts the members that are skipped. `samples` raises
     ShardError for a shard that is cut or damaged.
     """
-    source, most = _Forward(stream, shard), memory()
+    # Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before
+    # it. The last block is kept, because the end of a tar is read twice.
+    read, most = _forward(stream, shard), memory()
+    source = Window(read, ALL_BYTES, ahead=0, behind=BLOCK, skips=False)
     for member in walk(source, skipped):
         if member.size > most:
             raise Fault(
@@ -148,40 +142,18 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
         yield Member(*member[:4], data)
 
 
-class _Forward(Window):
-    """Bytes of a tar from a stream, whose size is known at its end.
+def _forward(stream: BinaryIO, shard: str) -> Read:
+    """Return a function that reads on in a stream, whatever the offset. Damage is a ShardError."""
 
-    Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before
-    it. The block before the last read is kept, because the end of a tar is read twice.
-    """
-
-    def __init__(self, stream: BinaryIO, shard: str) -> None:
-        self.size, self._stream, self._shard = ALL_BYTES, stream, shard
-        self._base, self._buffer = 0, bytearray()  # the bytes from `_base` on
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return bytes [offset, offset + length), fewer only at the end."""
-        stop = offset + length
-        while self._base + len(self._buffer) < stop and self._more(stop):
-            pass
-        data = bytes(memoryview(self._buffer)[offset - self._base :][:length])
-        passed = max(0, offset - BLOCK - self._base)
-        del self._buffer[:passed]
-        self._base += passed
-        return data
-
-    def _more(self, stop: int) -> bool:
-        """Read on, at most up to the byte `stop`. Returns False at the end of the stream."""
-        end = self._base + len(self._buffer)
+    def read(offset: int, length: int) -> bytes:
         try:
-            data = self._stream.read(min(stop - end, _PART))
+            return stream.read(min(length, _PART))
         except (WdstrainError, MemoryError):
             raise
         except Exception as error:  # each decompressor has its own classes
             raise ShardError(
-                f"{self._shard} is cut or damaged after byte {end} of its contents: {error}.",
+                f"{shard} is cut or damaged after byte {offset} of its contents: {error}.",
                 "Copy it again.",
             ) from error
-        self._buffer += data
-        self.size = self.size if data else end
-        return bool(data)
+
+    return read

@@ -53,17 +53,21 @@ def expand(urls: Urls) -> list[str]:
     brace pattern keeps its own order. Raises UsageError for a pattern without a match, StorageError
     for a folder that cannot be read.
     """
+    return [path for address in addresses_of(urls) for path in _expand(address)]
+
+
+def addresses_of(urls: Urls) -> list[str]:
+    """Return addresses without braces. Raises UsageError if there are none."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not addresses:
         raise UsageError(
             "no address of shards was given.",
             "Name a folder, an index.json, a file, a glob or a brace pattern.",
         )
-    names = [part for address in addresses for part in alternatives(os.fspath(address))]
-    return [path for name in names for path in _expand(name)]
+    return [part for address in addresses for part in _alternatives(os.fspath(address))]
 
 
-def alternatives(address: str) -> list[str]:
+def _alternatives(address: str) -> list[str]:
     """Return the addresses that the braces of an address mean; without braces itself."""
     path = address.partition("?")[0] if is_http(address) else address
     if "{" not in path or os.path.exists(address):

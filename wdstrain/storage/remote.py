@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
 from wdstrain.storage import http, objects
@@ -75,8 +76,8 @@ def _scheme_of(path: str) -> Scheme:
 
 
 def shown_path(path: str) -> str:
-    """Return a path or address for messages, without the secrets of an address."""
-    return redacted(path) if is_remote(path) else path
+    """Return a path or address for messages: printable, without the secrets of an address."""
+    return printable(redacted(path) if is_remote(path) else path)
 
 
 def name_of(path: str) -> str:

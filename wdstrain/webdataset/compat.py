@@ -37,15 +37,13 @@ from wdstrain.shards.tar import (
     skipped_text,
 )
 from wdstrain.shards.tar_stream import (
-    decompressed,
     members,
-    open_raw,
+    open_tar,
     samples,
-    shown,
 )
 from wdstrain.storage.addresses import COMPRESSED, expand, is_json
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.remote import RemoteStream, is_remote, name_of, shown_path
+from wdstrain.storage.remote import RemoteStream, is_remote, name_of, redacted, shown_path
 from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
@@ -239,7 +237,9 @@ def _origin_of(path: str, cached: str) -> dict[str, str]:
     cached: path in the cache; "" if the shard is not kept there.
     """
     local = cached if is_remote(path) else path
-    return {"__url__": shown_path(path)} | ({"__local_path__": local} if local else {})
+    return {"__url__": redacted(path) if is_remote(path) else path} | (
+        {"__local_path__": local} if local else {}
+    )
 
 
 class ShardList(IterableDataset[dict[str, str]]):
@@ -288,21 +288,21 @@ class WholeShards:
     def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
         """Yield the samples of a shard. Remembers the index of a plain tar of a server."""
         skipped, heads = SkippedMembers(), list[Member]()
-        with open_raw(path, cache) as raw, decompressed(raw, shown(path)) as stream:
+        with open_tar(path, cache) as (stream, raw):
             file = raw.raw.file if isinstance(raw.raw, RemoteStream) else None
-            files = self._selected(members(stream, shown(path), skipped), heads)
+            files = self._selected(members(stream, shown_path(path), skipped), heads)
             origin = _origin_of(path, file.cached_path if file else "")
-            for sample in samples(files, shown(path), skipped, origin, self._handler):
+            for sample in samples(files, shown_path(path), skipped, origin, self._handler):
                 if sample.get("__bad__"):
                     skipped['samples with the field "__bad__"'] += 1
                 else:
                     yield sample
             if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
-                    rows = list(placed(heads, shown(path), SkippedMembers()))
+                    rows = list(placed(heads, shown_path(path), SkippedMembers()))
                     remember(index_of(path, rows, file.size, file.tag, skipped))
         if reasons := skipped_text(skipped):
-            _log.info("%s: left out, no part of any sample: %s", shown(path), reasons)
+            _log.info("%s: left out, no part of any sample: %s", shown_path(path), reasons)
 
     def _selected(self, files: Iterable[Member], heads: list[Member]) -> Iterator[Member]:
         """Yield the selected members under their new names. heads: gets all, without their data."""
@@ -385,8 +385,8 @@ def _reason(paths: list[str]) -> str:
     if len(set(paths)) < len(paths):
         return "some are named several times"
     for path in (path for path in paths if COMPRESSED.search(name_of(path))):
-        return f"{shown(path)} is compressed"
+        return f"{shown_path(path)} is compressed"
     for bare, index in groups_of(path for path in paths if is_remote(path) and not is_json(path)):
         if index is None and len(recall(bare)) < len(bare):
-            return f"{shown(bare[0])} has no index beside it (wdstrain index makes one)"
+            return f"{shown_path(bare[0])} has no index beside it (wdstrain index makes one)"
     return ""

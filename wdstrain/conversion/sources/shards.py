@@ -40,9 +40,9 @@ from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import Member, SkippedMembers
-from wdstrain.shards.tar_stream import members, open_tar, samples, shown
+from wdstrain.shards.tar_stream import members, open_tar, samples
 from wdstrain.storage.addresses import COMPRESSED, INDEX_NAME, beside, expand, folder_of
-from wdstrain.storage.remote import RemoteFile, is_remote, name_of
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
 _FREE = 1 << 30  # bytes that any archive may unpack to
@@ -291,7 +291,7 @@ def _stream_compressed(
     def entries() -> Iterator[Sample | BadSample]:
         for path in paths:
             split, skipped = split_of(name_of(path)), SkippedMembers()
-            for sample in samples(_unpacked(path, skipped), shown(path), skipped):
+            for sample in samples(_unpacked(path, skipped), shown_path(path), skipped):
                 key = sample.pop("__key__")
                 if keys is not None and key not in keys:
                     count_ignored(ignored, "keys that were not asked for")
@@ -301,11 +301,11 @@ def _stream_compressed(
                     kept: list[Part] = [(name, sample[field]) for field, name in names.items()]
                     yield Sample(key, kept, split)
                 except SampleError as error:
-                    yield BadSample(shown(path), 0, key, str(error))
+                    yield BadSample(shown_path(path), 0, key, str(error))
             for reason, count in skipped.items():
                 count_ignored(ignored, reason, count)
 
-    name = ", ".join(map(shown, paths[:3])) + ", ..." * (len(paths) > 3)
+    name = ", ".join(map(shown_path, paths[:3])) + ", ..." * (len(paths) > 3)
     source |= drawn_again(map(split_of, map(name_of, paths)), options)
     return Source(name, entries, tuple, source, None, ignored, resplit=True)
 
@@ -318,12 +318,12 @@ def _unpacked(path: str, skipped: SkippedMembers) -> Iterator[Member]:
     else:
         size = os.path.getsize(path)
     left = max(_FREE, _MOST_RATIO * size)
-    with open_tar(path) as stream:
-        for member in members(stream, shown(path), skipped):
+    with open_tar(path) as (stream, _):
+        for member in members(stream, shown_path(path), skipped):
             left -= member.size
             if left < 0:
                 raise ShardError(
-                    f"{shown(path)} unpacks to more than {_MOST_RATIO} times its size: it may be "
+                    f"{shown_path(path)} unpacks to more than {_MOST_RATIO} times its size: it may be "
                     "made to fill a disk. If you trust it, unpack it and convert the result."
                 )
             yield member
