@@ -9,17 +9,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.fields import Field, Image, Mask, image
+from wdstrain.decode.fields import IGNORED, Field, Image, Mask, image
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
-from wdstrain.shards.columns import Column, as_label
+from wdstrain.shards.columns import Column, as_label, counted
 from wdstrain.shards.declare import (
     complete_column,
     even_part,
@@ -33,9 +32,9 @@ from wdstrain.shards.options import read_classes
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.secrets import redacted
-from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments
+from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments, refuse
 from wdstrain.training.distributed import DistributedContext
-from wdstrain.training.heads import Head, MaskHead, NumberHead
+from wdstrain.training.heads import Head
 from wdstrain.training.inputs import (
     Fields,
     check_same_inputs,
@@ -63,47 +62,48 @@ def open_data(
     checkpoint: of a run to resume, whose scale of numbers is kept. Raises UsageError for sets whose
     labels differ.
     """
-    if config.fold is not None and val is not None:
-        raise UsageError(
+    refuse(
+        (
+            config.fold is not None and val is not None,
             f"fold={config.fold} takes the validation data from the training shards.",
             "Give either fold or val.",
         )
-    train, val_set = _open_sets(urls, val, is_whole=config.fold is not None)
+    )
+    train, *sets = _open_sets(urls, val, is_whole=config.fold is not None)
     train, label = _with_label(train, config)
     task = Task.of(train, label)
-    if val_set is not None:
-        val_set = with_task_labels(val_set, task, config)
+    sets = [train, *(with_task_labels(index, task, config) for index in sets)]
     if config.where is not None:
-        train = train.where(config.where)
-        val_set = val_set.where(config.where) if val_set is not None else None
+        sets = [index.where(config.where) for index in sets]
     if config.fold is not None:
-        part, count = map(int, config.fold.split("/"))
-        target = task.heads[0].target
-        column = complete_column(train, target) if target.is_class else None
-        stratify = None if column is None else column.name  # each class has its share of both
-        folds = train.folds(count, stratify=stratify, seed=config.seed)
-        train, val_set = list(folds)[part - 1]
+        sets = _fold(sets[0], task, config)
     former = Task.from_state(checkpoint["task"]) if checkpoint is not None else None
     if former is not None and former.equals(task):
         task = former
     else:
-        heads = (_scaled(h, train) if isinstance(h, NumberHead) else h for h in task.heads)
-        task = Task(tuple(heads))
-    if val_set is not None:
-        task.check(val_set)
-    return train, val_set, task
+        task = Task(tuple(_scaled(head, sets[0]) for head in task.heads))
+    for index in sets[1:]:
+        task.check(index)
+    return sets[0], sets[1] if len(sets) > 1 else None, task
 
 
-def _open_sets(
-    urls: Urls | Index, val: Urls | Index | None, *, is_whole: bool
-) -> tuple[Index, Index | None]:
-    """Return train and validation set. A set with the splits train and val is both."""
+def _fold(index: Index, task: Task, config: Config) -> list[Index]:
+    """Return training and validation set of a fold; each class has its share of both."""
+    part, count = map(int, str(config.fold).split("/"))
+    target = task.heads[0].target
+    column = complete_column(index, target) if target.is_class else None
+    stratify = None if column is None else column.name
+    folds = index.folds(count, stratify=stratify, seed=config.seed)
+    return list(list(folds)[part - 1])
+
+
+def _open_sets(urls: Urls | Index, val: Urls | Index | None, *, is_whole: bool) -> list[Index]:
+    """Return train and, if there is one, validation set. A set with the splits train and val is both."""
     if val is not None or is_whole:
-        return open_shards(urls), None if val is None else open_shards(val)
+        return [open_shards(one) for one in (urls, val) if one is not None]
     index = open_shards(urls, unless=("train", "val"))
-    if not {"train", "val"} <= set(index.splits):
-        return index, None
-    return open_shards(index, "train"), open_shards(index, "val")
+    is_both = {"train", "val"} <= set(index.splits)
+    return [open_shards(index, name) for name in ("train", "val")] if is_both else [index]
 
 
 def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
@@ -137,9 +137,8 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     without class names may be another class than the model's.
     """
     is_declared = config.label is None or bool(index.labels or index.differing)
-    for target in (head.target for head in task.heads):
-        if target.field not in index.fields:
-            continue
+    targets = [head.target for head in task.heads if head.target.field in index.fields]
+    for target in targets:
         if target.kind == "mask":
             index = with_mask(index, target.field, target.classes)
         elif not is_declared:
@@ -163,20 +162,22 @@ def run_loader(
     order: options of a shuffled loader. Without any it delivers every sample once, in order. The
     batch_size of a run is that of all processes together.
     """
-    if config.batch_size % distributed.size:
-        raise UsageError(
-            f"batch_size={config.batch_size} cannot be shared by {distributed.size} processes.",
-            f"Use a multiple of {distributed.size}.",
+    size = distributed.size
+    refuse(
+        (
+            config.batch_size % size,
+            f"batch_size={config.batch_size} cannot be shared by {size} processes.",
+            f"Use a multiple of {size}.",
         )
-    order = {"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})}
+    )
     return Loader(
         index,
         fields,
-        **order,
+        **{"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})},
         batch_size=config.batch_size // distributed.size,
         num_workers=config.num_workers,
         rank=distributed.rank,
-        world_size=distributed.size,
+        world_size=size,
         max_errors=config.max_errors,
         cache_dir=config.cache_dir,
         cache_limit=config.cache_limit,
@@ -222,36 +223,46 @@ def run_fields(
 
     Raises UsageError, and SampleError if none of the samples can be read.
     """
-    given = arguments.fields is not None
-    if given:
-        train = input_fields(arguments.fields, task, train_set)
+    given, given_val = arguments.fields, arguments.val_fields
+    train: Fields = {
+        "image": image(
+            size=config.image_shape, **{name: getattr(config, name) for name in IMAGE_OPTIONS}
+        )
+    }
+    if given is not None:
+        train = input_fields(given, task, train_set)
         shapes = [spec.shape[1:] for spec in specs_of(train).values()]
-        if not config.has_default("image_size") and config.image_shape not in shapes:
-            raise UsageError(
+        refuse(
+            (
+                not config.has_default("image_size") and config.image_shape not in shapes,
                 f"image_size={config.image_size} has no effect with fields=.",
                 "Leave it out, and let your fields do it.",
             )
+        )
         few_samples(train_set, with_targets(train, task), config)
-    else:
-        options = {name: getattr(config, name) for name in IMAGE_OPTIONS}
-        train = {"image": image(size=config.image_shape, **options)}
     val = {name: _without_randomness(field) for name, field in train.items()}
-    if val_set is None or (not given and arguments.val_fields is None):
+    if val_set is None or (given is None and given_val is None):
         return train, val
-    if arguments.val_fields is not None:
+    if given_val is not None:
         specs = specs_of(train)
-        val = input_fields(arguments.val_fields, task, val_set, title="val_fields", known=specs)
+        val = input_fields(given_val, task, val_set, title="val_fields", known=specs)
         check_same_inputs(specs, val, "training has", sizes=False)
     fields = with_targets(val, task)
     epochs = [few_samples(val_set, fields, config, epoch) for epoch in range(_COMPARED_EPOCHS)]
-    for name, own in val.items():
-        is_plain = own == _without_randomness(own)
-        if not is_plain or len({batch[name].numpy().tobytes() for batch in epochs}) > 1:
-            raise UsageError(
-                f"the input {name!r} differs between epochs, and validation needs the same "
-                "images every time.",
-                "Give fields without augmentation: val_fields=.",
-            )
+    random = [
+        name
+        for name, own in val.items()
+        if own != _without_randomness(own)
+        or len({batch[name].numpy().tobytes() for batch in epochs}) > 1
+    ]
+    refuse(
+        (
+            random,
+            f"the input {', '.join(map(repr, random))} differs between epochs, and validation needs "
+            "the same images every time.",
+            "Give fields without augmentation: val_fields=.",
+        )
+    )
     return train, val
 
 
@@ -295,32 +306,37 @@ def label_column(index: Index, label: ColumnInfo, most: int | None = None) -> Co
 
 def class_weights(index: Index, head: Head, option: str, device: torch.device) -> Tensor | None:
     """Return weights for rare classes if the option asks for them and the head has classes."""
-    if option == "none" or isinstance(head, NumberHead):
+    if option == "none" or head.kind == "number":
         return None
-    if isinstance(head, MaskHead):
+    if head.kind == "mask":
         counts = count_pixels(index, head)
         samples = sum(counts.values())
     else:
         values = label_column(index, head.target, _COUNTED_LABELS).values.drop_null()
-        names = values.flatten() if head.target.kind == "multi" else values
-        found = {str(row["values"]): row["counts"] for row in pc.value_counts(names).to_pylist()}
-        counts, samples = {name: found.get(name, 0) for name in head.classes}, len(values)
-    if not any(counts.values()):
-        raise UsageError(
+        counts = {str(value): count for value, count in counted(values).items()}
+        samples = len(values)
+    refuse(
+        (
+            not any(counts.values()),
             f"class_weights={option}: no label {head.name!r} could be read.",
             "Leave it out.",
         )
+    )
     return head.class_weights(counts, samples).to(device)
 
 
-def _scaled(head: NumberHead, index: Index) -> NumberHead:
-    """Return the head with mean and deviation of its numbers."""
+def _scaled(head: Head, index: Index) -> Head:
+    """Return the head; one of numbers with their mean and deviation."""
+    if head.kind != "number":
+        return head
     numbers = label_column(index, head.label, _AVERAGED_LABELS).values.drop_null()
-    if not len(numbers) and head.target.kind != "number":
-        raise UsageError(
+    refuse(
+        (
+            not len(numbers) and head.target.kind != "number",
             f"label {head.name!r} cannot be learned as 'number': its values are names.",
             "Use class.",
         )
+    )
     values = numbers.to_numpy(zero_copy_only=False) if len(numbers) else np.zeros(1)
     finite = values[np.isfinite(values)]
     mean, deviation = float(finite.mean()), float(finite.std())
@@ -328,7 +344,7 @@ def _scaled(head: NumberHead, index: Index) -> NumberHead:
     return replace(head, mean=mean, deviation=1.0 if is_constant else deviation)
 
 
-def count_pixels(index: Index, head: MaskHead, *, is_strict: bool = False) -> dict[str, int]:
+def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[str, int]:
     """Return the pixels by class of an even part of the masks.
 
     is_strict: raise UsageError for masks with class numbers that are not learned.
@@ -339,11 +355,13 @@ def count_pixels(index: Index, head: MaskHead, *, is_strict: bool = False) -> di
         with suppress(WdstrainError, KeyError):
             numbers = decode_mask(fields[name]).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
-    others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != head.ignored]
-    if is_strict and others:
-        raise UsageError(
-            f"masks in {head.target.field} have the class number {others[0]}, and {learned} "
+    others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
+    refuse(
+        (
+            is_strict and others,
+            f"masks in {name} have the class number {', '.join(map(str, others[:1]))}, and {learned} "
             f"classes are learned, 0 to {learned - 1}.",
-            f"Name all of them with classes=, or store {head.ignored} where a pixel has no class.",
+            f"Name all of them with classes=, or store {IGNORED} where a pixel has no class.",
         )
+    )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

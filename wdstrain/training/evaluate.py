@@ -11,14 +11,14 @@ import csv
 import io
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
+from wdstrain.decode.fields import Example, Field, Image
 from wdstrain.decode.formats import EXTENSIONS
+from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
@@ -54,7 +56,7 @@ from wdstrain.training.data import (
 )
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, MaskHead
-from wdstrain.training.inputs import Fields, read_file, with_targets
+from wdstrain.training.inputs import Fields, with_targets
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.models import last_layer
 from wdstrain.training.report import write_evaluation
@@ -64,6 +66,7 @@ from wdstrain.training.weights import LoadedCheckpoint
 
 _TABLES = (".csv", ".parquet")
 _GROUP_ROWS = 4096  # rows of a row group of Parquet
+_NOT_FINITE = "the output of the model is not finite"
 _SIZE = "true size"  # entry of batches: height and width of the picture
 
 
@@ -205,15 +208,16 @@ def _true_columns(
 
 
 class _Sample(NamedTuple):
-    """A sample to predict. error: why it has no inputs. size: of its picture, if it is known."""
+    """A sample to predict. error: why it has no prediction. size: of its picture, if known."""
 
     key: str
     error: str = ""
     size: tuple[int, int] | None = None
 
 
-# inputs of the readable samples of a batch, and all its samples
-Batches = Generator[tuple[dict[str, Tensor], list[_Sample]], None, None]
+# inputs of a batch, zeros for samples with an error, and its samples
+Batches = Generator[tuple[Mapping[str, Tensor], list[_Sample]], None, None]
+Column = tuple[str, pa.DataType, list[Any]]  # name, type, cells
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -261,50 +265,42 @@ class _Table:
             self.bad += sum(error is not None for error in columns[-1])
             self._setup.reporter.step("predicting", self.count, count, unit="samples")
 
-    def _columns(
-        self, inputs: Mapping[str, Tensor], samples: Sequence[_Sample]
-    ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
-        """Yield (name, type, cells) of each column for some samples."""
-        task = self._setup.task
-        errors = np.array([sample.error for sample in samples], object)
-        readable = np.flatnonzero(errors == "")
+    def _columns(self, inputs: Mapping[str, Tensor], samples: list[_Sample]) -> Iterator[Column]:
+        """Yield the columns of some samples. The last holds their errors."""
+        task, setup = self._setup.task, self._setup
         outputs = torch.zeros(0, *task.output_shape((0, 1, 1)))
-        if len(readable):
-            on_device = {name: x.to(self._setup.device) for name, x in inputs.items()}
-            outputs = self._setup.call(self._model, on_device).float().cpu()
-        is_finite = outputs.flatten(1).isfinite().all(1)
-        errors[readable[~is_finite.numpy()]] = "the output of the model is not finite"
-        rows = np.flatnonzero(errors == "").tolist()
-
-        def placed(values: Iterable[Any]) -> list[Any]:
-            by_row = dict(zip(rows, values, strict=True))
-            return [by_row.get(row) for row in range(len(samples))]
-
+        if samples:
+            on_device = {name: inputs[name].to(setup.device) for name in setup.inputs.specs}
+            outputs = setup.call(self._model, on_device).float().cpu()
+        is_finite = outputs.flatten(1).isfinite().all(1).tolist()
+        samples = [
+            own if own.error or is_good else own._replace(error=_NOT_FINITE)
+            for own, is_good in zip(samples, is_finite, strict=True)
+        ]
         yield "key", pa.string(), [sample.key for sample in samples]
-        for head, scores in zip(task.heads, task.split(outputs[is_finite]), strict=True):
-            own = self._predictions(head, scores, [samples[row] for row in rows])
-            yield from ((name, kind, placed(values)) for name, kind, values in own)
+        for head, scores in zip(task.heads, task.split(outputs), strict=True):
+            for name, kind, values in self._predictions(head, scores, samples):
+                yield name, kind, _without_bad(values, samples)
             if head.name in self._true:
                 true = self._true[head.name].slice(self.count, len(samples)).to_pylist()
                 is_number = head.kind == "number"
                 cells = [x if is_number or x is None else head.text(x) for x in true]
                 yield f"{head.name}_true", pa.float64() if is_number else pa.string(), cells
         if self._arguments.embeddings:
-            embedding = self._embedding[is_finite].tolist() if rows else []
-            yield "embedding", pa.list_(pa.float32()), placed(embedding)
-        yield "error", pa.string(), [error or None for error in errors]
+            rows = self._embedding.tolist()
+            yield "embedding", pa.list_(pa.float32()), _without_bad(rows, samples)
+        yield "error", pa.string(), [sample.error or None for sample in samples]
 
-    def _predictions(
-        self, head: Head, scores: Tensor, samples: Sequence[_Sample]
-    ) -> Iterator[tuple[str, pa.DataType, list[Any]]]:
-        """Yield (name, type, values) of the columns of a prediction."""
+    def _predictions(self, head: Head, scores: Tensor, samples: list[_Sample]) -> Iterator[Column]:
+        """Yield the columns of a prediction."""
         values = head.predicted(scores)
         if head.kind == "number":
             yield head.name, pa.float64(), values
             return
         if self._masks is not None:
-            write, masks = self._masks.write, zip(values, samples, strict=True)
-            yield head.name, pa.string(), [write(mask, own.key, own.size) for mask, own in masks]
+            write, rows = self._masks.write, zip(values, samples, strict=True)
+            paths = [own.error or write(mask, own.key, own.size) for mask, own in rows]
+            yield head.name, pa.string(), paths
             return
         yield head.name, pa.string(), [head.text(value) for value in values]
         shares = head.probabilities(scores.double())
@@ -314,6 +310,12 @@ class _Table:
         for name, column in columns:
             digits = [float(f"{share:.9g}") for share in column.tolist()]
             yield f"{head.name}_{name}", pa.float64(), digits
+
+
+def _without_bad(values: list[Any], samples: list[_Sample]) -> list[Any]:
+    """Return the values, with None for samples that have an error."""
+    pairs = zip(values, samples, strict=True)
+    return [None if sample.error else value for value, sample in pairs]
 
 
 def _write(path: str, schema: pa.Schema, rows: Iterator[tuple[Any, ...]]) -> None:
@@ -352,7 +354,7 @@ def _batches_of_shards(
     index: Index, fields: Fields, loaded: LoadedCheckpoint, device: torch.device
 ) -> Batches:
     """Yield the samples of shards, a batch at a time. Masks get the sizes of the pictures."""
-    config, names, image = loaded.config, loaded.inputs.specs, loaded.inputs.image
+    config, image = loaded.config, loaded.inputs.image
     if loaded.task.is_dense and image is not None:
         fields = {**fields, _SIZE: PictureSize(image.names)}
     loader = whole_loader(index, fields, config, config.batch_size, config.num_workers, "mark")
@@ -360,49 +362,51 @@ def _batches_of_shards(
     with closing(loader):
         batches = loader.epoch(0, until=1)
         for batch in to_device(batches, device):
-            own, bad = batches.own, iter(batches.bad)
+            bad = iter(batches.bad)
             sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
-            samples = [
-                _Sample(next(keys), "" if is_own else next(bad).reason, size)
-                for is_own, size in zip(own.tolist(), sizes, strict=False)
-            ]
-            rows = torch.tensor(own, device=device)
-            yield {name: batch[name][rows] for name in names}, samples
+            yield (
+                batch,
+                [
+                    _Sample(next(keys), "" if is_own else next(bad).reason, size)
+                    for is_own, size in zip(batches.own.tolist(), sizes, strict=False)
+                ],
+            )
 
 
 def _batches_of_images(
     images: Sequence[tuple[str, str]], fields: Fields, loaded: LoadedCheckpoint
 ) -> Batches:
     """Yield image files, a batch at a time. images: (key, path)."""
-    names = loaded.inputs.specs
-    if len(names) > 1:
+    if len(fields) > 1:
         raise UsageError(
-            f"image files give one input, and the model has {len(names)}: {', '.join(names)}.",
+            f"image files give one input, and the model has {len(fields)}: {', '.join(fields)}.",
             "Convert the files to shards.",
         )
-    sized = loaded.task.is_dense and loaded.inputs.image is not None
-    read = partial(_read_image, fields=fields, sized=sized)
+    ((name, field),) = fields.items()
+    sized, size = loaded.task.is_dense and isinstance(field, Image), loaded.config.batch_size
+    read = partial(_read_image, field=field, sized=sized)
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
-        for first in range(0, len(images), loaded.config.batch_size):
-            results = list(pool.map(read, images[first : first + loaded.config.batch_size]))
-            good = [inputs for inputs, _ in results if inputs]
-            batch = {name: torch.stack([inputs[name] for inputs in good]) for name in names if good}
-            yield batch, [sample for _, sample in results]
+        for first in range(0, len(images), size):
+            inputs, samples = zip(*pool.map(read, images[first : first + size]), strict=True)
+            yield {name: torch.stack(inputs)}, list(samples)
 
 
-def _read_image(
-    image: tuple[str, str], fields: Fields, sized: bool
-) -> tuple[Mapping[str, Any], _Sample]:
-    """Return (inputs as a batch has them, the sample) of an image file. sized: it has its size."""
-    key, path = image
+def _read_image(image: tuple[str, str], field: Field, sized: bool) -> tuple[Tensor, _Sample]:
+    """Return (input as a batch has it, the sample) of an image file. sized: it has its size."""
+    (key, path), example, size, error = image, cast(Example, field.example), None, ""
+    out = np.zeros(example.shape, example.dtype)
     try:
         if not os.path.isfile(path):  # opening a pipe would block
             raise OSError("it is not a regular file")
         data = Path(path).read_bytes()
-        inputs = read_file(fields, os.path.splitext(path)[1][1:].lower(), data)
-        return inputs, _Sample(key, size=upright_size(data) if sized else None)
-    except Exception as error:  # decoders raise errors of many types
-        return {}, _Sample(key, str(error) or type(error).__name__)
+        extension = os.path.splitext(path)[1][1:].lower()
+        field.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
+        size = upright_size(data) if sized else None
+    except Exception as problem:  # decoders raise errors of many types
+        out[...], error = 0, str(problem) or type(problem).__name__
+    value = torch.from_numpy(out)
+    value = value.permute(2, 0, 1) if example.channels_last else value
+    return value, _Sample(key, error, size)
 
 
 def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]]:

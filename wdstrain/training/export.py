@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
-from wdstrain.training.inputs import InputSpec
+from wdstrain.training.config import refuse
+from wdstrain.training.inputs import InputSpec, call_model
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.weights import LoadedCheckpoint
 
@@ -32,14 +33,12 @@ class Normalizing(nn.Module):
 
     def __init__(self, loaded: LoadedCheckpoint) -> None:
         super().__init__()
-        self.model = loaded.model
-        columns = [head for head in loaded.task.heads for _ in range(head.outputs)]
-        shape = (-1, 1, 1) if loaded.task.is_dense else (-1,)
-        self.is_scaled = any(head.kind == "number" for head in columns)
+        self.model, self.inputs = loaded.model, loaded.inputs
+        heads = [head for head in loaded.task.heads for _ in range(head.outputs)]
+        self.is_scaled = any(head.kind == "number" for head in heads)
         # float32 is too coarse for times and coordinates
-        scales = torch.tensor([(h.mean, h.deviation) for h in columns], dtype=torch.float64)
-        self.shift, self.scale = (nn.Buffer(s.clone().view(shape)) for s in scales.T)
-        self.inputs = loaded.inputs
+        scales = torch.tensor([(head.mean, head.deviation) for head in heads], dtype=torch.float64)
+        self.shift, self.scale = (nn.Buffer(values.clone()) for values in scales.T)
         normalization = loaded.inputs.normalization
         values = torch.tensor([normalization.mean, normalization.std]).view(2, 1, 3, 1, 1) * 255
         self.mean, self.std = (nn.Buffer(value.clone()) for value in values)
@@ -47,7 +46,7 @@ class Normalizing(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         specs = zip(self.inputs.specs.items(), inputs, strict=True)
         values = {name: self._normalized(spec, value) for (name, spec), value in specs}
-        outputs: Tensor = self.model(**values) if len(values) > 1 else self.model(*values.values())
+        outputs = call_model(self.model, values)
         return outputs.double() * self.scale + self.shift if self.is_scaled else outputs
 
     def _normalized(self, spec: InputSpec, value: Tensor) -> Tensor:
@@ -76,8 +75,7 @@ def export(
     """
     path = os.fspath(out)
     kind = os.path.splitext(path)[1].lower()
-    if kind not in _KINDS:
-        raise UsageError(f"out={path}: must end in {', '.join(_KINDS)}.")
+    refuse((kind not in _KINDS, f"out={path}: must end in {', '.join(_KINDS)}."))
     check_file_output(path)
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
     try:
@@ -90,35 +88,31 @@ def export(
         raise UsageError(
             f"the model {loaded.config.model} cannot be exported as {kind}: {cause}"
         ) from error
-    about = f"{path}.json"
-    write_whole(about, json_bytes(_description(loaded, kind == ".pt"), indent=1))
-    return [path, about]
+    about = json_bytes(_description(loaded, kind == ".pt"), indent=1)
+    write_whole(f"{path}.json", about)
+    return [path, f"{path}.json"]
 
 
 def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
     """Return what the JSON file beside an exported model says. is_bare: it has no `Normalizing`."""
-    inputs, outputs = [], []
+    normalization, inputs = loaded.inputs.normalization, []
     for name, spec in loaded.inputs.specs.items():
-        normalized = "by the model: give 0 to 255"
-        if spec.dtype != "uint8":
-            normalized = "not normalized, as in training"
-        elif is_bare and spec.is_rgb:
-            normalization = loaded.inputs.normalization
-            normalized = f"by the caller: mean {normalization.mean}, std {normalization.std}"
-        elif is_bare:
-            normalized = "by the caller: divided by 255"
-        inputs.append({"name": name, "shape": [None, *spec.shape], "normalized": normalized})
-    for head in loaded.task.heads:
-        scale = {"mean": head.mean, "deviation": head.deviation}
-        outputs.append(
-            {
-                "label": head.name,
-                "kind": head.kind,
-                "columns": head.outputs,
-                "classes": list(head.classes),
-                **(scale if is_bare and head.kind == "number" else {}),
-            }
-        )
+        rule = "divided by 255"
+        if spec.is_rgb:
+            rule = f"mean {normalization.mean}, std {normalization.std}"
+        words = f"by the caller: {rule}" if is_bare else "by the model: give 0 to 255"
+        words = words if spec.dtype == "uint8" else "not normalized, as in training"
+        inputs.append({"name": name, "shape": [None, *spec.shape], "normalized": words})
+    outputs = [
+        {
+            "label": head.name,
+            "kind": head.kind,
+            "columns": head.outputs,
+            "classes": list(head.classes),
+            **({"mean": head.mean, "deviation": head.deviation} if is_bare else {}),
+        }
+        for head in loaded.task.heads
+    ]
     return {"model": loaded.config.model, "inputs": inputs, "outputs": outputs}
 
 
@@ -127,10 +121,9 @@ def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
 
 def _exported(loaded: LoadedCheckpoint) -> dict[str, Any]:
     """Return the arguments of exporters: a program for batches of any size."""
-    specs = loaded.inputs.specs.values()
     examples = tuple(
         torch.zeros(2, *spec.shape, dtype=torch.int64 if spec.keeps_type else torch.float32)
-        for spec in specs
+        for spec in loaded.inputs.specs.values()
     )
     batch = torch.export.Dim("batch", min=1)
     return {
@@ -149,12 +142,8 @@ def _program(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
 
 
 def _onnx(loaded: LoadedCheckpoint, file: IO[bytes]) -> None:
-    for name in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"ONNX needs {name}.",
-                "Run: pip install onnx onnxscript",
-            )
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    refuse((missing, f"ONNX needs {' and '.join(missing)}.", "Run: pip install onnx onnxscript"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program: Any = torch.onnx.export(

@@ -9,19 +9,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wdstrain.augment.gpu import IMAGENET, Augmentation
 from wdstrain.decode.fields import Example, Field, Image, NumpyArray
 from wdstrain.decode.labels import LabelField, with_classes
-from wdstrain.decode.transforms import DRAWS, Augment
+from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, refuse
 from wdstrain.training.tasks import Task
 
 Fields = dict[str, Field]  # inputs by their names in a batch
@@ -62,11 +61,13 @@ class InputSpec:
         example = field.example
         if example is None:
             raise UsageError(f"{field} is an input without a fixed size.", "Give it a size.")
-        if example.dtype.startswith("complex"):  # as floats they would lose their imaginary part
-            raise UsageError(
+        refuse(
+            (  # as floats they would lose their imaginary part
+                example.dtype.startswith("complex"),
                 f"{example.dtype}{list(example.shape)}: must be real numbers.",
                 "Give two channels for complex numbers.",
             )
+        )
         shape = example.shape
         shape = (shape[-1], *shape[:-1]) if example.channels_last else shape
         kind = _SOURCES.get(field.kind) if isinstance(field, LabelField) else None
@@ -80,11 +81,8 @@ class InputSpec:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> InputSpec:
         """Return the input that `state` returned as plain values."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in state.items()
-        }
-        return cls(**values)
+        plain: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in state.items()}
+        return cls(**plain)
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
@@ -98,13 +96,13 @@ class InputSpec:
             return Image(self.names, (height, width), Augment(**self.augment))
         if self.source == "array":
             return NumpyArray(self.names, Example(self.shape, self.dtype))
-        kind = next((kind for kind, source in _SOURCES.items() if source == self.source), None)
-        if kind is None:
+        kinds = [kind for kind, source in _SOURCES.items() if source == self.source]
+        if not kinds:
             raise UsageError(
                 f"the checkpoint was trained on a field of your own, {self.source}(...).",
                 "Give it again: fields=.",
             )
-        return LabelField(self.names, kind, self.column, self.classes, is_bound=True)
+        return LabelField(self.names, kinds[0], self.column, self.classes, is_bound=True)
 
     @property
     def is_rgb(self) -> bool:
@@ -170,13 +168,9 @@ class ModelInputs:
     def call(self, model: nn.Module, batch: Mapping[str, Any], *, channels_last: bool) -> Tensor:
         """Return the output of a model for the inputs in a batch.
 
-        A single input is the argument of the model. Several are keyword arguments with their names.
         channels_last: memory format of inputs [b, channels, height, width].
         """
-        values = self.prepared(batch, channels_last=channels_last)
-        if len(values) > 1:
-            return model(**values)  # type: ignore[no-any-return]
-        return model(*values.values())  # type: ignore[no-any-return]
+        return call_model(model, self.prepared(batch, channels_last=channels_last))
 
     def prepared(self, batch: Mapping[str, Any], *, channels_last: bool) -> dict[str, Tensor]:
         """Return the inputs in a batch as the model gets them."""
@@ -196,6 +190,15 @@ class ModelInputs:
         }
 
 
+def call_model(model: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of a model.
+
+    A single input is the argument of the model. Several are keyword arguments with their names.
+    """
+    output: Tensor = model(**values) if len(values) > 1 else model(*values.values())
+    return output
+
+
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
     """Return what a model gets for values [b, ...].
 
@@ -205,12 +208,11 @@ def normalize(values: Tensor, normalization: Normalization) -> Tensor:
     """
     if values.dtype == torch.int64 and values.ndim <= 2:
         return values
-    if values.dtype != torch.uint8:
-        return values.float()
-    if values.ndim != 4 or values.shape[1] != 3:
-        return values.float() / 255
-    mean, std = _constants(normalization, values.device)
-    return (values.float() - mean) / std
+    is_byte, floats = values.dtype == torch.uint8, values.float()
+    if is_byte and values.ndim == 4 and values.shape[1] == 3:
+        mean, std = _constants(normalization, values.device)
+        return (floats - mean) / std
+    return floats / 255 if is_byte else floats
 
 
 @cache
@@ -231,17 +233,19 @@ def batch_augmentation(
     mixes, head = bool((config.mixup or config.cutmix) and config.mixup_prob), task.heads[0]
     if not (mixes or any(config.color_jitter) or config.random_erasing):
         return None
-    if len(inputs.specs) > 1 or inputs.picture is None:
-        raise UsageError(
+    refuse(
+        (
+            len(inputs.specs) > 1 or inputs.picture is None,
             f"fields= gives {listed(inputs.specs)}: mixup, cutmix, color_jitter and random_erasing "
             "need a single input uint8[3, height, width].",
             "Leave them out.",
-        )
-    if mixes and (task.has_several or head.kind not in ("class", "binary")):
-        raise UsageError(
+        ),
+        (
+            mixes and (task.has_several or head.kind not in ("class", "binary")),
             f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "
-            f"and the task is {task}."
-        )
+            f"and the task is {task}.",
+        ),
+    )
     mixes = mixes and (config.mixup_off_epoch is None or epoch < config.mixup_off_epoch)
     jitter = config.color_jitter * 3 if len(config.color_jitter) == 1 else config.color_jitter
     brightness, contrast, saturation, hue = (*jitter, 0.0, 0.0, 0.0, 0.0)[:4]
@@ -278,16 +282,6 @@ def with_targets(fields: Fields, task: Task) -> dict[str, Field]:
     return {**fields, **task.target_fields(next(images, None))}
 
 
-def read_file(fields: Fields, extension: str, data: bytes) -> dict[str, Tensor]:
-    """Return the single input of a file, by name, as a batch has it."""
-    ((name, reader),) = fields.items()
-    example = cast(Example, reader.example)
-    out = np.zeros(example.shape, example.dtype)
-    reader.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
-    value = torch.from_numpy(out)
-    return {name: value.permute(2, 0, 1) if example.channels_last else value}
-
-
 def input_fields(
     fields: Any,
     task: Task,
@@ -302,24 +296,30 @@ def input_fields(
     else those of the index. Raises UsageError for fields that cannot be inputs, and for labels that
     read another value than the one that is learned.
     """
-    if not isinstance(fields, Mapping) or not all(isinstance(f, Field) for f in fields.values()):
-        raise UsageError(
-            f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.'
+    is_dict = isinstance(fields, Mapping) and all(isinstance(f, Field) for f in fields.values())
+    refuse(
+        (
+            not is_dict,
+            f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.',
         )
+    )
     heads, known = task.label_names, known or {}
     inputs = {n: _numbered(f, index, known.get(n)) for n, f in fields.items() if n not in heads}
-    if not inputs:
-        raise UsageError(
+    wrong = [n for n in inputs if not isinstance(n, str) or n.startswith("__")]  # "__key__"
+    wrong += [n for n in inputs if len(inputs) > 1 and not str(n).isidentifier()]
+    refuse(
+        (
+            not inputs,
             f"{title}= gives no input of the model.",
             f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
-        )
-    for name in inputs:
-        is_name = isinstance(name, str) and not name.startswith("__")  # "__key__" is of the batch
-        if not is_name or (len(inputs) > 1 and not name.isidentifier()):
-            raise UsageError(
-                f"{title}= names an input {name!r}: several inputs are keyword arguments of the "
-                f"model, so each needs a name such as image, and names with __ are those of a batch."
-            )
+        ),
+        (
+            wrong,
+            f"{title}= names an input {', '.join(map(repr, wrong[:1]))}: several inputs are keyword "
+            f"arguments of the model, so each needs a name such as image, and names with __ are "
+            f"those of a batch.",
+        ),
+    )
     targets = with_targets(inputs, task)
     for name in heads.keys() & fields.keys():
         given = fields[name] if index is None else with_classes(fields[name], index)

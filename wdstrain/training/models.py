@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from wdstrain.errors import UsageError
+from wdstrain.training.config import refuse
 from wdstrain.training.inputs import ModelInputs
 
 ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
@@ -83,17 +84,17 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
             option="model",
             value=name,
         )
-    options: dict[str, Any] = {"weights_backbone": None} if is_dense else {}
-    options |= {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    options: dict[str, Any] = {"weights": None, "num_classes": outputs}
+    own = {"googlenet": {"aux_logits": False}, "inception_v3": {"aux_logits": False}}
+    options |= {"weights_backbone": None} if is_dense else own.get(name, {})
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
     try:
-        model = models.get_model(name, weights=None, num_classes=outputs, **options)
+        return cast(nn.Module, models.get_model(name, **options))
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"model={name} cannot be built for images of {image_size} pixels ({error}).",
             "Use image_size=224.",
         ) from error
-    return cast(nn.Module, model)
 
 
 def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -128,10 +129,13 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
         raise UsageError(
             f"model={name}: it is called with the number of outputs, and that failed ({error})."
         ) from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model={name} returned {type(model).__name__}: must be a torch.nn.Module."
+    kind = type(model).__name__
+    refuse(
+        (
+            not isinstance(model, nn.Module),
+            f"model={name} returned {kind}: must be a torch.nn.Module.",
         )
+    )
     return model
 
 
@@ -149,18 +153,20 @@ def check_shapes(
             blank = inputs.blank(2, torch.device("cpu"))
             shape = tuple(inputs.call(model.eval(), blank, channels_last=False).shape)
     except Exception as error:  # a model may raise anything for images that are too small
-        what = f"a batch of {inputs.specs[next(iter(inputs.specs))].kind}, or returns no tensor"
-        if len(inputs.specs) > 1:
-            what = f"the keyword arguments {', '.join(inputs.specs)}"
+        several = f"the keyword arguments {', '.join(inputs.specs)}"
+        kinds = [f"a batch of {spec.kind}, or returns no tensor" for spec in inputs.specs.values()]
         raise UsageError(
-            f"the model {name} does not take {what} ({' '.join(str(error).split())[:300]}).",
+            f"the model {name} does not take {several if len(kinds) > 1 else kinds[0]} "
+            f"({' '.join(str(error).split())[:300]}).",
             "Use images of another size, such as image_size=224, or a model for these inputs.",
         ) from error
-    if shape != (2, *outputs):
-        raise UsageError(
+    refuse(
+        (
+            shape != (2, *outputs),
             f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}.",
             "Use a model for this kind of label that takes the number of outputs.",
         )
+    )
     return model.train(was_training)
 
 
@@ -168,8 +174,7 @@ def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
     """Return (name, module) of the last linear or convolution layer."""
     kinds = nn.Linear, nn.Conv2d
     layers = [(name, own) for name, own in model.named_modules() if isinstance(own, kinds)]
-    if not layers:
-        raise UsageError("the model has neither a linear layer nor a convolution: no last layer.")
+    refuse((not layers, "the model has neither a linear layer nor a convolution: no last layer."))
     return layers[-1]
 
 
@@ -180,7 +185,7 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
     """
     name = last_layer(model)[0]
     low = name.replace("high_classifier", "low_classifier")
-    return (f"{name}.",) if low == name else (f"{low}.", f"{name}.")
+    return tuple(f"{own}." for own in dict.fromkeys((low, name)))
 
 
 def import_function(name: str) -> Callable[..., Any]:
@@ -196,8 +201,7 @@ def import_function(name: str) -> Callable[..., Any]:
             f"{name}: {type(error).__name__}: {error}.",
             f"Use module:function, for example models:make_net, in {here} or on Python's path.",
         ) from error
-    if not callable(value):
-        raise UsageError(f"{name}: must be a function, not {type(value).__name__}.")
+    refuse((not callable(value), f"{name}: must be a function, not {type(value).__name__}."))
     return cast(Callable[..., Any], value)
 
 
@@ -272,12 +276,14 @@ class _Block(nn.Module):
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model. Raises UsageError if there are none."""
     blocks = list(blocks_in(model))
-    if not blocks:
-        raise UsageError(
+    refuse(
+        (
+            not blocks,
             "grad_checkpointing: the model has no blocks in a torch.nn.Sequential or "
             "torch.nn.ModuleList.",
             "Leave it out, or checkpoint in the model's own forward.",
         )
+    )
     return blocks
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
-from wdstrain.training.config import Config, is_made
+from wdstrain.training.config import Config, is_made, refuse
 from wdstrain.training.inputs import (
     Fields,
     ModelInputs,
@@ -76,11 +76,13 @@ def load(
         return _load_file(model, weights, classes)
     if not model_name.startswith(TIMM):
         return _load_torchvision(model, model_name, weights)
-    if weights != "DEFAULT":
-        raise UsageError(
+    refuse(
+        (
+            weights != "DEFAULT",
             f"weights={weights}: timm's weights are DEFAULT.",
             "Name others in the model, as in timm:vit_small_patch16_224.augreg_in1k.",
         )
+    )
     config = cast(Any, model).pretrained_cfg
     return LoadedWeights((), Normalization(tuple(config["mean"]), tuple(config["std"])))
 
@@ -90,11 +92,13 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
 
     has_names = model_name != "small" and ":" not in model_name
     members: Any = get_model_weights(model_name).__members__ if has_names else {}
-    if weights not in members:
-        raise UsageError(
+    refuse(
+        (
+            weights not in members,
             f"weights={weights}: {model_name} has no such weights and no such file exists.",
             f"Use one of: {', '.join([*members, 'a file'])}.",
         )
+    )
     member = members[weights]
     try:
         state = member.get_state_dict(progress=False, check_hash=True)
@@ -125,8 +129,8 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
     for name in _NESTED:
         if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
             value = value[name]
-    if not isinstance(value, Mapping) or not all(isinstance(t, Tensor) for t in value.values()):
-        raise UsageError(f"weights={path} holds no state dict of names and tensors.")
+    is_state = isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
+    refuse((not is_state, f"weights={path} holds no state dict of names and tensors."))
     return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
 
 
@@ -143,11 +147,10 @@ def _copy_weights(
         is_own = any(name.startswith(prefix) for name in wanted)
         if not is_own and all(name.startswith(prefix) for name in names):
             names = [name.removeprefix(prefix) for name in names]
-    left_out = (*last, *_AUXILIARY)
     given = {
         name: value
         for name, value in zip(names, state.values(), strict=True)
-        if name in wanted or not name.startswith(left_out)
+        if name in wanted or not name.startswith((*last, *_AUXILIARY))
     }
     fresh = {
         name: value
@@ -172,19 +175,19 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     frozen: set[str] = set()
     for pattern in (part.strip() for part in patterns.split(",")):
+        matching = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")]
         if pattern == "backbone":
             last = output_layers(model)
             matching = [name for name in names if not name.startswith(last)]
-        else:
-            matching = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")]
-        if not matching:
-            raise UsageError(
-                f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}."
+        refuse(
+            (
+                not matching,
+                f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}.",
             )
+        )
         frozen.update(matching)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if trained <= frozen:
-        raise UsageError(f"freeze={patterns!r} leaves no parameter to train.")
+    refuse((trained <= frozen, f"freeze={patterns!r} leaves no parameter to train."))
     set_trainable(model, frozen, False)
     return sorted(frozen & trained)
 
@@ -245,12 +248,14 @@ class LoadedCheckpoint:
         }
         config = Config.of({**trained, **(options or {})})
         task, inputs = Task.from_state(state["task"]), ModelInputs.from_state(state["inputs"])
-        if model is None and is_made(config.model):
-            raise UsageError(
+        refuse(
+            (
+                model is None and is_made(config.model),
                 f"{path} holds a model that a function made ({config.model}), and functions that "
                 "a checkpoint names are not called.",
                 "Give it: model=module:function.",
             )
+        )
         given = config.model if model is None else model
         size = inputs.image_size or max(config.image_shape)
         net = build(given, task.outputs, size, is_dense=task.is_dense)
