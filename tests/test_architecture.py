@@ -45,13 +45,13 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3437,
+    "conversion": 3436,
     "training": 3198,
-    "inspection": 1653,
+    "inspection": 1652,
     "loader": 1226,
-    "shards": 2113,
+    "shards": 2107,
     "decode": 1353,
-    "storage": 1075,
+    "storage": 1073,
     "reader": 504,
     "cli": 661,
     "runtime": 398,

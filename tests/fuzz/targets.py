@@ -55,7 +55,7 @@ from wdstrain.shards import declare
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, save_index, unpack_part
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Offsets, arrow_file
+from wdstrain.shards.offsets import arrow_file
 from wdstrain.shards.resolve import open_index, place_of, recall, scan
 from wdstrain.shards.tar import (
     NO_KEY,
@@ -291,7 +291,7 @@ def run_rescue(data: bytes) -> None:
     for promised in (index, None):
         try:
             with open_source(path) as source:
-                expected = promised or Index((Shard(path, 0, 0),), Offsets.of(()))
+                expected = promised or Index((Shard(path, 0, 0),))
                 intact, _, findings = recover(ShardScan(source, lambda count: None), expected)
         except CompressedError:
             return

@@ -36,7 +36,7 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK, END, header
-from wdstrain.storage.files import disk_errors, publish, sync_folder, write_whole
+from wdstrain.storage.files import disk_errors, publish, sync, write_whole
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
@@ -194,7 +194,7 @@ def _write_shard(
 
     with disk_errors(path, _FULL), suppress(FileNotFoundError):
         os.unlink(path + _PART)  # it describes the shard that is about to be replaced
-        sync_folder(folder)
+        sync(folder)
     with collector_paused():
         index = write_samples(path, shard.split, good(), tick or (lambda *_: None), _FULL)
     extra = {"identity": mark, "places": places.tolist(), "bad": bad.bad}

@@ -42,9 +42,8 @@ from wdstrain.shards.index_io import (
     move_index,
     save_index,
 )
-from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
-from wdstrain.storage.files import disk_errors, read_whole, sync_folder, user_cache, write_whole
+from wdstrain.storage.files import disk_errors, read_whole, sync, user_cache, write_whole
 from wdstrain.storage.objects import is_object, list_folder_of, put, remove
 from wdstrain.storage.remote import read_remote
 
@@ -128,7 +127,7 @@ class Staging(AbstractContextManager["Staging"]):
     def _open(self) -> None:
         """Lock the folder, and complete the change of a killed command."""
         os.makedirs(self.out, exist_ok=True)
-        sync_folder(os.path.dirname(os.path.abspath(self.out)))
+        sync(os.path.dirname(os.path.abspath(self.out)))
         end = time.monotonic() + _LOCK_TIMEOUT
         while not self._is_locked():
             if time.monotonic() > end:
@@ -166,7 +165,7 @@ class Staging(AbstractContextManager["Staging"]):
         with suppress(WdstrainError):
             if (document := find_document(os.path.join(self.out, INDEX_NAME))) is not None:
                 return document
-        return Index((), Offsets.of(()))
+        return Index()
 
     def _is_used(self, overwrite: bool, resume: bool) -> bool:
         """Return whether a conversion was begun. Raises UsageError if the folder may not be used."""
@@ -308,7 +307,7 @@ class Staging(AbstractContextManager["Staging"]):
             for final, name in files.items():
                 with suppress(FileNotFoundError):  # moved already
                     os.replace(os.path.join(source, name), os.path.join(self.out, final))
-            sync_folder(self.out)  # after a power loss, the index implies all other files
+            sync(self.out)  # after a power loss, the index implies all other files
             move_index(source, self.out)
             _unlink(self.out, gone)
             self._clear()
@@ -341,7 +340,7 @@ def _unlink(folder: str, names: Iterable[str]) -> None:
     for name in names:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, os.path.basename(name)))
-    sync_folder(folder)
+    sync(folder)
 
 
 class Bucket:

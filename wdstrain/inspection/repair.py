@@ -45,7 +45,7 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Offsets, OffsetsBuilder
+from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.files import disk_errors, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
@@ -143,7 +143,7 @@ def _repaired(
 ) -> Index:
     """Write one shard; return its index, which is empty if nothing of it is intact."""
     listed, shown = expected.shards[0], shown_path(path)
-    intact, suspects, findings = Index((), Offsets.of(())), set[str](), list[Finding]()
+    intact, suspects, findings = Index(), set[str](), list[Finding]()
     try:
         with open_source(path, state="") as source:
             intact, suspects, findings = recover(ShardScan(source, tick), expected)

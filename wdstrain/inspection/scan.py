@@ -21,13 +21,20 @@ from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
-from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.resolve import picked, tars_of
+from wdstrain.shards.resolve import picked
 from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
 from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
-from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, is_json
+from wdstrain.storage.addresses import (
+    INDEX_NAME,
+    Urls,
+    beside,
+    check_finished,
+    expand,
+    is_json,
+    tars_of,
+)
 from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
 MOST = 1000  # findings of one shard, or of one kind, that are listed
@@ -203,7 +210,7 @@ def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
                 reason = "lies beside the index, which does not list it"
                 findings[tar] = Finding(shown_path(tar), "", "", 0, reason)
             if not (is_list and index.shards):
-                shards[tar] = Index((Shard(tar, 0, 0),), Offsets.of(()))
+                shards[tar] = Index((Shard(tar, 0, 0),))
     return shards, list(findings.values())
 
 
@@ -212,7 +219,7 @@ def _index_at(path: str) -> tuple[Index, Finding | None]:
 
     An index without shards if there is none.
     """
-    shown, nothing = shown_path(path), Index((), Offsets.of(()))
+    shown, nothing = shown_path(path), Index()
     if not is_remote(path):
         check_finished(os.path.dirname(path))
     try:

@@ -48,9 +48,9 @@ from wdstrain.shards.kinds import (
 from wdstrain.shards.label_kinds import class_names, rule_of
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.options import IndexOptions
-from wdstrain.shards.resolve import is_newer, is_unchanged, picked, scan, tars_of
+from wdstrain.shards.resolve import is_newer, is_unchanged, picked, scan
 from wdstrain.shards.where import column_named, names_in
-from wdstrain.storage.addresses import INDEX_NAME, check_finished, expand
+from wdstrain.storage.addresses import INDEX_NAME, check_finished, expand, tars_of
 from wdstrain.storage.remote import is_remote
 
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]

@@ -28,6 +28,7 @@ from wdstrain.shards.offsets import (
     Ints,
     Members,
     Offsets,
+    OffsetsBuilder,
     as_arrow,
     firsts,
     table_names,
@@ -82,8 +83,8 @@ class Index:
     that `needs_headers` names.
     """
 
-    shards: tuple[Shard, ...]
-    offsets: Offsets
+    shards: tuple[Shard, ...] = ()
+    offsets: Offsets = field(default_factory=OffsetsBuilder().offsets)
     labels: tuple[ColumnInfo, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
     differing: dict[ColumnInfo, str] = field(default_factory=dict)

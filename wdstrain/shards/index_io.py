@@ -44,7 +44,7 @@ from wdstrain.shards.offsets import (
     table_names,
 )
 from wdstrain.storage.addresses import INDEX_NAME, beside, check_finished, folder_of
-from wdstrain.storage.files import read_whole, regular, state_of, sync_folder, write_whole
+from wdstrain.storage.files import read_whole, regular, state_of, sync, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
@@ -72,7 +72,7 @@ def move_index(source: str, folder: str) -> None:
     for name in (TABLE_NAME, INDEX_NAME):
         with suppress(FileNotFoundError):  # moved by an interrupted call
             os.replace(os.path.join(source, name), os.path.join(folder, name))
-            sync_folder(folder)
+            sync(folder)
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:

@@ -22,7 +22,6 @@ from wdstrain.errors import ShardError
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column, join_columns
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.tar import Sample
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -181,14 +180,6 @@ class Offsets:
         arrays = [pa.concat_arrays(column) for column in zip(*rows, strict=True)]
         columns = join_columns([(len(part), part.columns) for part in parts])
         return cls.of_arrays(fields, arrays, columns)
-
-    @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Offsets:
-        """Return the offsets of samples of a shard, in order."""
-        builder = OffsetsBuilder()
-        for key, start, stop, members in samples:
-            builder.put(key, start, stop, [(*member, 0) for member in members])
-        return builder.offsets()
 
     def digest(self) -> str:
         """Return a short hash of the keys, offsets and sizes."""

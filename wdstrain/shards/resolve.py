@@ -8,7 +8,6 @@ machine scans a set; the others, such as ranks, wait for its result.
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import threading
@@ -26,7 +25,7 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_sizes, find_index, load, pack_part, unpack_part
-from wdstrain.shards.offsets import Offsets
+from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import (
     INDEX_NAME,
@@ -36,6 +35,7 @@ from wdstrain.storage.addresses import (
     check_no_change,
     expand,
     is_json,
+    tars_of,
 )
 from wdstrain.storage.files import is_state, open_source, read_whole, user_cache, write_whole
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
@@ -132,11 +132,6 @@ def join_once(parts: Sequence[Index]) -> Index:
             )
         named[path] = shard
     return index
-
-
-def tars_of(folder: str) -> list[str]:
-    """Return the paths of the tars in a folder, sorted by name."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
 
 def is_newer(shard: Shard) -> bool:
@@ -271,16 +266,19 @@ def scan_shard(
     """
     skipped = SkippedMembers()
     with open_source(path, stopping=stopping) as source:
-        rows = list(islice(samples(source.read, source.size, shown_path(path), skipped), most))
-    return index_of(path, rows, source.size, source.version, skipped)
+        rows = islice(samples(source.read, source.size, shown_path(path), skipped), most)
+        return index_of(path, rows, source.size, source.version, skipped)
 
 
 def index_of(
-    path: str, rows: list[Sample], size: int, tag: str | None, skipped: SkippedMembers
+    path: str, rows: Iterable[Sample], size: int, tag: str | None, skipped: SkippedMembers
 ) -> Index:
     """Return the index of a shard of `size` bytes whose headers were read. tag: its state."""
-    shard = Shard(path, len(rows), size, tag=tag or "")
-    return Index((shard,), Offsets.of(rows), info={"ignored": dict(skipped)})
+    builder = OffsetsBuilder()
+    for key, start, stop, members in rows:
+        builder.put(key, start, stop, [(*member, 0) for member in members])
+    shard = Shard(path, len(builder), size, tag=tag or "")
+    return Index((shard,), builder.offsets(), info={"ignored": dict(skipped)})
 
 
 def picked(index: Index, paths: Iterable[str]) -> Index:
@@ -369,7 +367,7 @@ def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[I
 
 def _joined(parts: Sequence[Index]) -> Index:
     """Return scanned indexes as one, with the sum of their skipped members."""
-    index = join([part for part in parts if part.shards] or [Index((), Offsets.of([]))])
+    index = join([part for part in parts if part.shards] or [Index()])
     ignored = sum((Counter(part.info.get("ignored")) for part in parts), Counter[str]())
     info = {"made": "scanned from headers"} | ({"ignored": dict(ignored)} if ignored else {})
     return replace(index, info=info)

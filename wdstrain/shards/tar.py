@@ -148,8 +148,8 @@ _DIRECTORY, LINK = "a directory", "a link or device"
 
 def skipped_text(skipped: Mapping[str, int]) -> str:
     """Return how many members were skipped for which reason, without directories; "" if none."""
-    counts = skipped.items()
-    return ", ".join(f"{n} times {reason}" for reason, n in counts if reason != _DIRECTORY)
+    counts = {reason: n for reason, n in skipped.items() if reason != _DIRECTORY}
+    return ", ".join(f"{n} times {reason}" for reason, n in counts.items())
 
 
 def samples(

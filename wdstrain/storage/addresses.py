@@ -193,8 +193,7 @@ def matching_paths(pattern: str) -> list[str]:
 def _expand_folder(path: Path) -> list[str]:
     if (path / INDEX_NAME).exists():
         return [str(path / INDEX_NAME)]
-    tars = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
-    if tars:
+    if tars := tars_of(str(path)):
         return tars
     check_finished(str(path))
     compressed = sorted(entry.name for entry in path.iterdir() if COMPRESSED.search(entry.name))
@@ -208,6 +207,11 @@ def _expand_folder(path: Path) -> list[str]:
         f"Name a folder of shards, or make shards of its images: wdstrain convert folder {path} "
         "OUT",
     )
+
+
+def tars_of(folder: str) -> list[str]:
+    """Return the paths of the tars in a folder, sorted by name."""
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
 
 def _expand_remote(address: str) -> list[str]:

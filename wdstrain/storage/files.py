@@ -55,15 +55,14 @@ def publish(temporary: str, final: str) -> None:
 
     Raises OSError.
     """
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
+    sync(temporary)
     os.replace(temporary, final)
-    sync_folder(os.path.dirname(final) or ".")
+    sync(os.path.dirname(final) or ".")
 
 
-def sync_folder(folder: str) -> None:
-    """Flush the names of the files in a folder. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path: str) -> None:
+    """Flush a file, or the names of the files in a folder. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -283,9 +283,6 @@ class RemoteStream(io.RawIOBase):
         self._position = max(0, offset + (0, self._position, self.file.size)[whence])
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         size = self.file.size
         count = max(0, min(len(buffer), size - self._position))

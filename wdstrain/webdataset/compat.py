@@ -299,7 +299,7 @@ class WholeShards:
                     yield sample
             if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
-                    rows = list(placed(heads, shown_path(path), SkippedMembers()))
+                    rows = placed(heads, shown_path(path), SkippedMembers())
                     remember(index_of(path, rows, file.size, file.tag, skipped))
         if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown_path(path), reasons)
