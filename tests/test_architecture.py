@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3436,
+    "conversion": 3420,
     "training": 3198,
     "inspection": 1652,
     "loader": 1226,

@@ -17,11 +17,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
-from itertools import accumulate, chain, compress, count, islice, takewhile
+from itertools import accumulate, chain, compress, count, takewhile
 from stat import S_ISREG
 from typing import Any
 
@@ -42,12 +41,10 @@ from wdstrain.conversion.listing import (
 )
 from wdstrain.conversion.source_options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
-    BATCH,
     Cells,
     batched,
-    cells_of,
+    collected,
     distinct,
-    joined,
     json_fields,
     values_of,
 )
@@ -99,13 +96,6 @@ class _Rows:
         self._chosen = _chosen_rows(table, options.where)
         fixed = fixed_classes(options.classes, options.like, list(asked.items()))
         self._labels = {name: self._decide(name, asked[name], fixed.get(name)) for name in asked}
-        bad = [np.isin(label.codes, list(label.bad)) for label in self._labels.values()]
-        if bad and np.any(bad, axis=0)[self._chosen].all():
-            raise SourceError(
-                f"{table.files.name}: no row has values for all labels "
-                f"({', '.join(self._labels)}).",
-                "Name other columns.",
-            )
         labels = [decision.label for decision in self._labels.values()]
         classes = next((label for label in labels if label.is_class), None)
         self._cls: dict[str, bytes] | None = None  # numbers of classes of the only label
@@ -144,11 +134,10 @@ class _Rows:
 
     def listing(self, bad: BadSamples) -> Source:
         """Return the rows whose images are files."""
-        paths = self._paths()
-        rule = _PathRule(self._table.files, self._options.root, paths)
+        rule = _PathRule(self._table.files, self._options.root, self._paths())
         keys, items = Keys(), SampleStore()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
-        for entry in self._samples(lambda path, file, line: rule.image(path), paths):
+        for entry in self._samples(rule):
             if isinstance(entry, BadSample):
                 bad.put(entry)
                 continue
@@ -166,8 +155,7 @@ class _Rows:
     def _paths(self) -> Cells:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
         columns = [self._table.column(name, written=True) for name in self._images]
-        paths = map(self._path, compress(batched(*columns), self._chosen))
-        return joined([cells_of(some) for some in iter(lambda: list(islice(paths, BATCH)), [])])
+        return collected(map(self._path, compress(batched(*columns), self._chosen)))
 
     def _path(self, cells: tuple[Any, ...]) -> str:
         plain = (cell.get("path") if isinstance(cell, dict) else cell for cell in cells)
@@ -179,14 +167,9 @@ class _Rows:
 
     def stream(self, bad: BadSamples) -> Source:
         """Return the rows whose images are bytes in the table."""
-        files = self._table.files
-
-        def find(cell: Any, file: str, line: int) -> Sample:
-            return _bytes_image(cell, f"{files.key_prefix(file)}row-{line:09d}")
-
         return replace(
             self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
-            samples=lambda: chain(bad.bad, self._samples(find)),
+            samples=lambda: chain(bad.bad, self._samples()),
             total=int(self._chosen.sum()),
         )
 
@@ -236,31 +219,34 @@ class _Rows:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _samples(
-        self, find: Callable[[Any, str, int], Sample], paths: Cells = None
-    ) -> Iterator[Sample | BadSample]:
+    def _samples(self, rule: _PathRule | None = None) -> Iterator[Sample | BadSample]:
         """Yield the chosen rows as samples, whose name is that of the image.
 
-        find: returns a sample of the image of a path or cell, its file, and its line there. paths:
-        of the images of the chosen rows; None: the images are cells.
+        rule: of images that are files; None: the images are cells.
         """
-        images, rows = None if paths is None else batched(paths), count()
+        paths, rows = batched(() if rule is None else rule.paths), count()
         for file, lines, columns in self._table.batches(self._table.columns):
             for line, *values in zip(lines, *columns.values(), strict=True):
                 row = next(rows)
                 if not self._chosen[row]:
                     continue
                 cells = dict(zip(columns, values, strict=True))
-                image = cells[self._options.image] if images is None else next(images)[0]
+                image = cells[self._options.image] if rule is None else next(paths)[0]
                 try:
-                    yield self._sample(partial(find, image, file, line), cells, file, line, row)
+                    yield self._sample(rule, image, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
-                    shown = image if isinstance(image, str) and images is not None else ""
+                    shown = "" if rule is None else image
                     yield BadSample(shown_path(file), line, shown, str(error))
 
     def _sample(
-        self, find: Callable[[], Sample], cells: dict[str, Any], file: str, line: int, row: int
+        self,
+        rule: _PathRule | None,
+        image: Any,
+        cells: dict[str, Any],
+        file: str,
+        line: int,
+        row: int,
     ) -> Sample:
         """Return a sample of an image with the other columns of its row. Raises SampleError."""
         options = self._options
@@ -274,7 +260,11 @@ class _Rows:
         if options.split_by is not None and not split:
             raise SampleError(f"the split column '{options.split_by}' is empty")
         stratum = str(cells[self._stratum]) if self._stratum else ""
-        sample = find()
+        if rule is None:
+            prefix = self._table.files.key_prefix(file)
+            sample = _bytes_image(image, f"{prefix}row-{line:09d}")
+        else:
+            sample = rule.image(image)
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
@@ -360,7 +350,7 @@ def _bytes_image(cell: Any, name: str) -> Sample:
 
 
 class _PathRule:
-    """Rule that gives the file of each path of a table."""
+    """Rule that gives the file of each path of a table. paths: with slashes."""
 
     def __init__(self, files: TableFiles, root: str | None, paths: Cells) -> None:
         base = files.base if root is None else root
@@ -369,18 +359,19 @@ class _PathRule:
         self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
         odd = [path for (path,) in batched(paths) if "\\" in path]
         self._turned = bool(odd) and not any(map(os.path.isfile, map(self._below, odd)))
-        slashed = (self._slashed(path) for (path,) in batched(paths))
-        absolute = list(filter(_ABSOLUTE.match, slashed))
+        if self._turned:
+            paths = collected(path.replace("\\", "/") for (path,) in batched(paths))
+        self.paths = paths
+        absolute = [path for (path,) in batched(self.paths) if _ABSOLUTE.match(path)]
         is_foreign = root is not None and absolute and not any(map(os.path.isfile, absolute))
         self._left_out = self._beginning(absolute) if is_foreign else None
 
     def image(self, path: str) -> Sample:
-        """Return a sample of the image of a path as the table has it. Raises SourceError."""
+        """Return a sample of the image of one of the paths. Raises SourceError."""
         if not path:
             raise SourceError("there is no path of an image")
         self.asked += 1
-        name = path = self._slashed(path)
-        field = image_field(path)
+        name, field = path, image_field(path)
         if field is None:
             raise SourceError("the path has no extension of an image")
         if self._left_out is not None and path.startswith(self._left_out):
@@ -415,9 +406,6 @@ class _PathRule:
 
     def _below(self, path: str) -> str:
         return os.path.join(self._base, path)
-
-    def _slashed(self, path: str) -> str:
-        return path.replace("\\", "/") if self._turned else path
 
     def _beginning(self, paths: list[str]) -> str | None:
         """Return the shortest common beginning without which a file is below the root."""

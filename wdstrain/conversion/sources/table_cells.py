@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 from uuid import UUID
@@ -51,6 +52,12 @@ def cells_of(values: list[Any]) -> Cells:
         with suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
             return pa.chunked_array([pa.array(values)])
     return values
+
+
+def collected(values: Iterable[Any]) -> Cells:
+    """Return values as cells. Only a batch of them are Python values at a time."""
+    some = iter(values)
+    return joined([cells_of(batch) for batch in iter(lambda: list(islice(some, BATCH)), [])])
 
 
 def joined(parts: Sequence[Cells]) -> Cells:
@@ -111,8 +118,7 @@ def plain(cells: Cells, changes: Changes) -> Cells:
     """Return cells whose values are all plain. changes: counts the values that JSON cannot hold."""
     if not isinstance(cells, list) and _is_plain(cells):
         return cells
-    parts = (cells[start : start + BATCH] for start in range(0, len(cells), BATCH))
-    return joined([cells_of([_plain(value, changes) for value in part]) for part in parts])
+    return collected(_plain(value, changes) for value in cells)
 
 
 def _is_plain(cells: pa.ChunkedArray) -> bool:

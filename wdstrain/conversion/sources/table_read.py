@@ -15,7 +15,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -46,6 +46,7 @@ from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.label_kinds import NUMBER
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
+_FRAMES = ("iloc", "__arrow_c_stream__", "__arrow_c_array__")  # attributes of frames
 _DELIMITERS = ",;\t|"
 _NEXT_STEP = (
     "A table must be UTF-8. Save it as UTF-8, or give its encoding, such as encoding='cp1252'. "
@@ -53,51 +54,71 @@ _NEXT_STEP = (
 )
 _IMAGE_BATCH = 128  # rows of a batch with images
 
+Row = tuple[int, dict[str, Any]]  # number of a row in its file, and its cells by column
+
 
 @dataclass
 class Part:
     """Some rows of a file.
 
     rows: the line or number of each, from 1. cells: by column; None: they are read later. schema:
-    of a file whose columns have types. may_lack: another part may have more columns.
+    of a file whose columns have types.
     """
 
     path: str
     rows: Sequence[int]
     cells: dict[str, Cells]
     schema: pa.Schema | None = None
-    may_lack: bool = False
 
 
-@dataclass
 class Table:
     """Rows and columns of a table.
 
-    columns: all names, in order. parts: rows of each file. states: of the files. cells: plain ones,
-    of columns in memory. texts: cells of a CSV as they were written, where these are numbers.
-    classes: names of class numbers by column, where the table has them. changes: by column.
+    columns: all names, in order. cells: plain ones, of columns in memory. classes: names of class
+    numbers by column, where the table has them. changes: by column, of values that JSON lacks.
     """
 
-    files: TableFiles
-    columns: list[str]
-    parts: list[Part]
-    states: dict[str, Any]
-    classes: dict[str, tuple[str, ...]]
-    cells: dict[str, Cells] = field(default_factory=dict)
-    texts: dict[str, pa.ChunkedArray] = field(default_factory=dict)
-    changes: dict[str, Changes] = field(default_factory=dict)
+    def __init__(
+        self,
+        files: TableFiles,
+        parts: list[Part],
+        states: dict[str, Any],
+        untyped: set[str],
+        decimal: str,
+    ) -> None:
+        """states: of the files. untyped: columns of texts that have no types yet."""
+        self.files, self._parts, self._states = files, parts, states
+        self._rows = sum(len(part.rows) for part in parts)
+        if not self._rows:
+            raise SourceError(f"{files.name} has no rows that can be read. {_NEXT_STEP}")
+        self.classes = _class_names(parts[0].schema)
+        self.columns = list(dict.fromkeys(column for part in parts for column in part.cells))
+        self.cells, self.changes = dict[str, Cells](), dict[str, Changes]()
+        self._texts = dict[str, Cells]()  # numbers of a CSV, as they were written
+        for column in self.columns:
+            nulls = (pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts)
+            some = [p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)]
+            if some[0] is None:
+                continue  # images
+            cells, self.changes[column] = joined(some), Changes()
+            if column not in untyped:
+                self.cells[column] = plain(cells, self.changes[column])
+                continue
+            self.cells[column] = typed(cells, decimal)
+            if pa.types.is_primitive(self.cells[column].type):
+                self._texts[column] = cells
 
     def __len__(self) -> int:
-        return sum(len(part.rows) for part in self.parts)
+        return self._rows
 
     def batches(
         self, names: Sequence[str]
     ) -> Iterator[tuple[str, Sequence[int], dict[str, list[Any]]]]:
         """Yield (file, number of each row in it, plain cells by column) of consecutive rows."""
         stored, first = [name for name in names if name not in self.cells], 0
-        for part in self.parts:
+        for part in self._parts:
             start = 0
-            with reading(part.path, self.states):
+            with reading(part.path, self._states):
                 for batch in _batches(part, stored):
                     stop = start + len(batch)
                     cells = {
@@ -118,7 +139,7 @@ class Table:
         written: numbers of a CSV are texts, as they were written.
         """
         if name in self.cells:
-            return self.texts.get(name, self.cells[name]) if written else self.cells[name]
+            return self._texts.get(name, self.cells[name]) if written else self.cells[name]
         return [cell for _, _, cells in self.batches([name]) for cell in cells[name]]
 
 
@@ -135,12 +156,11 @@ def read_table(options: TableOptions, bad: BadSamples) -> Table:
 
     Raises SourceError for files that cannot be read, that are no table or that do not fit together.
     """
-    table, states, untyped = options.table, dict[str, Any](), set[str]()
-    if any(hasattr(table, n) for n in ("iloc", "__arrow_c_stream__", "__arrow_c_array__")) or (
-        isinstance(table, list) and table and isinstance(table[0], dict)
-    ):
+    table, parts, states, untyped = options.table, list[Part](), dict[str, Any](), set[str]()
+    is_rows = isinstance(table, list) and bool(table) and isinstance(table[0], dict)
+    if is_rows or any(hasattr(table, name) for name in _FRAMES):
         files = TableFiles("the table", ["the table"], None)
-        return _one_table(files, [_part_of_frame(files.name, table)], states, untyped)
+        return Table(files, list(_frame_parts(files.name, table)), states, untyped, "")
     files = find_files(table)
     form = form_of(files.paths[0])
     if not options.header and form != "csv":
@@ -148,53 +168,24 @@ def read_table(options: TableOptions, bad: BadSamples) -> Table:
             f"{files.name}: only CSV and TSV files can be without a header.",
             "Leave out header=False.",
         )
-    parts = list[Part]()
     for path in files.paths:
         with reading(path, states):
             read = list(_READERS[form](path, options, bad))
         for part in read:
             given = files.partitions(path).items()
-            added = {n: _texts([v] * len(part.rows)) for n, v in given if n not in part.cells}
+            added = {n: cells_of([v] * len(part.rows)) for n, v in given if n not in part.cells}
             untyped.update(added, part.cells if form == "csv" else ())
             part.cells |= added
-        parts += read
-    return _one_table(files, parts, states, untyped, options.decimal)
-
-
-def _one_table(
-    files: TableFiles,
-    parts: list[Part],
-    states: dict[str, Any],
-    untyped: set[str],
-    decimal: str = ".",
-) -> Table:
-    """Return the parts as a table. untyped: columns of texts that have no types yet."""
-    if not any(len(part.rows) for part in parts):
-        raise SourceError(f"{files.name} has no rows that can be read. {_NEXT_STEP}")
-    for part in parts:
-        _check_columns(parts[0], part)
-    columns = list(dict.fromkeys(column for part in parts for column in part.cells))
-    made = Table(files, columns, parts, states, _class_names(parts[0].schema))
-    for column in columns:
-        nulls = (pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts)
-        some = [p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)]
-        if some[0] is None:
-            continue  # images
-        cells, changes = joined(some), made.changes.setdefault(column, Changes())
-        if column in untyped:
-            made.cells[column] = typed(cells, decimal)
-            if pa.types.is_primitive(made.cells[column].type):
-                made.texts[column] = cells
-        else:
-            made.cells[column] = plain(cells, changes)
-    return made
+            parts.append(part)
+            if form != "json":  # where a row may lack columns
+                _check_columns(parts[0], part)
+    return Table(files, parts, states, untyped, options.decimal)
 
 
 def _check_columns(first: Part, part: Part) -> None:
     """Raise SourceError if a file has other columns, types or class names than the first one."""
     differing = [f"has no column '{name}'" for name in first.cells if name not in part.cells]
     differing += [f"has a column '{name}' more" for name in part.cells if name not in first.cells]
-    differing = [] if part.may_lack else differing
     if part.schema is not None and not differing:
         try:
             pa.unify_schemas([part.schema, first.schema])
@@ -210,49 +201,51 @@ def _check_columns(first: Part, part: Part) -> None:
         )
 
 
-def _by_name(path: str, names: Iterable[str], columns: Iterable[Cells]) -> dict[str, Cells]:
-    """Return the columns of a table by name. Raises SourceError if two have one name."""
-    pairs = list(zip(names, columns, strict=True))
-    if len(dict(pairs)) < len(pairs):
+def _check_names(path: str, names: Sequence[str]) -> None:
+    """Raise SourceError if two columns have one name."""
+    if len(set(names)) < len(names):
         raise SourceError(
-            f"{shown_path(path)} names a column twice: {', '.join((name for name, _ in pairs))}.",
+            f"{shown_path(path)} names a column twice: {', '.join(names)}.",
             "Give each its own name.",
         )
-    return dict(pairs)
 
 
 # --- frames and Arrow -----------------------------------------------------------------------------
 
 
-def _part_of_frame(name: str, frame: Any) -> Part:
-    """Return a frame of pandas, an object that offers Arrow data, or a list of dicts as rows."""
+def _frame_parts(name: str, frame: Any) -> Iterator[Part]:
+    """Yield the rows of a frame of pandas, an object that offers Arrow data, or a list of dicts."""
     if isinstance(frame, list):
-        return _part_of_rows(name, range(1, len(frame) + 1), frame)
-    if not hasattr(frame, "iloc"):
-        return _arrow_part(name, pa.table(frame))
-    series = [frame.iloc[:, place] for place in range(frame.shape[1])]
-    columns = (
-        pa.chunked_array([pa.array(one.array)])
-        if type(one.array).__name__ == "ArrowExtensionArray"
-        else cells_of(list(one))
-        for one in series
-    )
-    return Part(name, range(1, len(frame) + 1), _by_name(name, map(str, frame.columns), columns))
+        yield from _parts_of_rows(name, enumerate(frame, 1))
+    elif hasattr(frame, "iloc"):
+        names = list(map(str, frame.columns))
+        _check_names(name, names)
+        series = [frame.iloc[:, place] for place in range(len(names))]
+        columns = (
+            pa.chunked_array([pa.array(one.array)])
+            if type(one.array).__name__ == "ArrowExtensionArray"
+            else cells_of(list(one))
+            for one in series
+        )
+        yield Part(name, range(1, len(frame) + 1), dict(zip(names, columns, strict=True)))
+    else:
+        yield _arrow_part(name, pa.table(frame))
 
 
 def _arrow_part(path: str, table: pa.Table, schema: pa.Schema | None = None) -> Part:
     """Return the rows of an Arrow table. schema: with the columns that are read later."""
     schema = schema or table.schema
-    columns = dict(zip(table.schema.names, table.columns, strict=True))
-    cells = _by_name(path, schema.names, map(columns.get, schema.names))
+    _check_names(path, schema.names)
+    read = dict(zip(table.schema.names, table.columns, strict=True))
+    cells = {name: read.get(name) for name in schema.names}
     return Part(path, range(1, len(table) + 1), cells, schema)
 
 
 def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
+    """Yield the rows of a Parquet file. Columns that may hold images are read later."""
     file = _parquet(path)
-    schema = file.schema_arrow
-    names = [field.name for field in schema if not _may_hold_images(field.type)]
-    yield _arrow_part(path, file.read(columns=names).select(names), schema)
+    names = [field.name for field in file.schema_arrow if "binary" not in str(field.type)]
+    yield _arrow_part(path, file.read(columns=names).select(names), file.schema_arrow)
 
 
 def _parquet(path: str) -> pq.ParquetFile:
@@ -269,13 +262,6 @@ def _read_arrow(path: str, options: TableOptions, bad: BadSamples) -> Iterator[P
     yield _arrow_part(path, opened.read_all())
 
 
-def _may_hold_images(kind: pa.DataType) -> bool:
-    """Return whether a column is bytes, or Hugging Face's struct of bytes and path."""
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _may_hold_images(field.type) for field in kind)
-    return "binary" in str(kind)
-
-
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
     """Return the class names that Hugging Face writes into the metadata of a schema, by column."""
     try:
@@ -289,7 +275,16 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
         return {}
 
 
-# --- CSV ------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def _parts_of_rows(path: str, rows: Iterable[Row]) -> Iterator[Part]:
+    """Yield rows as parts. Cells that a row lacks are empty."""
+    rows = iter(rows)
+    while batch := list(islice(rows, BATCH)):
+        names = dict.fromkeys(name for _, row in batch for name in row)
+        cells = {name: cells_of([row.get(name) for _, row in batch]) for name in names}
+        yield Part(path, array("q", [number for number, _ in batch]), cells)
 
 
 def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
@@ -304,19 +299,20 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
             f"{path}: its first line looks like data ({names[0][:40]!r} ...).",
             "Add a line that names the columns, or use header=False, which names them 0, 1, ...",
         )
-    while batch := list(islice(rows, BATCH)):
-        good = [(line, row) for line, row in batch if len(row) == len(names)]
-        for line, row in batch:
-            if len(row) != len(names):
-                reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
-                bad.put(BadSample(path, line, "", reason))
-        columns = zip(*(row for _, row in good), strict=True) if good else ([],) * len(names)
-        lines = array("q", [line for line, _ in good])
-        yield Part(path, lines, _by_name(path, names, map(_texts, columns)))
+    _check_names(path, names)
+    yield from _parts_of_rows(path, _complete(path, names, rows, bad))
 
 
-def _texts(cells: Sequence[str]) -> pa.ChunkedArray:
-    return pa.chunked_array([pa.array(cells, pa.string())])
+def _complete(
+    path: str, names: list[str], rows: Iterable[tuple[int, list[str]]], bad: BadSamples
+) -> Iterator[Row]:
+    """Yield the rows that have a cell for each column."""
+    for line, row in rows:
+        if len(row) == len(names):
+            yield line, dict(zip(names, row, strict=True))
+        else:
+            reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
+            bad.put(BadSample(path, line, "", reason))
 
 
 def _csv_rows(path: str, data: bytes, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
@@ -362,23 +358,12 @@ def _lines(path: str, data: bytes, encoding: str) -> Iterator[str]:
         ) from None
 
 
-# --- JSON -----------------------------------------------------------------------------------------
-
-
 def _read_json(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of JSON lines, or of one JSON array of objects. A row may lack columns."""
-    rows = _json_rows(path, read_file(path), bad)
-    while batch := list(islice(rows, BATCH)):
-        yield _part_of_rows(path, array("q", [line for line, _ in batch]), [r for _, r in batch])
+    yield from _parts_of_rows(path, _json_rows(path, read_file(path), bad))
 
 
-def _part_of_rows(path: str, lines: Sequence[int], rows: list[dict[str, Any]]) -> Part:
-    names = dict.fromkeys(name for row in rows for name in row)
-    cells = {name: cells_of([row.get(name) for row in rows]) for name in names}
-    return Part(path, lines, cells, may_lack=True)
-
-
-def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[Row]:
     """Yield (number of its line, or in the array, and the object) of each row."""
     lines = _lines(path, data, "utf-8")
     is_array = data.lstrip()[:1] == b"["
@@ -393,8 +378,8 @@ def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[tuple[int, d
                 ) from None
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
-            continue
-        yield from enumerate(rows, line)
+        else:
+            yield from enumerate(rows, line)
 
 
 def _objects(text: str, *, is_array: bool) -> list[dict[str, Any]]:
