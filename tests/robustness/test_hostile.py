@@ -166,8 +166,8 @@ def test_a_function_named_in_a_checkpoint_is_not_called(
     labelled(folder, ["dark", "light"])
     module_file = tmp_path / "my_models.py"
     module_file.write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom wdstrain.training.models import Small\n"
-        "def mine(outputs):\n    return Small(outputs, 16)\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom wdstrain.training.models import make_small\n"
+        "def mine(outputs):\n    return make_small(outputs, 16)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     train(str(folder), tmp_path / "run", **{**SMALL, "model": "my_models:mine"})

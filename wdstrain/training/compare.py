@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from wdstrain.errors import UsageError
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.storage.files import write_whole
-from wdstrain.training.config import CONFIG, METRICS, read_config, read_lines
+from wdstrain.training.config import CONFIG, METRICS, read_config, read_lines, refuse
 from wdstrain.training.words import curves, metric_text, metric_title, metric_value
 
 _MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
@@ -45,8 +44,7 @@ def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, An
 def _options(run: str) -> dict[str, Any]:
     """Return the options and the data of a run."""
     path = os.path.join(run, CONFIG)
-    if not os.path.exists(path):
-        raise UsageError(f"{run} holds no run.", "Name folders that train wrote.")
+    refuse((not os.path.exists(path), f"{run} holds no run.", "Name folders that train wrote."))
     options, data = read_config(path)
     return options | data
 

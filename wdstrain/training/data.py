@@ -111,13 +111,15 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
     label, classes = config.label, read_classes(config.classes) if config.classes else None
     field = "" if label is None else label.strip().removesuffix(":mask")
     if is_image(field) and field in index.fields:
-        if classes is None:
-            raise UsageError(
+        refuse(
+            (
+                classes is None,
                 f"label={label}: it holds masks.",
                 "Name their classes in the order of their numbers, such as "
                 "classes=background,cat,dog, or give their number, such as classes=21.",
             )
-        index = with_mask(index, field, classes)
+        )
+        index = with_mask(index, field, classes or ())
     elif label is not None and not index.labels and not index.differing:
         index = with_label(index, label, classes)
     elif classes is not None:

@@ -174,13 +174,12 @@ class ModelInputs:
 
     def prepared(self, batch: Mapping[str, Any], *, channels_last: bool) -> dict[str, Tensor]:
         """Return the inputs in a batch as the model gets them."""
-        prepared = {}
-        for name in self.specs:
-            value = normalize(batch[name], self.normalization)
-            is_last = channels_last and value.ndim == 4
-            layout = torch.channels_last if is_last else torch.contiguous_format
-            prepared[name] = value.contiguous(memory_format=layout)
-        return prepared
+        layouts = {4: torch.channels_last} if channels_last else {}
+        values = {name: normalize(batch[name], self.normalization) for name in self.specs}
+        return {
+            name: value.contiguous(memory_format=layouts.get(value.ndim, torch.contiguous_format))
+            for name, value in values.items()
+        }
 
     def blank(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Return a batch of zeros."""
@@ -324,11 +323,13 @@ def input_fields(
     for name in heads.keys() & fields.keys():
         given = fields[name] if index is None else with_classes(fields[name], index)
         learned = targets[f"target {heads[name].name}"]
-        if _reads(given, learned) != _reads(learned, learned):
-            raise UsageError(
+        refuse(
+            (
+                _reads(given, learned) != _reads(learned, learned),
                 f"{title}[{name!r}] reads another value than the label that is learned: {learned}.",
                 "Leave the entry out: the label is read as the shards declare it.",
             )
+        )
     return inputs
 
 
@@ -355,15 +356,20 @@ def check_same_inputs(
     wanted: Mapping[str, InputSpec], fields: Fields, owner: str, *, sizes: bool
 ) -> None:
     """Raise UsageError for fields that read other inputs. sizes: heights and widths count too."""
-    kinds, given = [], specs_of(fields)
-    for specs in (wanted, given):
-        shapes = {n: s.shape if sizes else (len(s.shape), s.shape[:1]) for n, s in specs.items()}
-        kinds.append({n: (spec.dtype, shapes[n], spec.classes) for n, spec in specs.items()})
-    if kinds[0] != kinds[1]:
-        raise UsageError(
+    given = specs_of(fields)
+    refuse(
+        (
+            _compared(wanted, sizes) != _compared(given, sizes),
             f"the fields give {listed(given)}, and {owner} {listed(wanted)}.",
             "Give the same inputs.",
         )
+    )
+
+
+def _compared(specs: Mapping[str, InputSpec], sizes: bool) -> dict[str, Any]:
+    """Return what must be equal of inputs. sizes: heights and widths, too."""
+    shapes = {n: s.shape if sizes else (len(s.shape), s.shape[:1]) for n, s in specs.items()}
+    return {n: (spec.dtype, shapes[n], spec.classes) for n, spec in specs.items()}
 
 
 def listed(specs: Mapping[str, InputSpec]) -> str:

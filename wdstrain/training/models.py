@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
@@ -54,7 +55,7 @@ def build(
     elif ":" in name and not name.startswith(TIMM):
         model = call_factory(import_function(name), name, outputs)
     elif name == "small":
-        model = SmallSegmentation(outputs) if is_dense else Small(outputs, image_size)
+        model = SmallSegmentation(outputs) if is_dense else make_small(outputs, image_size)
     elif name.startswith(TIMM) and not is_dense:
         model = _timm_model(name.removeprefix(TIMM), outputs, image_size, pretrained)
     else:
@@ -205,20 +206,18 @@ def import_function(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], value)
 
 
-class Small(nn.Module):
-    """A small residual network. Input [b, 3, image_size, image_size], output [b, outputs]."""
-
-    def __init__(self, outputs: int, image_size: int) -> None:
-        super().__init__()
-        first = 2 if image_size >= 48 else 1  # large pictures are halved at once
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
-        )
-        self.stages = nn.Sequential(_Block(32, 32, 1), _Block(32, 64, 2), _Block(64, 128, 2))
-        self.head = nn.Linear(128, outputs)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return cast(Tensor, self.head(self.stages(self.stem(pixels)).mean((2, 3))))
+def make_small(outputs: int, image_size: int) -> nn.Module:
+    """Return a small residual network. Input [b, 3, image_size, image_size], output [b, outputs]."""
+    first = 2 if image_size >= 48 else 1  # large pictures are halved at once
+    stem = nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+    parts = {
+        "stem": nn.Sequential(*stem),
+        "stages": nn.Sequential(_Block(32, 32, 1), _Block(32, 64, 2), _Block(64, 128, 2)),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+        "head": nn.Linear(128, outputs),
+    }
+    return nn.Sequential(OrderedDict(parts))
 
 
 class SmallSegmentation(nn.Module):

@@ -314,10 +314,11 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
         "lr": run.lr,
         "verdict": state.verdict,
     }
-    for head in run.task.heads:
-        if f"head {head.name}" in sums:
-            share = sums[f"head {head.name}"] / max(1.0, samples)
-            metrics[run.task.metric_name(head, "accuracy")] = share
+    metrics |= {
+        run.task.metric_name(head, "accuracy"): sums[f"head {head.name}"] / max(1.0, samples)
+        for head in run.task.heads
+        if f"head {head.name}" in sums
+    }
     if run.scaler.is_enabled():
         metrics["skipped_steps"] = int(sums["skipped"])
     metrics |= {name: dict(values) for name, (values, _) in passes.items()}

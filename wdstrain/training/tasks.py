@@ -37,8 +37,16 @@ class Task:
         UsageError if the index has no such label, or several and none is named.
         """
         known = {label.name: label for label in index.labels}
-        _check_numbering(index, known, labels)
+        differing = {own.name: why for own, why in index.differing.items() if own.name not in known}
+        asked = (labels or "").strip()
+        if not known and labels is None:
+            asked = next(iter(differing), "")
         refuse(
+            (
+                asked in differing,
+                f"{differing.get(asked)}.",
+                "Pack them together, or leave some out.",
+            ),
             (
                 not known,
                 "the index declares no labels.",
@@ -195,14 +203,6 @@ class Task:
     def __str__(self) -> str:
         texts = ((head.name, _ABOUT[head.kind].format(len(head.classes))) for head in self.heads)
         return ", ".join(f"{name} ({about})" for name, about in texts)
-
-
-def _check_numbering(index: Index, known: Mapping[str, ColumnInfo], labels: str | None) -> None:
-    """Raise UsageError for a label whose classes differ between the shards of the index."""
-    for label, why in index.differing.items():
-        is_asked = label.name == (labels or "").strip() or (not known and labels is None)
-        if label.name not in known and is_asked:
-            raise UsageError(f"{why}.", "Pack them together, or leave some out.")
 
 
 def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:

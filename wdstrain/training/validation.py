@@ -25,12 +25,11 @@ from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
 from wdstrain.decode.fields import IGNORED, Example
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import center_crop
-from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter
 from wdstrain.storage.files import write_whole
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, refuse
 from wdstrain.training.distributed import DistributedContext, is_sharded
 from wdstrain.training.heads import Criterion, TrainingStep
 from wdstrain.training.inputs import ModelInputs
@@ -297,13 +296,16 @@ class MaskFolder:
 
     def __init__(self, inputs: ModelInputs, path: str) -> None:
         self._folder, self._names, self._image = os.path.splitext(path)[0], set[str](), inputs.image
-        if os.path.exists(self._folder) and (
-            os.path.isfile(self._folder) or os.listdir(self._folder)
-        ):
-            raise UsageError(
+        is_used = os.path.isfile(self._folder) or (
+            os.path.isdir(self._folder) and os.listdir(self._folder)
+        )
+        refuse(
+            (
+                is_used,
                 f"{self._folder} has files already, and predicted masks would be written there.",
                 "Name another out, or empty the folder.",
             )
+        )
         os.makedirs(self._folder, exist_ok=True)
 
     def write(self, mask: Tensor, key: str, size: tuple[int, int] | None) -> str:
