@@ -429,7 +429,7 @@ def test_a_shard_listed_twice_is_refused(shards: Path) -> None:
         open_index([shards, shards / "part-000.tar"])
 
 
-@pytest.mark.parametrize("spelling", ["absolute", "link to the folder", "link to the shard"])
+@pytest.mark.parametrize("spelling", ["same", "absolute", "link to folder", "link to shard"])
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_shard_under_two_names_is_refused(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, indexed: bool
@@ -439,9 +439,8 @@ def test_a_shard_under_two_names_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").symlink_to(shards)
     (tmp_path / "link.tar").symlink_to(shards / "part-000.tar")
-    other = {"absolute": shards, "link to the folder": "folder", "link to the shard": "link.tar"}[
-        spelling
-    ]
+    names = {"absolute": shards, "link to folder": "folder", "link to shard": "link.tar"}
+    other = names.get(spelling, "shards")
     with pytest.raises(UsageError, match="is named twice .also as shards/part-000.tar"):
         wt.Loader(["shards", other], batch_size=1)
 

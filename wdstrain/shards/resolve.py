@@ -167,14 +167,14 @@ def _opened(
     """Return the index of shards, and those that each address means."""
     if isinstance(urls, Index):
         return urls, {}
-    index_at = cache(find_index)  # each file is read once
+    index_at, addresses = cache(find_index), addresses_of(urls)  # each file is read once
     meant = {
         address: [place for path in expand(address) for place in _places_at(path, index_at)]
-        for address in addresses_of(urls)
+        for address in addresses
     }
     parts = [
         recall_or_scan(paths, note) if index is None else _checked(index, note, may_be_short)
-        for paths, index in _grouped(chain(*meant.values()))
+        for paths, index in _grouped(chain(*map(meant.__getitem__, addresses)))
     ]
     return join_once(parts), meant
 
