@@ -7,8 +7,8 @@ the error column, and the image beside it is predicted all the same.
 
 from __future__ import annotations
 
+import codecs
 import csv
-import io
 import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -322,13 +322,10 @@ def _write(path: str, schema: pa.Schema, rows: Iterator[tuple[Any, ...]]) -> Non
     """Write a table. The file appears when it is complete."""
     with put_whole(path) as file:
         if path.lower().endswith(".csv"):
-            text = io.TextIOWrapper(
-                file, "utf-8", errors="surrogateescape", newline="", write_through=True
-            )
+            text = codecs.getwriter("utf-8")(file, "surrogateescape")
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(schema.names)
             writer.writerows(map(_csv_cell, row) for row in rows)
-            text.detach()
             return
         with pq.ParquetWriter(file, schema) as parquet:
             while group := list(islice(rows, _GROUP_ROWS)):

@@ -157,8 +157,7 @@ class ModelInputs:
 
         Without such an input, that of the first.
         """
-        specs = self.specs.values()
-        return min(specs, key=lambda spec: (not spec.is_rgb, len(spec.shape) != 3)).shape
+        return min(self.specs.values(), key=lambda s: (not s.is_rgb, len(s.shape) != 3)).shape
 
     @property
     def image_size(self) -> int:
