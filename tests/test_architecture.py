@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1353,
     "storage": 1073,
     "reader": 504,
-    "cli": 661,
+    "cli": 656,
     "runtime": 398,
     "tuning": 240,
     "order": 400,

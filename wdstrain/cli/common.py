@@ -90,6 +90,18 @@ def verb(
     return parser
 
 
+def add_verb(
+    run: Verb,
+    options: type[Any],
+    example: str,
+    verbs: Any,
+    text: str,
+    out: tuple[str, str] | None = None,
+) -> None:
+    """Add a verb, the first word of its example, to the verbs of the command line."""
+    verb(verbs, example.split()[0], run, text, example, options, out)
+
+
 def _example(words: str) -> str:
     """Return an example, on two lines if it is too long for one."""
     line = f"example: wdstrain {words}"
@@ -166,7 +178,10 @@ def facts(index: Index) -> dict[str, Any]:
         "samples": len(index),
         "shards": len(index.shards),
         "bytes": sum(shard.bytes for shard in index.shards),
-        "splits": _splits(index),
+        "splits": {
+            split: sum(shard.samples for shard in index.shards if shard.split == split)
+            for split in index.splits
+        },
         "fields": list(index.fields),
         "labels": [label.row for label in index.labels],
         "columns": [
@@ -188,13 +203,6 @@ def summary(index: Index) -> list[tuple[str, str]]:
         )
     rows.append(("fields", ", ".join(index.fields)))
     return rows + [(f"label {label.name}", label.summary) for label in index.labels]
-
-
-def _splits(index: Index) -> dict[str, int]:
-    return {
-        split: sum(shard.samples for shard in index.shards if shard.split == split)
-        for split in index.splits
-    }
 
 
 # --- flags, made from the fields of option dataclasses -------------------------------------------

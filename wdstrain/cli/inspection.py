@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import Verb, given, is_utf8, result, verb
+from wdstrain.cli.common import add_verb, given, is_utf8, result
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -149,23 +149,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add(
-    run: Verb,
-    options: type[Any],
-    example: str,
-    verbs: Any,
-    text: str,
-    out: tuple[str, str] | None = None,
-) -> None:
-    """Add a verb, the first word of its example, to the verbs of the command line."""
-    verb(verbs, example.split()[0], run, text, example, options, out)
-
-
 _SHEET = ("FILE.png", "contact sheet to write (default: print a table)")
-add_info = partial(_add, _info, InfoOptions, "info shards/photos")
-add_show = partial(_add, _show, PeekOptions, "show shards/photos -o sheet.png --random", out=_SHEET)
-add_verify = partial(_add, _verify, VerifyOptions, "verify shards/photos --decode")
-add_repair = partial(_add, _repair, RepairOptions, "repair shards/photos -o shards/saved")
+add_info = partial(add_verb, _info, InfoOptions, "info shards/photos")
+add_show = partial(
+    add_verb, _show, PeekOptions, "show shards/photos -o sheet.png --random", out=_SHEET
+)
+add_verify = partial(add_verb, _verify, VerifyOptions, "verify shards/photos --decode")
+add_repair = partial(add_verb, _repair, RepairOptions, "repair shards/photos -o shards/saved")
 _TRAINING = "'shards/photos/train-*.tar'"
-add_plan = partial(_add, _plan, PlanOptions, f"plan {_TRAINING} --batch-size 16 --world-size 2")
-add_bench = partial(_add, _bench, BenchOptions, f"bench {_TRAINING} --tune")
+add_plan = partial(add_verb, _plan, PlanOptions, f"plan {_TRAINING} --batch-size 16 --world-size 2")
+add_bench = partial(add_verb, _bench, BenchOptions, f"bench {_TRAINING} --tune")

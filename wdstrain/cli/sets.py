@@ -16,7 +16,16 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import add_options, facts, given, print_json, result, summary, verb
+from wdstrain.cli.common import (
+    add_options,
+    add_verb,
+    facts,
+    given,
+    print_json,
+    result,
+    summary,
+    verb,
+)
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.source_options import (
     ArraysOptions,
@@ -246,18 +255,6 @@ def _rows(
 # --- index ---------------------------------------------------------------------------------------
 
 
-def add_index(verbs: Any, text: str) -> None:
-    """Add `index` to the verbs of the command line."""
-    verb(
-        verbs,
-        "index",
-        _index,
-        text,
-        "index old --columns cls,json.kind",
-        IndexOptions,
-    )
-
-
 def _index(arguments: argparse.Namespace) -> int:
     from wdstrain.shards.declare import column_rows, index
 
@@ -267,18 +264,6 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 # --- remove --------------------------------------------------------------------------------------
-
-
-def add_remove(verbs: Any, text: str) -> None:
-    """Add `remove` to the verbs of the command line."""
-    verb(
-        verbs,
-        "remove",
-        _remove,
-        text,
-        "remove shards/photos --where \"label == 'blurred'\"",
-        RemoveOptions,
-    )
 
 
 def _remove(arguments: argparse.Namespace) -> int:
@@ -323,18 +308,6 @@ class ServeOptions(CheckedOptions):
     port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
 
 
-def add_serve(verbs: Any, text: str) -> None:
-    """Add `serve` to the verbs of the command line."""
-    verb(
-        verbs,
-        "serve",
-        _serve,
-        text,
-        "serve shards/photos --port 8000",
-        ServeOptions,
-    )
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     options = ServeOptions(**given(arguments, ServeOptions))
 
@@ -371,3 +344,10 @@ def _serve(arguments: argparse.Namespace) -> int:
             f"{seconds:.0f} s"
         )
     return status
+
+
+add_index = partial(add_verb, _index, IndexOptions, "index old --columns cls,json.kind")
+add_remove = partial(
+    add_verb, _remove, RemoveOptions, "remove shards/photos --where \"label == 'blurred'\""
+)
+add_serve = partial(add_verb, _serve, ServeOptions, "serve shards/photos --port 8000")
