@@ -40,12 +40,11 @@ _MAX_VALUES = 1000  # different texts that are counted one by one
 _ALONE = "For its classes, look at each set alone"
 
 
-class Sizes(Result):
-    """Sizes of the values of a field, in bytes: smallest, median, percentile_99, largest, total."""
-
-
 class FieldSummary(Result):
-    """A field: `name`, `content`, the number of `samples` that have it, and `sizes`."""
+    """A field: `name`, `content`, the number of `samples` that have it, and `sizes`.
+
+    sizes: smallest, median, percentile_99, largest and total of its values, in bytes.
+    """
 
     unprinted = ("name",)
 
@@ -71,7 +70,8 @@ class Numbers(Result):
 class ColumnSummary(Result):
     """Statistics of the column `name`, of the `looked_at` samples; exact: these are all samples.
 
-    is_label: it holds a label. kind: as of `shards.kinds`. missing: samples looked at that have no value, or none that fits.
+    is_label: it holds a label. kind: as of `shards.kinds`. missing: samples looked at that have no
+    value, or none that fits.
     classes: samples of each class, or of each value of a flag, text or multi-label column, of which
     at most 1000 different ones are listed. distinct: number of different values. empty: classes
     without samples. imbalance: samples of the largest class / of the smallest that has any.
@@ -108,7 +108,8 @@ class Info(Result):
     """Contents of some shards. Prints as text; `as_dict()` is JSON-able.
 
     samples, shards: their numbers. splits: samples by split. fields: names. labels: their
-    ColumnInfo. ok: nothing is wrong with the shards. exact: no label was left unread. bytes: of all shards.
+    ColumnInfo. ok: nothing is wrong with the shards. exact: no label was left unread. bytes: of all
+    shards.
     made: how the set was made, in words; info: the same as the index has it. ignored: members that
     belong to no sample, by reason. keys: the first keys. contents: each field. columns: statistics
     of labels, then of other columns. disagreements: labels that cannot be joined, because they
@@ -232,10 +233,11 @@ def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, 
     )
 
 
-def _sizes(sizes: Ints) -> Sizes:
+def _sizes(sizes: Ints) -> Result:
+    """Return smallest, median, percentile_99, largest and total of some sizes, in bytes."""
     names = ("smallest", "median", "percentile_99", "largest")
     named = dict(zip(names, quantiles(sizes, (0, 0.5, 0.99, 1)), strict=True))
-    return Sizes(**{name: Size(size) for name, size in {**named, "total": sizes.sum()}.items()})
+    return Result(**{name: Size(size) for name, size in {**named, "total": sizes.sum()}.items()})
 
 
 def _looked_at(index: Index, names: list[str]) -> Ints:

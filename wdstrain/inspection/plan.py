@@ -35,10 +35,11 @@ _MAX_CHANCE = 0.9  # of a design effect that chance excuses
 class RankShare(Result):
     """Reads and memory of one rank in an epoch.
 
-    rank, samples, bytes, shards, reads: integers. padding: rows that repeat samples. seeks: reads that open a shard, or do not start where the last
-    one ended; the lanes of a rank take turns, so with several of them a disk seeks with nearly every
-    read. requests: to servers, without a cache; 0 for local shards. held_bytes_most: read and not
-    delivered, when a batch is requested. The reader reads some MB ahead, which comes on top.
+    rank, samples, bytes, shards, reads: integers. padding: rows that repeat samples. seeks: reads
+    that open a shard, or do not start where the last one ended; the lanes of a rank take turns, so
+    with several of them a disk seeks with nearly every read. requests: to servers, without a cache;
+    0 for local shards. held_bytes_most: read and not delivered, when a batch is requested. The
+    reader reads some MB ahead, which comes on top.
     """
 
     def __str__(self) -> str:
@@ -66,11 +67,12 @@ class EpochPreview(Result):
     """Preview of an epoch. Prints as names and values; `as_dict()` is JSON-able.
 
     samples, shards, bytes: of the set. batch_size to tail: the options, as the loader uses them.
-    ranks: the share of each. is_good, verdict: of the shuffle. steps: of the epoch; left_out: samples
-    that none has. exactly_once: every sample that is not left out is read once. hours: at `rate` samples per
-    second on each rank. requests, cost: of all ranks; cost is None without prices. quality: by
-    "classes", None without a label that has a column, and by "neighbors" on disk, None if the shards
-    were packed in random order. steps_measured: their number. label: whose classes were measured.
+    ranks: the share of each. is_good, verdict: of the shuffle. steps: of the epoch; left_out:
+    samples that none has. exactly_once: every sample that is not left out is read once. hours: at
+    `rate` samples per second on each rank. requests, cost: of all ranks; cost is None without
+    prices. quality: by "classes", None without a label that has a column, and by "neighbors" on
+    disk, None if the shards were packed in random order. steps_measured: their number. label: whose
+    classes were measured.
     """
 
     def rows(self) -> list[tuple[str, str]]:
