@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/examples/lightning_fit.py 'shards/photos/train-*.tar' 'shards/photos/val-*.tar'
 
-The loader gives each rank its own part and has a length, so Lightning has nothing to add (`use_distributed_sampler=False`). Its position
-goes into Lightning's checkpoints by the two hooks of the module.
+The loader gives each rank its own part, so Lightning has nothing to add (`use_distributed_sampler=False`). Lightning keeps the loader's
+position in its checkpoints: `trainer.fit(..., ckpt_path=...)` continues in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import wdstrain as wt
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, model: nn.Module, loader: wt.Loader) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.loader = model, loader
+        self.model = model
 
     def training_step(self, batch: dict[str, Any], step: int) -> Tensor:
         return nn.functional.cross_entropy(self.model(batch["image"] / 255), batch["label"])
@@ -33,16 +33,6 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = self.loader.state_dict()
-        if state["step"] and self.trainer.fit_loop.epoch_loop.done:
-            # limit_train_batches ended the epoch early: a resumed run begins the next one
-            state |= {"epoch": state["epoch"] + 1, "step": 0, "bad": 0}
-        checkpoint["loader"] = state
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.loader.load_state_dict(checkpoint["loader"])
 
 
 def main() -> int:
@@ -67,7 +57,7 @@ def main() -> int:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(model, loader), loader, val_loader)
+    trainer.fit(Classifier(model), loader, val_loader)
     print(
         f"accuracy {float(trainer.callback_metrics['accuracy']):.2%}; {loader.report()['verdict']}"
     )

@@ -234,7 +234,7 @@ def test_a_substitute_has_its_own_label(tmp_path: Path, on_error: Any, shape: bo
     batches, bad = loader.epoch(0, until=1), 0
     for batch in batches:
         values = torch.tensor([0 if a is None else int(a[0, 1]) for a in batch["a"]])
-        own = torch.from_numpy(batches.own)
+        own = torch.from_numpy(batches.delivered.own)
         bad += int((~own).sum())
         assert torch.equal(batch["label"], values % 5)
         assert torch.equal(batch["price"], values / 4)

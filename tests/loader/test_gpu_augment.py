@@ -278,7 +278,7 @@ def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
     with pytest.raises(wt.UsageError, match=r"batch\['label'\] is float32\[2\]"):
         varied({"image": _pictures(2), "label": torch.zeros(2)}, _draws(2))
     with pytest.raises(wt.UsageError, match="no batch was delivered yet"):
-        _ = wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).ids
+        _ = wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).delivered
 
 
 def test_an_empty_batch_has_the_types_of_full_batches() -> None:
@@ -390,7 +390,7 @@ def test_a_marked_sample_is_mixed_into_no_other(
         with closing(wt.Loader(tmp_path, fields, batch_size=8, **options)) as loader:
             batches = loader.epoch(0, until=4)
             for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):
-                own = torch.from_numpy(np.asarray(batches.own))
+                own = torch.from_numpy(np.asarray(batches.delivered.own))
                 shares.append(float(batch["label"][own, 1].min()))
                 pixels.append(float(batch["image"][own].min()))
         return min(shares), min(pixels)

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,8 +78,7 @@ def lightning_fit(
 ) -> tuple[list[list[str]], torch.Tensor]:
     """Return the keys of each batch and the weights of a run of Lightning's Trainer.
 
-    The module saves the state of its loader, as scripts/examples/lightning_fit.py does. save_at:
-    step after which the run is saved as `out`; 0: at its end.
+    save_at: step after which the run is saved as `out`; 0: at its end.
     """
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -97,15 +98,6 @@ def lightning_fit(
         def on_train_batch_end(self, *_: Any) -> None:
             if save_at and self.trainer.global_step == save_at:
                 self.trainer.save_checkpoint(out)
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            state = train.state_dict()
-            if state["step"] and self.trainer.fit_loop.epoch_loop.done:
-                state |= {"epoch": state["epoch"] + 1, "step": 0, "bad": 0}
-            checkpoint["loader"] = state
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            train.load_state_dict(checkpoint["loader"])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -219,6 +211,71 @@ def test_ranks_that_lightning_starts_share_the_samples(tmp_path: Path) -> None:
     assert len(first) == len(second) == 16
 
 
+# --- a plain loop, accelerate ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
+    tmp_path: Path, ranks: int
+) -> None:
+    write_class_folder(tmp_path / "photos", {"cat": 48, "dog": 48})
+    wt.convert_folder(tmp_path / "photos", tmp_path / "shards")
+    script = str(ROOT / "scripts" / "examples" / "train_loop.py")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start += [f"--nproc-per-node={ranks}", script, str(tmp_path / "shards"), "--epochs=2"]
+    start += ["--batch-size=8", "--image-size=32", "--checkpoint-every=2"]
+    options: dict[str, Any] = {"text": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    outs = [tmp_path / "whole", tmp_path / "killed"]
+    done = subprocess.run([*start, "--out", str(outs[0])], capture_output=True, **options)
+    assert done.returncode == 0, done.stderr
+    with subprocess.Popen(
+        [*start, "--out", str(outs[1])], stdout=subprocess.PIPE, process_group=0, **options
+    ) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("epoch 1, step 2:") for line in run.stdout)
+        os.killpg(run.pid, signal.SIGKILL)
+    done = subprocess.run([*start, "--out", str(outs[1])], capture_output=True, **options)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 0" not in done.stdout
+    first, second = (torch.load(out / "last.pt", weights_only=True) for out in outs)
+    assert first["loader"] == second["loader"]
+    torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_resumes_in_mid_epoch(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    shards = write_shards(tmp_path / "shards", [20, 12])
+
+    def fit(resume: bool) -> tuple[list[list[str]], torch.Tensor]:
+        accelerator, seen = accelerate.Accelerator(cpu=True), list[list[str]]()
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(layer.parameters())
+        model, optimizer = accelerator.prepare(layer, optimizer)
+        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+            accelerator.register_for_checkpointing(loader)
+            if resume:
+                accelerator.load_state(tmp_path / "state")
+            while loader.next_position < (2, 0):
+                for batch in loader:
+                    seen.append(batch["__key__"])
+                    optimizer.zero_grad()
+                    accelerator.backward(model(batch["label"].float()[:, None]).mean())
+                    optimizer.step()
+                    if len(seen) == 11 and not resume:
+                        accelerator.save_state(tmp_path / "state")
+        return seen, layer.weight.detach()
+
+    whole, expected = fit(False)
+    seen, weights = fit(True)
+    assert len(whole) == 16
+    assert seen == whole[11:]
+    assert torch.equal(weights, expected)
+
+
 # --- Keras ----------------------------------------------------------------------------------------
 
 
@@ -268,6 +325,50 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
         runpy.run_path(example, run_name="__main__")
     assert ended.value.code == 0
     assert reported == pytest.approx(right, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_keras_resumes_in_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("keras") is None:
+        pytest.skip("keras is not installed: pip install keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    import keras
+
+    shards = write_shards(tmp_path / "shards", [20, 12])
+    state: list[Any] = []
+
+    def fit(weights: Any, position: Any, steps: int) -> tuple[list[list[str]], Any]:
+        """Train for `steps` batches; save weights and position after 5."""
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+        seen = list[list[str]]()
+        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+            if position is not None:
+                model.set_weights(weights)
+                loader.load_state_dict(position)
+
+            def pairs() -> Iterator[Any]:
+                while True:
+                    for batch in loader:
+                        seen.append(batch["__key__"])
+                        label = batch["label"].float()[:, None]
+                        yield label, label
+
+            class Save(keras.callbacks.Callback):  # type: ignore[misc]
+                def on_train_batch_end(self, number: int, logs: Any = None) -> None:
+                    if number == 4 and not state:
+                        state.extend([self.model.get_weights(), loader.state_dict()])
+
+            model.fit(pairs(), steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[Save()])
+        return seen, model.get_weights()
+
+    whole, expected = fit(None, None, 13)
+    seen, weights = fit(*state, 8)
+    assert len(whole) == 13
+    assert seen == whole[5:]
+    assert all(map(np.array_equal, weights, expected))
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

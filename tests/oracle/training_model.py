@@ -347,7 +347,7 @@ class PlainRun:
         with closing(self.loader(training=False, errors=errors)) as loader:
             batches = loader.epoch(0)
             for step, batch in enumerate(batches):
-                own = batches.own.copy()
+                own = batches.delivered.own.copy()
                 keys = [key for key, good in zip(batch["__key__"], own, strict=True) if good]
                 if keys:
                     yield {n: v[own] if isinstance(v, Tensor) else keys for n, v in batch.items()}

@@ -512,7 +512,7 @@ def test_patterns_select_the_frozen_parameters() -> None:
 
 
 def test_models_of_timm_are_built_by_name() -> None:
-    pytest.importorskip("timm")
+    pytest.importorskip("timm", reason="timm is not installed: pip install 'wdstrain[timm]'")
     assert build("timm:resnet10t", 7, 64)(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
     assert build("timm:vit_tiny_patch16_224", 7, 32)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     with pytest.raises(UsageError, match="cannot be created: Unknown model"):

@@ -1,4 +1,4 @@
-"""The callbacks of scripts/examples log a run to experiment trackers, offline."""
+"""The callback of scripts/examples logs a run to W&B, offline."""
 
 from __future__ import annotations
 
@@ -52,17 +52,3 @@ def test_wandb_gets_options_and_metrics(tmp_path: Path, monkeypatch: pytest.Monk
     assert callback.run.config["epochs"] == 2
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert all(text.encode() in log.read_bytes() for text in ("val/accuracy", done.stop_reason))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_mlflow_gets_options_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # needs no database
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    done = run_with(example("mlflow_callback")["MlflowCallback"](run_name="test"), tmp_path)
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs(["0"])
-    assert (run.data.params["epochs"], run.info.status) == ("2", "FINISHED")
-    history = client.get_metric_history(run.info.run_id, "val/accuracy")
-    assert [point.value for point in history] == [epoch["val"]["accuracy"] for epoch in done.epochs]
-    assert run.data.tags["stop_reason"] == done.stop_reason

@@ -161,9 +161,12 @@ def _peek_loader(loader: Loader, n: int) -> Peek:
     with closing(loader.copy_with_threads()) as copy:
         batches = iter(copy)
         while len(views) < n and (batch := next(batches, None)) is not None:
-            new = [_stored(index, number) for number in batches.ids.tolist()[: n - len(views)]]
+            new = [
+                _stored(index, number)
+                for number in batches.delivered.ids.tolist()[: n - len(views)]
+            ]
             _add_rows(new, batch, names, index.labels)
-            for view, is_own in zip(new, batches.own, strict=False):
+            for view, is_own in zip(new, batches.delivered.own, strict=False):
                 if not is_own:
                     view.add_error("", "it replaces a bad sample")
             views += new

@@ -14,9 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.batch_assembly import TakenBatch
@@ -132,21 +129,18 @@ class EpochBatches(Iterator[Batch]):
         state: LoaderState,
         plans: Callable[[int], Order],
         options: LoaderOptions,
-        start: Position,
+        start: Position | None,
         until: int | None,
     ) -> None:
-        """plans: returns the plan of an epoch. until: the epoch at which reading ahead stops."""
+        """plans: returns the plan of an epoch. start: None for that of the loader's next loop when
+        the first batch is requested: Lightning makes an iterator before it sets the epoch.
+        until: the epoch at which reading ahead stops."""
         # None after the end. A traceback may refer to this pass for long: in a notebook until the
         # next error. The loader must be able to end before that.
         self.state: LoaderState | None = state
-        self._options, self._start, self._until = options, start, until
-        self._epoch, self._step, self._bad = start  # the step that is taken next
-        self._plan, rank = plans(self._epoch), options.rank
-        # Rows before that step and of the whole epoch on this rank, padding included.
-        self._rows, self._epoch_samples = (
-            self._plan.rows_before(rank, step) for step in (self._step, self._plan.steps)
-        )
-        self._delivered_steps = start.step
+        self._options, self._plans, self._until = options, plans, until
+        self._requested = start
+        self._start_at(start or state.next_start)
         self._pipeline: Pipeline | None = None  # set with the first batch
         self._totals_before: dict[str, float] = {}  # set with the first batch
         self._stats = EpochStats()
@@ -155,6 +149,16 @@ class EpochBatches(Iterator[Batch]):
         # Held from a request to its delivery, so that the position never moves back.
         self._lock = threading.RLock()
         self._process: int | None = None  # process that requested the first batch
+
+    def _start_at(self, start: Position) -> None:
+        self._start = start
+        self._epoch, self._step, self._bad = start  # the step that is taken next
+        self._plan, rank = self._plans(self._epoch), self._options.rank
+        # Rows before that step and of the whole epoch on this rank, padding included.
+        self._rows, self._epoch_samples = (
+            self._plan.rows_before(rank, step) for step in (self._step, self._plan.steps)
+        )
+        self._delivered_steps = self._step
 
     def __next__(self) -> Batch:
         self._check_process()
@@ -175,30 +179,11 @@ class EpochBatches(Iterator[Batch]):
         )
 
     @property
-    def own(self) -> npt.NDArray[np.bool_]:
-        """Rows of the batch delivered last that hold their own sample, not a substitute. bool[b]"""
-        return self._delivered.own
-
-    @property
-    def bad(self) -> list[Finding]:
-        """The bad samples of the batch delivered last, in row order, without padding."""
-        return self._delivered.bad
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """Ids of the samples in the rows of the batch delivered last. int64[b]
-
-        The id of a sample is its number in the index.
-        """
-        return self._delivered.ids
-
-    @property
-    def _delivered(self) -> TakenBatch:
+    def delivered(self) -> TakenBatch:
+        """The batch delivered last, without its tensors: `ids`, `own` (rows that hold their own
+        sample, no substitute) and `bad` samples in row order."""
         if self._last is None:
-            raise UsageError(
-                "no batch was delivered yet.",
-                "Request one first.",
-            )
+            raise UsageError("no batch was delivered yet.", "Request one first.")
         return self._last
 
     # --- for code that copies batches to a device -------------------------------------------------
@@ -294,6 +279,7 @@ class EpochBatches(Iterator[Batch]):
         if state is None:
             raise WdstrainError(*OVER)
         self._options.check_rank()
+        self._start_at(self._requested or state.next_start)
         with state.beginning:
             pipeline = state.open_pipeline(self)
             pipeline.begin(self, self._epoch, self._step, self._until)

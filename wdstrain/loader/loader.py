@@ -85,7 +85,7 @@ class Loader:
                     default: Python's
     on_error        samples that cannot be read or decoded: "raise"; "replace": a good sample of the
                     same batch takes the place, or the next good one of the set. "mark": the row
-                    holds zeros or None, and is False in `loader.epoch(n).own`; not with a transform.
+                    holds zeros or None, and is False in `loader.epoch(n).delivered.own`; not with a transform.
                     Replaced and marked samples are counted, see `report`
     max_errors      share of the epoch's samples that may be replaced or marked; more is an error
     cache_dir       folder that keeps shards of servers, shared by all processes of this machine;
@@ -164,7 +164,14 @@ class Loader:
         return self.plan(0).steps
 
     def __iter__(self) -> EpochBatches:
-        return self._pass(self._state.next_start)
+        return self._pass(None)
+
+    @property
+    def sampler(self) -> Loader:
+        """Return the loader: Lightning announces each epoch to the `set_epoch` of this attribute."""
+        return self
+
+    batch_sampler = sampler  # Lightning reads it if there is a sampler
 
     @property
     def dataset(self) -> NoReturn:
@@ -198,7 +205,7 @@ class Loader:
         is_same = saved[:2] == (number, start)
         return self._pass(saved if is_same else Position(number, start), until)
 
-    def _pass(self, start: Position, until: int | None = None) -> EpochBatches:
+    def _pass(self, start: Position | None, until: int | None = None) -> EpochBatches:
         return EpochBatches(self._state, self.plan, self._options, start, until)
 
     def set_epoch(self, number: int) -> None:

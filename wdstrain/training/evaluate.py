@@ -359,13 +359,13 @@ def _batches_of_shards(
     with closing(loader):
         batches = loader.epoch(0, until=1)
         for batch in to_device(batches, device):
-            bad = iter(batches.bad)
+            bad = iter(batches.delivered.bad)
             sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
             yield (
                 batch,
                 [
                     _Sample(next(keys), "" if is_own else next(bad).reason, size)
-                    for is_own, size in zip(batches.own.tolist(), sizes, strict=False)
+                    for is_own, size in zip(batches.delivered.own.tolist(), sizes, strict=False)
                 ],
             )
 

@@ -310,7 +310,7 @@ def _take_step(
         with signals.waiting() if may_stop else nullcontext():
             batch = next(batches)
         run.in_step = True  # sums and buffers change from here on
-        run.sums.count("bad", len(epoch.bad))
+        run.sums.count("bad", len(epoch.delivered.bad))
         progress.timer.lap("data")
         with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
             _backward(run, batch, group)

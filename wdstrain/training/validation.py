@@ -123,8 +123,8 @@ def evaluate_pass(
     with torch.no_grad() if is_split else torch.inference_mode():
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, setup.device)):
-            if not batches.own.all():
-                batch = _select_rows(batch, torch.from_numpy(batches.own))
+            if not batches.delivered.own.all():
+                batch = _select_rows(batch, torch.from_numpy(batches.delivered.own))
             if len(batch["__key__"]):  # the last batch of a process may hold none
                 targets, outputs = task.targets(batch), setup.call(model, batch).float()
                 losses = task.losses(outputs, targets, criterion=setup.criterion)

@@ -159,7 +159,7 @@ class Stream(IterableDataset[dict[str, Any]]):
             try:
                 for batch in batches:
                     step += 1
-                    for finding in batches.bad:
+                    for finding in batches.delivered.bad:
                         self._handler(SampleError(finding.sentence))
                     yield from self._rows(batch, batches, epoch)
                 return
@@ -172,8 +172,8 @@ class Stream(IterableDataset[dict[str, Any]]):
     ) -> Iterator[dict[str, Any]]:
         """Yield the rows of a batch that have their own sample."""
         keys, is_valid = batch.pop("__key__"), batch.pop("__valid__").numpy()
-        shards = self._index.shard_of(batches.ids).tolist()
-        for row in (is_valid & batches.own).nonzero()[0].tolist():
+        shards = self._index.shard_of(batches.delivered.ids).tolist()
+        for row in (is_valid & batches.delivered.own).nonzero()[0].tolist():
             fields = {name: rows[row] for name, rows in batch.items() if rows[row] is not None}
             if sample := self._sample(keys[row], fields, shards[row], epoch):
                 yield sample
