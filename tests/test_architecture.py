@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3420,
     "training": 3178,
-    "inspection": 1574,
+    "inspection": 1652,
     "loader": 1226,
     "shards": 2107,
     "decode": 1353,

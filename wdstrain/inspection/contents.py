@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from PIL import Image
 
 from wdstrain.decode.codecs import open_picture
 from wdstrain.decode.formats import format_of, is_image
-from wdstrain.inspection.result import Result
 from wdstrain.report.printing import printable
 from wdstrain.shards.kinds import npy_array, parsed_json
 
@@ -42,13 +42,23 @@ _ORIENTATION = 274  # EXIF tag
 Header = tuple[str, str, int, int, bool]  # format, mode, width, height, rotated by EXIF
 
 
-class ImageSummary(Result):
+@dataclass(frozen=True)
+class ImageSummary:
     """Formats, modes and sizes in the headers of some images.
 
     width, height: smallest, median and largest, in pixels, as stored. rotated: share of the images
     that EXIF rotates or mirrors. unreadable: images without a readable header; reason: why, for the
     first of them.
     """
+
+    looked_at: int
+    unreadable: int
+    reason: str
+    formats: dict[str, int]
+    modes: dict[str, int]
+    width: tuple[int, ...]
+    height: tuple[int, ...]
+    rotated: float
 
     def __str__(self) -> str:
         if not self.formats:
@@ -65,14 +75,18 @@ class ImageSummary(Result):
         return "; ".join(filter(None, parts))
 
 
-class Content(Result):
-    """Contents of a field, in words (`what`) and by type (`kinds`), by `looked_at` values.
+@dataclass(frozen=True)
+class Content:
+    """Contents of a field, in words (`what`) and by type (`kinds`). entries: of JSON objects."""
 
-    entries: of JSON objects. images: their summary, or None.
-    """
+    what: str
+    looked_at: int
+    kinds: dict[str, int]
+    entries: dict[str, int]
+    images: ImageSummary | None
 
     def __str__(self) -> str:
-        return str(self.what)
+        return self.what
 
 
 def described(name: str, values: Iterable[bytes]) -> Content:
@@ -90,13 +104,7 @@ def described(name: str, values: Iterable[bytes]) -> Content:
         shown.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
     more = f"; and {len(kinds) - _MAX_KINDS} more" * (len(kinds) > _MAX_KINDS)
     what = "; ".join(shown) + more or "not looked at"
-    return Content(
-        what=what,
-        looked_at=kinds.total(),
-        kinds=dict(kinds),
-        entries=dict(entries),
-        images=images,
-    )
+    return Content(what, kinds.total(), dict(kinds), dict(entries), images)
 
 
 def quantiles(values: Any, shares: Sequence[float]) -> tuple[Any, ...]:

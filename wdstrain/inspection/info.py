@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.contents import described, quantiles
+from wdstrain.inspection.contents import Content, described, quantiles
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, Size, rows_of, text_of
@@ -40,13 +41,25 @@ _MAX_VALUES = 1000  # different texts that are counted one by one
 _ALONE = "For its classes, look at each set alone"
 
 
+@dataclass(frozen=True, repr=False)
+class Sizes(Result):
+    """Sizes of the values of a field, in bytes. total: of all values."""
+
+    smallest: int
+    median: int
+    percentile_99: int
+    largest: int
+    total: int
+
+
+@dataclass(frozen=True, repr=False)
 class FieldSummary(Result):
-    """A field: `name`, `content`, the number of `samples` that have it, and `sizes`.
+    """A field: the number of samples that have it, the sizes of its values, and what they are."""
 
-    sizes: smallest, median, percentile_99, largest and total of its values, in bytes.
-    """
-
-    unprinted = ("name",)
+    name: str = field(repr=False)
+    content: Content
+    samples: int
+    sizes: Sizes
 
     def __str__(self) -> str:
         sizes = self.sizes
@@ -57,28 +70,45 @@ class FieldSummary(Result):
         )
 
 
+@dataclass(frozen=True, repr=False)
 class Numbers(Result):
     """Distribution of the finite numbers of a column.
 
-    mean, deviation, smallest, largest: floats. quartiles: values that occur. not_finite: number of
-    NaN or infinite values. bins: (low, high, samples) of 10 intervals of equal width.
+    quartiles: values that occur. not_finite: NaN or infinite values. bins: (low, high, samples) of
+    10 intervals of equal width.
     """
 
-    unprinted = ("bins",)
+    mean: float
+    deviation: float
+    smallest: float
+    quartiles: tuple[float, ...]
+    largest: float
+    not_finite: int
+    bins: tuple[tuple[float, float, int], ...] = field(repr=False)
 
 
+@dataclass(frozen=True, repr=False)
 class ColumnSummary(Result):
-    """Statistics of the column `name`, of the `looked_at` samples; exact: these are all samples.
+    """Statistics of one column, of the `looked_at` samples; exact: these are all samples.
 
-    is_label: it holds a label. kind: as of `shards.kinds`. missing: samples looked at that have no
-    value, or none that fits.
+    kind: as of `shards.kinds`. missing: samples looked at that have no value, or none that fits.
     classes: samples of each class, or of each value of a flag, text or multi-label column, of which
     at most 1000 different ones are listed. distinct: number of different values. empty: classes
     without samples. imbalance: samples of the largest class / of the smallest that has any.
     numbers: for numbers and integers.
     """
 
-    unprinted = ("name", "is_label", "exact", "classes")
+    name: str = field(repr=False)
+    kind: str
+    is_label: bool = field(repr=False)
+    exact: bool = field(repr=False)
+    looked_at: int
+    missing: int
+    classes: dict[str, int] = field(repr=False)
+    distinct: int
+    empty: tuple[str, ...]
+    imbalance: float | None
+    numbers: Numbers | None
 
     def __str__(self) -> str:
         texts = {
@@ -98,23 +128,39 @@ class ColumnSummary(Result):
         if self.numbers is not None:
             return {f"{low:.4g} to {high:.4g}": count for low, high, count in self.numbers.bins}
         if len(self.classes) <= most:
-            return dict(self.classes)
+            return self.classes
         ranked = Counter(self.classes).most_common()
         rest = sum(count for _, count in ranked[most:])
         return {**dict(ranked[:most]), f"{self.distinct - most} others": rest}
 
 
+@dataclass(frozen=True, repr=False)
 class Info(Result):
     """Contents of some shards. Prints as text; `as_dict()` is JSON-able.
 
-    samples, shards: their numbers. splits: samples by split. fields: names. labels: their
-    ColumnInfo. ok: nothing is wrong with the shards. exact: no label was left unread. bytes: of all
-    shards.
+    ok: nothing is wrong with the shards. exact: no label was left unread. bytes: of all shards.
     made: how the set was made, in words; info: the same as the index has it. ignored: members that
     belong to no sample, by reason. keys: the first keys. contents: each field. columns: statistics
     of labels, then of other columns. disagreements: labels that cannot be joined, because they
     differ between the sets, by field. findings: what is wrong with shards that are left out.
     """
+
+    samples: int
+    shards: int
+    bytes: int
+    splits: dict[str, int]
+    fields: tuple[str, ...]
+    labels: tuple[ColumnInfo, ...] = field(repr=False)
+    info: dict[str, Any] = field(repr=False)
+    exact: bool
+    made: tuple[str, ...]
+    ignored: dict[str, int]
+    keys: tuple[str, ...]
+    contents: tuple[FieldSummary, ...]
+    columns: tuple[ColumnSummary, ...]
+    disagreements: dict[str, str]
+    findings: tuple[str, ...]
+    ok: bool = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
@@ -212,7 +258,9 @@ def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, 
     """Return sizes and contents of each field. errors: receives why values cannot be read."""
     sizes = {name: index.offsets.extents[name][1].drop_null().to_numpy() for name in index.fields}
     ranges = {  # a field without values is one of other shards
-        name: _sizes(size) for name, size in sizes.items() if len(size)
+        name: Sizes(*map(Size, (*quantiles(size, (0, 0.5, 0.99, 1)), size.sum())))
+        for name, size in sizes.items()
+        if len(size)
     }
     names = [name for name, of in ranges.items() if of.median <= _VALUE_BYTES]
     values: dict[str, list[bytes]] = {name: [] for name in ranges}
@@ -223,21 +271,9 @@ def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, 
     except WdstrainError as error:
         errors.append(error)
     return tuple(
-        FieldSummary(
-            name=printable(name),
-            content=described(name, values[name]),
-            samples=len(sizes[name]),
-            sizes=of,
-        )
+        FieldSummary(printable(name), described(name, values[name]), len(sizes[name]), of)
         for name, of in ranges.items()
     )
-
-
-def _sizes(sizes: Ints) -> Result:
-    """Return smallest, median, percentile_99, largest and total of some sizes, in bytes."""
-    names = ("smallest", "median", "percentile_99", "largest")
-    named = dict(zip(names, quantiles(sizes, (0, 0.5, 0.99, 1)), strict=True))
-    return Result(**{name: Size(size) for name, size in {**named, "total": sizes.sum()}.items()})
 
 
 def _looked_at(index: Index, names: list[str]) -> Ints:
@@ -331,15 +367,7 @@ def _numbers(values: Any) -> Numbers | None:
             counts, edges = np.histogram(finite, _BINS)
             bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
     bad = len(values) - len(finite)
-    return Numbers(
-        mean=mean,
-        deviation=deviation,
-        smallest=low,
-        quartiles=tuple(quartiles),
-        largest=high,
-        not_finite=bad,
-        bins=tuple(bins),
-    )
+    return Numbers(mean, deviation, low, tuple(quartiles), high, bad, tuple(bins))
 
 
 def _provenance(info: Mapping[str, Any]) -> str:

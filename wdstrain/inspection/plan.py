@@ -8,6 +8,7 @@ reveal what classes do not, such as frames of one video. A batch is the global b
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -17,6 +18,7 @@ from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import PlanOptions
 from wdstrain.inspection.result import Result, Size, rows_of
 from wdstrain.loader.loader import Loader
+from wdstrain.order.order import Tail
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
 from wdstrain.report.printing import counted
@@ -32,15 +34,25 @@ _GOOD_EFFECT = 1.1  # batches are as even as random ones that are a tenth smalle
 _MAX_CHANCE = 0.9  # of a design effect that chance excuses
 
 
+@dataclass(frozen=True, repr=False)
 class RankShare(Result):
     """Reads and memory of one rank in an epoch.
 
-    rank, samples, bytes, shards, reads: integers. padding: rows that repeat samples. seeks: reads
-    that open a shard, or do not start where the last one ended; the lanes of a rank take turns, so
-    with several of them a disk seeks with nearly every read. requests: to servers, without a cache;
-    0 for local shards. held_bytes_most: read and not delivered, when a batch is requested. The
-    reader reads some MB ahead, which comes on top.
+    padding: rows that repeat samples. seeks: reads that open a shard, or do not start where the last
+    one ended; the lanes of a rank take turns, so with several of them a disk seeks with nearly every
+    read. requests: to servers, without a cache; 0 for local shards. held_bytes_most: read and not
+    delivered, when a batch is requested. The reader reads some MB ahead, which comes on top.
     """
+
+    rank: int
+    samples: int
+    padding: int
+    bytes: int
+    shards: int
+    reads: int
+    seeks: int
+    requests: int
+    held_bytes_most: int
 
     def __str__(self) -> str:
         return (
@@ -50,30 +62,57 @@ class RankShare(Result):
         )
 
 
+@dataclass(frozen=True, repr=False)
 class Mixing(Result):
     """One measure of shuffle quality, in words too: a design effect, which is 1 in a random order.
 
     It is the variance of the shares in batches / that of a random order. The batch size means that
-    a batch has one class, or lies in one place on disk. limit: of a `value` that is still good.
-    text: the value in words.
+    a batch has one class, or lies in one place on disk. limit: still good.
     """
+
+    value: float
+    limit: float
+    text: str
 
     @property
     def is_good(self) -> bool:
-        return bool(self.value <= self.limit)
+        return self.value <= self.limit
 
 
+@dataclass(frozen=True, repr=False)
 class EpochPreview(Result):
     """Preview of an epoch. Prints as names and values; `as_dict()` is JSON-able.
 
-    samples, shards, bytes: of the set. batch_size to tail: the options, as the loader uses them.
-    ranks: the share of each. is_good, verdict: of the shuffle. steps: of the epoch; left_out:
-    samples that none has. exactly_once: every sample that is not left out is read once. hours: at
-    `rate` samples per second on each rank. requests, cost: of all ranks; cost is None without
-    prices. quality: by "classes", None without a label that has a column, and by "neighbors" on
-    disk, None if the shards were packed in random order. steps_measured: their number. label: whose
-    classes were measured.
+    exactly_once: every sample that is not left out is read once. hours: at `rate` samples per
+    second on each rank. requests, cost: of all ranks; cost is None without prices. quality: by
+    "classes", None without a label that has a column, and by "neighbors" on disk, None if the shards
+    were packed in random order. steps_measured: their number. label: whose classes were measured.
     """
+
+    samples: int
+    shards: int
+    bytes: int
+    batch_size: int
+    world_size: int
+    lanes: int
+    shuffle: bool
+    shuffle_buffer: int
+    seed: int
+    epoch: int
+    tail: Tail
+    steps: int
+    steps_measured: int
+    left_out: int
+    exactly_once: bool
+    rate: float
+    hours: float
+    requests: int
+    cost: float | None
+    ranks: tuple[RankShare, ...]
+    label: str | None
+    quality: dict[str, Mixing | None]
+    is_good: bool
+    verdict: str
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
@@ -237,8 +276,7 @@ def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> Mixing 
     chance = 2 * math.sqrt(2 / (int((of_batch > 1).sum()) * (len(counts) - 1)))
     text = f"batches of {size} are as uneven {words} as random ones of {size / max(1, effect):.0f}"
     limit = _GOOD_EFFECT + min(chance, _MAX_CHANCE)
-    text += f" (design effect {effect:.2f})"
-    return Mixing(value=effect, limit=limit, text=text)
+    return Mixing(effect, limit, f"{text} (design effect {effect:.2f})")
 
 
 def _class_codes(index: Index, name: str | None) -> tuple[str | None, Ints | None]:

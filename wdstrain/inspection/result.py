@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from wdstrain.runtime.options import format_size
 
@@ -19,17 +19,13 @@ class Size(int):
         return format_size(self)
 
 
-class Result(SimpleNamespace):
-    """Base of results, whose named values are attributes. Prints all that are not empty.
-
-    unprinted: names of values that are left out of the text.
-    """
-
-    unprinted: ClassVar[tuple[str, ...]] = ()
+@dataclass(frozen=True, repr=False)
+class Result:
+    """Base of dataclasses that print all their fields, but those with repr=False and empty ones."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        return rows_of({n: value for n, value in vars(self).items() if n not in self.unprinted})
+        return rows_of({f.name: getattr(self, f.name) for f in fields(self) if f.repr})
 
     def __str__(self) -> str:
         return "; ".join(" ".join(row) for row in self.rows())
@@ -39,19 +35,7 @@ class Result(SimpleNamespace):
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        return {name: _plain(value) for name, value in vars(self).items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value whose results, also those within lists and mappings, are dicts."""
-    if isinstance(value, Result):
-        return value.as_dict()
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = map(_plain, value)
-        return list(items) if isinstance(value, list) else tuple(items)
-    return value
+        return asdict(self)
 
 
 def rows_of(named: Mapping[str, Any]) -> list[tuple[str, str]]:
