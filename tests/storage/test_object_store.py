@@ -156,15 +156,15 @@ def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
-def test_an_existing_set_is_refused_and_replaced_with_overwrite(
-    bucket: str, photos: Path, tmp_path: Path
-) -> None:
+def test_an_existing_set_needs_overwrite(bucket: str, photos: Path, tmp_path: Path) -> None:
     wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10)
     with pytest.raises(UsageError, match=rf"{bucket}/p holds 8 files.*overwrite=True"):
         wt.convert_folder(str(photos), f"{bucket}/p")
-    wt.convert_folder(str(photos), f"{bucket}/p", overwrite=True, max_shard_samples=40)
-    wt.convert_folder(str(photos), str(tmp_path / "here"), max_shard_samples=40)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+    put(f"{bucket}/p/train-000000.tar", str(next(photos.glob("*/*.jpg"))))  # damage
+    for size in (10, 40):
+        for out in (f"{bucket}/p", str(tmp_path / "here")):
+            wt.convert_folder(str(photos), out, overwrite=True, max_shard_samples=size)
+        assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
 def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(

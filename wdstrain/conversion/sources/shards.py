@@ -42,7 +42,8 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import Member, SkippedMembers
 from wdstrain.shards.tar_stream import members, open_tar, samples
 from wdstrain.storage.addresses import COMPRESSED, INDEX_NAME, beside, expand, folder_of
-from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
+from wdstrain.storage.files import open_source
+from wdstrain.storage.remote import is_remote, name_of, shown_path
 
 _MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
 _FREE = 1 << 30  # bytes that any archive may unpack to
@@ -312,12 +313,8 @@ def _stream_compressed(
 
 def _unpacked(path: str, skipped: SkippedMembers) -> Iterator[Member]:
     """Yield the members of a tar, up to a limit for all of them together."""
-    if is_remote(path):
-        with RemoteFile(path) as file:
-            size = file.size
-    else:
-        size = os.path.getsize(path)
-    left = max(_FREE, _MOST_RATIO * size)
+    with open_source(path) as file:
+        left = max(_FREE, _MOST_RATIO * file.size)
     with open_tar(path) as (stream, _):
         for member in members(stream, shown_path(path), skipped):
             left -= member.size
