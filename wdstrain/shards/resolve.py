@@ -195,7 +195,7 @@ def _checked(index: Index, note: Note | None, may_be_short: bool) -> Index:
         and os.path.getsize(shard.path) == shard.bytes
     ]
     failed: list[WdstrainError] | None = [] if may_be_short else None
-    scanned = recall_or_scan(newer, note, failed)
+    scanned = recall_or_scan(newer, note, failed) if newer else index.pick([])
     for shard in scanned.shards:
         listed, actual = picked(index, [shard.path]), picked(scanned, [shard.path])
         if listed.offsets.differences(actual.offsets):
