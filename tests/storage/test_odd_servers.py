@@ -650,7 +650,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_does_not_answer(
             try:
                 assert asked.acquire(timeout=60)
                 process.send_signal(signal.SIGINT)
-                _, err = process.communicate(timeout=15)  # a silent request is sent again after 20 s
+                _, err = process.communicate(timeout=15)  # before 20 s, when it is sent again
             finally:
                 process.kill()
                 released.set()
