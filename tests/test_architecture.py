@@ -51,7 +51,7 @@ BUDGETS = {
     "loader": 1226,
     "shards": 2107,
     "decode": 1353,
-    "storage": 1073,
+    "storage": 1075,
     "reader": 504,
     "cli": 656,
     "runtime": 398,

@@ -154,30 +154,25 @@ def _ranged(headers: Mapping[str, str], start: int, shown: str) -> tuple[int, in
 
 def _check_body(response: urllib3.BaseHTTPResponse, address: str) -> None:
     """Raise StorageError for a body that is not made of the object's own bytes."""
-    is_tar = address.partition("?")[0].endswith(".tar")
+    is_tar, shown = address.partition("?")[0].endswith(".tar"), redacted(address)
     coding = response.headers.get("Content-Encoding", "identity")
     transfer = response.headers.get("Transfer-Encoding", "chunked")
-    faults = (
-        (
-            transfer.lower() not in ("chunked", "identity"),
-            f"sent the transfer coding {transfer[:80]!r}; only chunked can be read.",
+    if transfer.lower() not in ("chunked", "identity"):
+        raise StorageError(
+            f"{shown}: the server sent the transfer coding {transfer[:80]!r}; only chunked can be read.",
             "Check the server.",
-        ),
-        (
-            is_tar and response.headers.get("Content-Type", "").startswith("text/html"),
-            "sent an HTML page instead of a shard.",
-            "Check the address.",
-        ),
-        (  # An object that is stored compressed has ranges of its compressed bytes.
-            coding.lower() != "identity" and (is_tar or response.status == 200),
-            f"compresses it ({coding[:80]!r}), although the request forbids it, so offsets do not "
-            "hold.",
+        )
+    if is_tar and response.headers.get("Content-Type", "").startswith("text/html"):
+        raise StorageError(
+            f"{shown}: the server sent an HTML page instead of a shard.", "Check the address."
+        )
+    # An object that is stored compressed has ranges of its compressed bytes.
+    if coding.lower() != "identity" and (is_tar or response.status == 200):
+        raise StorageError(
+            f"{shown}: the server compresses it ({coding[:80]!r}), although the request forbids it, "
+            "so offsets do not hold.",
             "Switch compression off for this file.",
-        ),
-    )
-    for is_at_fault, problem, advice in faults:
-        if is_at_fault:
-            raise StorageError(f"{redacted(address)}: the server {problem}", advice)
+        )
 
 
 def _is_old(headers: Mapping[str, str]) -> bool:
