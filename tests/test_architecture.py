@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3419,
-    "training": 3178,
+    "training": 3184,
     "inspection": 1652,
     "loader": 1226,
     "shards": 2107,

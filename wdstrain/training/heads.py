@@ -246,6 +246,18 @@ class BinaryHead(ClassHead):
     def scores(self, columns: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(columns), columns], 1)
 
+    def losses(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        # The weight of a sample is that of its own class, also if smoothing gives the other a share.
+        share = target[:, 1:] if target.ndim == 2 else target[:, None].to(scores.dtype)
+        return _binary_losses(scores[:, 1:], share, smoothing, weights)
+
     def for_metric(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return self.probabilities(scores)[:, 1], target
 
@@ -321,12 +333,7 @@ class MultiLabelHead(Head):
         smoothing: float = 0.0,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over the classes of each sample's binary cross entropies."""
-        aim = target * (1 - smoothing) + smoothing / 2
-        losses = functional.binary_cross_entropy_with_logits(scores, aim, reduction="none")
-        if weights is not None:
-            losses = losses * torch.where(target > 0, weights[:, 1], weights[:, 0])
-        return losses.mean(1)
+        return _binary_losses(scores, target, smoothing, weights)
 
     def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
         """Return float32[classes, 2]: for samples without the class and with it."""
@@ -446,3 +453,15 @@ class NumberHead(Head):
 HEADS: dict[str, type[Head]] = {
     head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead, MaskHead)
 }
+
+
+def _binary_losses(
+    scores: Tensor, share: Tensor, smoothing: float, weights: Tensor | None
+) -> Tensor:
+    """Return the mean over the classes of each sample's binary cross entropies."""
+    aim = share * (1 - smoothing) + smoothing / 2
+    losses = functional.binary_cross_entropy_with_logits(scores, aim, reduction="none")
+    if weights is not None:
+        absent, present = weights if weights.ndim == 1 else weights.unbind(1)
+        losses = losses * torch.lerp(absent, present, share)
+    return losses.mean(1)
