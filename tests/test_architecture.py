@@ -46,10 +46,10 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3419,
-    "training": 3184,
+    "training": 3189,
     "inspection": 1652,
     "loader": 1226,
-    "shards": 2107,
+    "shards": 2110,
     "decode": 1353,
     "storage": 1075,
     "reader": 504,

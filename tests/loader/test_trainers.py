@@ -6,7 +6,7 @@ import json
 import os
 import re
 import runpy
-import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -221,23 +221,40 @@ def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
 ) -> None:
     write_class_folder(tmp_path / "photos", {"cat": 48, "dog": 48})
     wt.convert_folder(tmp_path / "photos", tmp_path / "shards")
-    script = str(ROOT / "scripts" / "examples" / "train_loop.py")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    start += [f"--nproc-per-node={ranks}", script, str(tmp_path / "shards"), "--epochs=2"]
-    start += ["--batch-size=8", "--image-size=32", "--checkpoint-every=2"]
-    options: dict[str, Any] = {"text": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    words = [str(ROOT / "scripts" / "examples" / "train_loop.py"), str(tmp_path / "shards")]
+    words += ["--epochs=2", "--batch-size=8", "--image-size=32", "--checkpoint-every=2", "--out"]
     outs = [tmp_path / "whole", tmp_path / "killed"]
-    done = subprocess.run([*start, "--out", str(outs[0])], capture_output=True, **options)
-    assert done.returncode == 0, done.stderr
-    with subprocess.Popen(
-        [*start, "--out", str(outs[1])], stdout=subprocess.PIPE, process_group=0, **options
-    ) as run:
-        assert run.stdout is not None
-        assert any(line.startswith("epoch 1, step 2:") for line in run.stdout)
-        os.killpg(run.pid, signal.SIGKILL)
-    done = subprocess.run([*start, "--out", str(outs[1])], capture_output=True, **options)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 0" not in done.stdout
+
+    def started(out: Path) -> list[subprocess.Popen[str]]:
+        """Return the processes of a run."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        return [
+            subprocess.Popen(
+                [sys.executable, *words, str(out)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **job, "RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+
+    def finish(out: Path) -> str:
+        """Run to the end. Return what the first rank prints."""
+        done = [(process, *process.communicate()) for process in started(out)]
+        assert [process.returncode for process, _, _ in done] == [0] * ranks, done
+        return done[0][1]
+
+    assert "epoch 0, step 2:" in finish(outs[0])
+    killed = started(outs[1])
+    assert killed[0].stdout is not None
+    assert any(line.startswith("epoch 1, step 2:") for line in killed[0].stdout)
+    for process in killed:
+        process.kill()
+        process.communicate()
+    assert "epoch 0" not in finish(outs[1])
     first, second = (torch.load(out / "last.pt", weights_only=True) for out in outs)
     assert first["loader"] == second["loader"]
     torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=0)

@@ -445,6 +445,24 @@ def test_a_shard_under_two_names_is_refused(
         wt.Loader(["shards", other], batch_size=1)
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_an_address_may_be_spelled_in_any_way(shards: Path, indexed: bool) -> None:
+    if indexed:
+        wt.index(shards)
+    for address in (f"{shards}//part-000.tar", f"{shards}/./part-000.tar"):
+        with wt.Loader([address, shards / "part-001.tar"], batch_size=1) as loader:
+            assert len(loader) == 20
+
+
+def test_hidden_shards_belong_to_their_folder(shards: Path) -> None:
+    (shards / "part-001.tar").rename(shards / ".part-001.tar")
+    assert len(wt.open(shards)) == len(wt.index(shards)) == 21
+    (shards / ".part-009.tar").write_bytes((shards / "part-000.tar").read_bytes())
+    assert [finding.shard for finding in wt.verify(shards).findings] == [
+        str(shards / ".part-009.tar")
+    ]
+
+
 # --- shards that were replaced after they were indexed ---
 
 

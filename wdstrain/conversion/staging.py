@@ -412,9 +412,9 @@ class Bucket:
         self._check(source, may_be_gone=replaces)
         paths = {final: os.path.join(source, name) for final, name in files.items()}
         paths |= {name: os.path.join(source, name) for name in (TABLE_NAME, INDEX_NAME)}
-        former = read_whole(os.path.join(self.folder, INDEX_NAME))
+        new, former = map(read_whole, (paths[INDEX_NAME], os.path.join(self.folder, INDEX_NAME)))
         # An overwrite may give the former index: without an upload, damaged shards would stay.
-        if not read_remote(self._object(INDEX_NAME)) == read_whole(paths[INDEX_NAME]) != former:
+        if new == former or read_remote(self._object(INDEX_NAME)) != new:
             if replaces:
                 remove(self._object(INDEX_NAME))
             size = 0

@@ -134,7 +134,8 @@ class EpochBatches(Iterator[Batch]):
     ) -> None:
         """plans: returns the plan of an epoch. start: None for that of the loader's next loop when
         the first batch is requested: Lightning makes an iterator before it sets the epoch.
-        until: the epoch at which reading ahead stops."""
+        until: the epoch at which reading ahead stops.
+        """
         # None after the end. A traceback may refer to this pass for long: in a notebook until the
         # next error. The loader must be able to end before that.
         self.state: LoaderState | None = state
@@ -151,6 +152,7 @@ class EpochBatches(Iterator[Batch]):
         self._process: int | None = None  # process that requested the first batch
 
     def _start_at(self, start: Position) -> None:
+        """Make this the position of the first batch."""
         self._start = start
         self._epoch, self._step, self._bad = start  # the step that is taken next
         self._plan, rank = self._plans(self._epoch), self._options.rank
@@ -180,8 +182,11 @@ class EpochBatches(Iterator[Batch]):
 
     @property
     def delivered(self) -> TakenBatch:
-        """The batch delivered last, without its tensors: `ids`, `own` (rows that hold their own
-        sample, no substitute) and `bad` samples in row order."""
+        """The batch delivered last, without its tensors.
+
+        `ids`: numbers of its samples in the index. `own`: rows that hold their own sample, no
+        substitute. `bad`: the bad samples in row order.
+        """
         if self._last is None:
             raise UsageError("no batch was delivered yet.", "Request one first.")
         return self._last

@@ -85,8 +85,8 @@ class Loader:
                     default: Python's
     on_error        samples that cannot be read or decoded: "raise"; "replace": a good sample of the
                     same batch takes the place, or the next good one of the set. "mark": the row
-                    holds zeros or None, and is False in `loader.epoch(n).delivered.own`; not with a transform.
-                    Replaced and marked samples are counted, see `report`
+                    holds zeros or None, and is False in `loader.epoch(n).delivered.own`; not with a
+                    transform. Replaced and marked samples are counted, see `report`
     max_errors      share of the epoch's samples that may be replaced or marked; more is an error
     cache_dir       folder that keeps shards of servers, shared by all processes of this machine;
                     default: no cache

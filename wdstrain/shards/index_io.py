@@ -299,7 +299,7 @@ def _of_table(table: str, document: Any, base: str, data: Any = None) -> tuple[I
     identity, _, text = own.partition(b"\n")
     if document is None or document["wdstrain"]["id"].encode() != identity:
         _require(
-            _identity(batch).encode() == identity,
+            text and _identity(batch).encode() == identity,
             f"{redacted(table)} belongs to another index.json",
         )
         document = parsed(text)

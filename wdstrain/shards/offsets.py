@@ -184,9 +184,10 @@ class Offsets:
     def digest(self) -> str:
         """Return a short hash of the keys, offsets and sizes."""
         keys, members = self.rows.column(0), self.members
-        lengths = firsts(pc.binary_length(keys))
-        parts = [lengths.tobytes(), *keys.to_pylist(), members.offset.tobytes()]
-        return blake2b(b"".join([*parts, members.size.tobytes()]), digest_size=8).hexdigest()
+        digest = blake2b(firsts(pc.binary_length(keys)).tobytes(), digest_size=8)
+        for data in (b"".join(keys.to_pylist()), members.offset.tobytes(), members.size.tobytes()):
+            digest.update(data)
+        return digest.hexdigest()
 
     def differences(self, other: Offsets) -> list[str]:
         """Return the columns in which the keys and offsets differ. Checksums are not compared."""

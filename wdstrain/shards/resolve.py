@@ -149,10 +149,12 @@ def _places_at(path: str, index_at: Callable[[str], Index | None]) -> list[Place
     """
     index = index_at(path if is_json(path) else beside(path, INDEX_NAME))
     if not is_json(path):
-        if index is not None and name_of(path) not in index.shard_numbers:
+        number = None if index is None else index.shard_numbers.get(name_of(path))
+        if index is not None and number is not None:
+            return [(index.shards[number].path, index)]  # however the address spells it
+        if index is not None:
             check_no_change(path)
-            index = None
-        return [(path, index)]
+        return [(path, None)]
     if index is not None:
         return [(shard.path, index) for shard in index.shards]
     if is_remote(path):

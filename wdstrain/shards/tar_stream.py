@@ -143,7 +143,10 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
 
 
 def _forward(stream: BinaryIO, shard: str) -> Read:
-    """Return a function that reads on in a stream, whatever the offset. Damage is a ShardError."""
+    """Return a function that returns the next bytes of a stream.
+
+    It takes an offset, as a `Window` gives it, only for its error. Raises ShardError for damage.
+    """
 
     def read(offset: int, length: int) -> bytes:
         try:

@@ -210,8 +210,10 @@ def _expand_folder(path: Path) -> list[str]:
 
 
 def tars_of(folder: str) -> list[str]:
-    """Return the paths of the tars in a folder, sorted by name."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
+    """Return the paths of the tars in a folder, also of hidden ones, sorted by name."""
+    return sorted(
+        os.path.join(folder, name) for name in os.listdir(folder or ".") if name.endswith(".tar")
+    )
 
 
 def _expand_remote(address: str) -> list[str]:

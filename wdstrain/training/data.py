@@ -257,14 +257,12 @@ def run_fields(
         if own != _without_randomness(own)
         or len({batch[name].numpy().tobytes() for batch in epochs}) > 1
     ]
-    refuse(
-        (
-            random,
-            f"the input {', '.join(map(repr, random))} differs between epochs, and validation needs "
-            "the same images every time.",
+    if random:
+        raise UsageError(
+            f"the input {random[0]!r} differs between epochs, and validation needs the same images "
+            "every time.",
             "Give fields without augmentation: val_fields=.",
         )
-    )
     return train, val
 
 
@@ -358,12 +356,10 @@ def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[s
             numbers = decode_mask(fields[name]).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
-    refuse(
-        (
-            is_strict and others,
-            f"masks in {name} have the class number {', '.join(map(str, others[:1]))}, and {learned} "
-            f"classes are learned, 0 to {learned - 1}.",
+    if is_strict and others:
+        raise UsageError(
+            f"masks in {name} have the class number {others[0]}, and {learned} classes are learned, "
+            f"0 to {learned - 1}.",
             f"Name all of them with classes=, or store {IGNORED} where a pixel has no class.",
         )
-    )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

@@ -103,13 +103,18 @@ def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
         words = f"by the caller: {rule}" if is_bare else "by the model: give 0 to 255"
         words = words if spec.dtype == "uint8" else "not normalized, as in training"
         inputs.append({"name": name, "shape": [None, *spec.shape], "normalized": words})
+    scales = {
+        head.name: {"mean": head.mean, "deviation": head.deviation}
+        for head in loaded.task.heads
+        if is_bare and head.kind == "number"
+    }
     outputs = [
         {
             "label": head.name,
             "kind": head.kind,
             "columns": head.outputs,
             "classes": list(head.classes),
-            **({"mean": head.mean, "deviation": head.deviation} if is_bare else {}),
+            **scales.get(head.name, {}),
         }
         for head in loaded.task.heads
     ]

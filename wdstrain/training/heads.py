@@ -432,9 +432,8 @@ class NumberHead(Head):
         return f"{value:.4g}"
 
     def sums(self) -> dict[str, tuple[int, ...]]:
-        return {
-            "totals": (4,)
-        }  # squared and absolute errors, distances from the mean, their squares
+        # squared and absolute errors, distances from the mean, their squares
+        return {"totals": (4,)}
 
     def add(self, sums: Sums, scores: Tensor, target: Tensor) -> None:
         # squares of times or coordinates themselves would lose their variance

@@ -311,13 +311,12 @@ def input_fields(
             f"{title}= gives no input of the model.",
             f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
         ),
-        (
-            wrong,
-            f"{title}= names an input {', '.join(map(repr, wrong[:1]))}: several inputs are keyword "
-            f"arguments of the model, so each needs a name such as image, and names with __ are "
-            f"those of a batch.",
-        ),
     )
+    if wrong:
+        raise UsageError(
+            f"{title}= names an input {wrong[0]!r}: several inputs are keyword arguments of the model, "
+            f"so each needs a name such as image, and names with __ are those of a batch."
+        )
     targets = with_targets(inputs, task)
     for name in heads.keys() & fields.keys():
         given = fields[name] if index is None else with_classes(fields[name], index)

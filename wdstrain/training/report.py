@@ -200,7 +200,7 @@ def _results(task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any])
 
 def _scatter(head: Head, points: Sequence[tuple[float, float]]) -> tuple[str, str]:
     """Return the title and the chart of predictions. points: (true value, prediction)."""
-    true, predicted = zip(*points, strict=True)
+    true, predicted = ([point[axis] for point in points] for axis in (0, 1))
     lines = [
         Line("prediction", true, predicted, joined=False),
         Line("prediction = true value", true, true),
@@ -260,7 +260,7 @@ _PANELS: tuple[tuple[str, Callable[[Head, Any], tuple[str, str]]], ...] = (
 
 
 def _gallery(samples: Sequence[Preview], task: Task) -> str:
-    """Return samples with their predictions, and what is true where it differs."""
+    """Return pictures of samples with their predictions. A different true label is in brackets."""
     figures = []
     for sample in samples:
         image, caption = "" if sample.pixels is None else pages.picture(sample.pixels), ""

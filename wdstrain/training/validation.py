@@ -242,7 +242,7 @@ class _Previews:
         for head, scores, target in zip(
             self._task.heads, self._task.split(outputs), targets, strict=True
         ):
-            if len(self.points.get(head.name, range(_POINTS))) < _POINTS:
+            if head.name in self.points and len(self.points[head.name]) < _POINTS:
                 pairs = zip(target.tolist(), head.decided(scores).tolist(), strict=True)
                 self.points[head.name] += pairs
 
