@@ -192,6 +192,8 @@ def run_tests(job: Job, folder: Path, tree: Path) -> int:
         *("-m", "not slow and not alone", "--tb=short", "--rootdir", here),
         *("-o", f"cache_dir={folder / 'cache'}"),
         *(["-x"] if job.at_first else []),
+        # A plugin of pytest may belong to a dependency that the keeper has imported already.
+        *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
     ]
     for number, tests in enumerate(job.tests):
         basetemp = ["--basetemp", str(folder / f"base{number}")]
