@@ -327,6 +327,14 @@ def test_decimal_commas_are_read_by_an_option(tmp_path: Path, images: Path) -> N
     ]
 
 
+def test_a_sign_makes_a_number_and_no_flag(tmp_path: Path, images: Path) -> None:
+    rows = ["file,n,said", *(f"{n}.png,+{n},+true" for n in range(3))]
+    (tmp_path / "t.csv").write_text("\n".join(rows))
+    index = wt.convert_table(tmp_path / "t.csv", tmp_path / "out", image="file", root=images)
+    assert sorted(index.table["n"].to_pylist()) == [0, 1, 2]
+    assert index.table["said"].to_pylist() == ["+true"] * 3
+
+
 def test_a_column_becomes_the_caption(tmp_path: Path, images: Path) -> None:
     said = ["a dog", "", 'K\u00e4se, 2 "pieces"']
     table = write_table(

@@ -78,7 +78,10 @@ def typed(texts: pa.ChunkedArray, decimal: str = ".") -> pa.ChunkedArray:
     """
     bare = pc.utf8_trim_whitespace(texts)
     bare = pc.if_else(pc.equal(bare, ""), None, bare)
-    numbers = pc.replace_substring_regex(pc.replace_substring(bare, decimal, "."), r"^\+", "")
+    # +5 is a number; +true is a text
+    numbers = pc.replace_substring_regex(
+        pc.replace_substring(bare, decimal, "."), r"^\+([0-9.])", r"\1"
+    )
     for pattern, kind in _TYPES:
         if pc.all(pc.match_substring_regex(numbers, f"^({pattern})$"), min_count=0).as_py():
             made = numbers.cast(kind)
