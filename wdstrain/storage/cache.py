@@ -172,7 +172,7 @@ class Cache:
             counts, self._counts = self._counts, Counter[str]()
         return counts
 
-    def stop(self, patience: float) -> None:
+    def stop(self, patience: float = 2.0) -> None:
         """End the downloads, and complete those that have all bytes. patience: most seconds."""
         end, downloads = time.monotonic() + patience, list(self._downloads.items())
         for _, remote in downloads:

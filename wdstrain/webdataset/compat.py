@@ -14,7 +14,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,6 @@ from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
 # Fields with these names are not data: webdataset puts values of its own there.
 _RESERVED = {"__key__", "__url__", "__local_path__", "__bad__"}
-
-_CACHE_OPTIONS = ("cache_dir", "cache_limit")  # of a `Loader`
 
 Handler = Callable[[Exception], Any]  # raises, or returns whether to go on
 
@@ -186,7 +184,7 @@ class _CountedSamples(Stream):
     @cached_property
     def _cached_paths(self) -> list[str]:
         """Paths of the shards in the cache; "" for those that are not kept there."""
-        cache = open_cache(**{name: self._options.get(name) for name in _CACHE_OPTIONS})
+        cache = open_cache(self._options.get("cache_dir"), self._options.get("cache_limit"))
         shards = self._index.shards
         return [cache.place(s.path, s.bytes, s.sha256, s.tag) if cache else "" for s in shards]
 
@@ -195,8 +193,7 @@ class _CountedSamples(Stream):
     ) -> dict[str, Any] | None:
         if self.select is not None:
             fields = {name: fields[name] for name in fields if self.select(f"{key}.{name}")}
-        path, cached = self._index.shards[shard].path, self._cached_paths[shard]
-        origin = _origin_of(path, cached)
+        origin = _origin_of(self._index.shards[shard].path, self._cached_paths[shard])
         return {"__key__": key, **origin, **fields} if fields else None
 
 
@@ -278,7 +275,9 @@ class WholeShards:
 
     def __call__(self, shards: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
         cache = open_cache(**self._cache_options)
-        with suppress(PassEnds):
+        with suppress(PassEnds), ExitStack() as stack:
+            if cache is not None:
+                stack.callback(cache.stop)  # the last shard gets its final name
             for shard in shards:
                 try:
                     yield from self._samples(shard["url"], cache)
