@@ -137,14 +137,14 @@ class Staging(AbstractContextManager["Staging"]):
                     f"delete {os.path.join(self.path, LOCK_NAME)} after a kill.",
                 )
             time.sleep(_LOCK_POLL)
-        record = read_whole(os.path.join(self.path, _COMMIT))
-        if record is not None:
+        if (record := read_whole(os.path.join(self.path, _COMMIT))) is not None:
             self._complete(**json.loads(record))
 
     def _is_locked(self) -> bool:
         """Lock the staging folder, created if it is missing; return whether this process holds it."""
         path = os.path.join(self.path, LOCK_NAME)
-        os.makedirs(self.path, exist_ok=True)
+        with suppress(FileExistsError):  # removed just now; a file of this name is refused below
+            os.makedirs(self.path, exist_ok=True)
         is_new = not os.path.exists(path)
         with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
             lock = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
