@@ -83,6 +83,7 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
     said: list[list[str]] = field(default_factory=list)  # rows of case and text
     minutes: float = 5.0  # of a case, after which no further round begins
+    photo_count: int = 4500
 
     def say(self, case: str, text: str) -> None:
         self.said.append([case, text])
@@ -121,7 +122,7 @@ class Bench:
     @cached_property
     def photos(self) -> Path:
         """Class folders of photographs, each so often that an epoch takes some seconds."""
-        folder, wanted = self.place / "photos", 900 if self.quick else 4500
+        folder, wanted = self.place / "photos", 900 if self.quick else self.photo_count
         found = sorted(self.data.rglob("*.jpg")) if self.data else []
         if not found:
             found = _drawn(self.place / "drawn", 60 if self.quick else 300)

@@ -175,8 +175,8 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
-            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}).",
-            "Use cpu, cuda or auto.",
+            f"device={name!r} cannot be used by local rank {world.local} ({str(error).splitlines()[0]}).",
+            "Use cpu, cuda or auto, and start one process per GPU.",
         ) from error
     return device
 
