@@ -1,5 +1,8 @@
 """Hook of mkdocs: adds the README and the API reference to the guides, in the README's order.
 
+Programs that read documentation get `llms.txt`, a list of the pages, and `llms-full.txt`, which has
+the text of all pages.
+
 The API reference is made from the docstrings at run time, because some of them are generated from
 option classes. They are preformatted text: columns are aligned for `help()`.
 """
@@ -10,7 +13,7 @@ import html
 import inspect
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +23,55 @@ from mkdocs.structure.files import File, Files
 import wdstrain
 
 ROOT = Path(__file__).resolve().parent.parent
-_GUIDES = "wdstrain/guides"
+_GUIDES = "docs"
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the pages: README, guides in the order in which it links them, API reference."""
     readme = (ROOT / "README.md").read_text()
-    guides = dict.fromkeys(re.findall(rf"\({_GUIDES}/([\w-]+\.md)", readme))
-    config.nav = [{"Overview": "index.md"}, *guides, {"API reference": "api.md"}]
+    config.nav = [{"Overview": "index.md"}, *_guides(readme), {"API reference": "api.md"}]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add generated pages and the images of the README."""
-    readme = (ROOT / "README.md").read_text()
-    files.append(File.generated(config, "index.md", content=_with_site_links(readme, ".")))
-    files.append(File.generated(config, "api.md", content="\n\n".join(_reference())))
-    for path in sorted((ROOT / "docs").rglob("*.*")):
-        name = path.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+    """Add the pages that are generated, and the texts for programs."""
+    readme, api = (ROOT / "README.md").read_text(), "\n\n".join(_reference())
+    overview = _with_site_links(readme, ".").replace('"docs/', '"')  # pictures in HTML
+    guides = {name: (ROOT / _GUIDES / name).read_text() for name in _guides(readme)}
+    pages = {"index.md": overview, **guides, "api.md": api}
+    generated = {
+        "index.md": overview,
+        "api.md": api,
+        "llms.txt": _list_of(pages),
+        "llms-full.txt": "\n\n".join(html.unescape(text) for text in pages.values()),
+    }
+    for name, text in generated.items():
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def _guides(readme: str) -> list[str]:
+    """Return the file names of the guides in the order in which the README links them."""
+    return list(dict.fromkeys(re.findall(rf"\({_GUIDES}/([\w-]+\.md)", readme)))
+
+
+def _list_of(pages: Mapping[str, str]) -> str:
+    """Return a line for each page: title, link, and its first sentence."""
+    lines = [
+        "# wdstrain",
+        "",
+        "> Train PyTorch models from WebDataset tar shards.",
+        "",
+        "## Pages",
+        "",
+    ]
+    for name, text in pages.items():
+        title, _, body = text.removeprefix("# ").partition("\n")
+        paragraph = body.strip().partition("\n\n")[0]
+        sentence = re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0]
+        lines.append(f"- [{title}]({name.replace('.md', '.html')}): {' '.join(sentence.split())}")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -65,7 +96,7 @@ def _with_site_links(markdown: str, folder: str) -> str:
             path = "index.md"
         elif path.startswith(f"{_GUIDES}/"):
             path = path.removeprefix(f"{_GUIDES}/")
-        elif not path.startswith("docs/"):
+        else:
             return text
         return f"[{text}]({path}{'#' if anchor else ''}{anchor})"
 

@@ -34,8 +34,11 @@ def test_the_site_is_built_without_warnings_and_needs_no_other_host(tmp_path: Pa
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pages = {path.name: path.read_text() for path in site.glob("*.html")}
-    guides = {path.stem + ".html" for path in (ROOT / "wdstrain" / "guides").glob("*.md")}
+    guides = {path.stem + ".html" for path in (ROOT / "docs").glob("*.md")}
     assert {"index.html", "api.html", *guides} <= set(pages)
+    assert all(f"]({name})" in (site / "llms.txt").read_text() for name in guides)
+    for guide in (ROOT / "docs").glob("*.md"):
+        assert guide.read_text() in (site / "llms-full.txt").read_text()
     for name, text in pages.items():
         assert not re.findall(r'(?:src|<link[^>]*href)="https?://[^"]*', text), name
     reference = html.unescape(re.sub(r"<[^>]+>", "", pages["api.html"]))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.test_architecture import PACKAGE
 
-GUIDE = PACKAGE / "guides" / "extending.md"
+GUIDE = ROOT / "docs" / "extending.md"
 SECTIONS = {part.split("\n")[0]: part for part in GUIDE.read_text().split("\n## ")[1:]}
 
 

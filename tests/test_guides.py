@@ -20,12 +20,12 @@ import pytest
 import wdstrain
 from tests.conftest import ROOT, write_class_folder
 from tests.support.warm import warm
-from tests.test_architecture import PACKAGE, modules
+from tests.test_architecture import modules
 from wdstrain.cli import main
 
 README = ROOT / "README.md"
-COMMANDS = PACKAGE / "guides" / "quickstart.md"  # contains the table of all commands
-GUIDES = sorted((PACKAGE / "guides").glob("*.md"))
+COMMANDS = ROOT / "docs" / "quickstart.md"  # contains the table of all commands
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [README, *GUIDES]
 
 # texts that begin with a folder of images; the others continue with the shards that these make
@@ -213,7 +213,7 @@ def test_every_link_resolves() -> None:
 def test_every_guide_is_linked_from_the_readme() -> None:
     assert GUIDES
     for guide in GUIDES:
-        assert f"(wdstrain/guides/{guide.name})" in README.read_text()
+        assert f"(docs/{guide.name})" in README.read_text()
 
 
 def test_the_readme_and_the_guides_have_bounded_length() -> None:
@@ -223,7 +223,7 @@ def test_the_readme_and_the_guides_have_bounded_length() -> None:
 
 
 def test_the_architecture_guide_names_every_package_and_modules_that_exist() -> None:
-    text = (PACKAGE / "guides" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     packages = {name.partition(".")[0] for name in modules()} - {"", "__main__"}
     assert packages <= set(re.findall(r"^\| `(\w+)/?` \|", text, re.MULTILINE))
     kept_in = re.findall(r"`wdstrain\.([\w.]+)`", text)
@@ -304,7 +304,7 @@ def test_messages_in_troubleshooting_exist_in_the_package() -> None:
                 if isinstance(problem[-1], ast.Constant) and isinstance(hint[0], ast.Constant)
             ]
     output = "\0".join(" ".join(constant.split()) for constant in constants)
-    guide = PACKAGE / "guides" / "troubleshooting.md"
+    guide = ROOT / "docs" / "troubleshooting.md"
     quoted = [block.code for block in blocks(guide) if block.language == "text"]
     quoted += re.findall(r"^\| `(.+?)` \|", guide.read_text(), re.MULTILINE)
     parts = {

@@ -316,5 +316,5 @@ val.close()
 # ## Read on
 #
 # * `help(wt.Loader)` and the other docstrings: shapes, units, errors. `wdstrain --help`: the same in a shell.
-# * The guides, which are installed with the package in the folder `wdstrain/guides`.
+# * The guides, in the folder `docs` of the repository.
 # * `shards/notebook/run/report.html`: the report that `wt.train` wrote.

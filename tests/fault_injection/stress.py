@@ -18,7 +18,7 @@ have the same digests.
 Process trees are measured from their first epoch after a start: Pss of anonymous and shared memory,
 descriptors, threads. The 90th percentiles of the first and the last third are compared: of all
 readers, of the server, and of each tree with enough measurements. The exit status is 1 if anything
-is wrong, also if a process does not end when asked. `guides/robustness.md` has the last results.
+is wrong, also if a process does not end when asked. `docs/robustness.md` has the last results.
 """
 
 from __future__ import annotations

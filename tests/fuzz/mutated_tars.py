@@ -18,7 +18,7 @@ tarfile, read to the very end, does not reach an end marker followed by zeros on
 well-formed tar if its samples differ: a flipped bit in data, or a new size with a new checksum.
 Only an index can reveal that. All other damage is *harmless*. Without an index wdstrain promises no
 silent loss except in another well-formed tar; with an index, none. The exit status is 1 if this
-promise is broken. `guides/robustness.md` has the last counts.
+promise is broken. `docs/robustness.md` has the last counts.
 """
 
 from __future__ import annotations

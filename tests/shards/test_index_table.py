@@ -129,7 +129,7 @@ def test_programs_that_the_guides_name_open_the_index_file_as_written(packed: Pa
     """A guide that names DuckDB shows the lines that work, or `from 'index.arrow'` does."""
     pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
     assert len(pandas.read_feather(packed / "index.arrow")) == 40
-    pages = [page.read_text() for page in (ROOT / "wdstrain" / "guides").glob("*.md")]
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     claims = [text for text in pages if "DuckDB" in text and "import duckdb" not in text]
     try:
         opens = bool(duckdb.sql(f"select * from '{packed / 'index.arrow'}'"))
