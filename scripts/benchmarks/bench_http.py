@@ -116,8 +116,8 @@ from record import Record, turns
 from steal_time import undisturbed
 
 import wdstrain as wt
-from wdstrain.reader.fetch import ReadOptions
-from wdstrain.reader.run import Reader
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.run import Run
 from wdstrain.serve import Server
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import scan
@@ -316,12 +316,13 @@ def forward(index: Index) -> float:
     """What the reader of a loader does, without a loader."""
     plans = wt.Loader(index, batch_size=64, shuffle=False, tail="keep").plan
     begun = time.perf_counter()
-    reader = Reader(index, plans, 0, ReadOptions(ahead=8 * PIECE, in_flight=1))
-    run = reader.start(0, 0, until=1)
+    reader = Reader(index, plans, 0, ahead=8 * PIECE, in_flight=1)
+    run = Run(reader, 0, 0, until=1)
+    run.start()
     while (batch := run.next()) is not None:
         run.release(batch.number)
     seconds = time.perf_counter() - begun
-    reader.close()
+    run.close()
     return reader.stats.bytes / seconds / 1e6
 
 

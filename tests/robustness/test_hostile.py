@@ -321,11 +321,6 @@ def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
     text = (tmp_path / "run" / "report.html").read_text(errors="replace")
     assert MARK in text, "the report does not show the text at all"
     check_page(text, "report.html")
-    loader = wt.Loader(folder, FIELDS, batch_size=4)
-    for _ in loader:
-        pass
-    loader.close()
-    check_page(loader.report()._repr_html_(), "report of a loader")
 
 
 READS_PICTURES = """

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from wdstrain.decode.task import ReadBatch
 from wdstrain.order.order import Order
-from wdstrain.reader.fetch import ReadOptions
-from wdstrain.reader.run import Reader, Run
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.run import Run
 from wdstrain.shards.index import Index
 
 
@@ -24,15 +24,16 @@ class Collected(NamedTuple):
 def collected_batches(
     index: Index, orders: Callable[[int], Order], step: int = 0, **options: Any
 ) -> Iterator[Collected]:
-    """Yield the batches of epoch 0 from a step on. options: of `ReadOptions`."""
-    reader = Reader(index, orders, 0, ReadOptions(**{"ahead": 1, "in_flight": 1} | options))
+    """Yield the batches of epoch 0 from a step on. options: of `Reader`."""
+    reader = Reader(index, orders, 0, **{"ahead": 1, "in_flight": 1} | options)
+    run = Run(reader, 0, step, until=1)
     try:
-        run = reader.start(0, step, until=1)
+        run.start()
         while (batch := run.next()) is not None:
             yield Collected(reader, run, batch)
             run.release(batch.number)
     finally:
-        reader.close()
+        run.close()
 
 
 def wait_until_paused(run: Run) -> None:

@@ -21,7 +21,6 @@ from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
-from wdstrain.loader.stats import Report
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.report.printing import counted
@@ -258,10 +257,10 @@ class Loader:
 
     # --- reports ----------------------------------------------------------------------------------
 
-    def report(self) -> Report:
+    def report(self) -> dict[str, Any]:
         """Return what the newest epoch delivered, the seconds of each stage, and the bottleneck.
 
-        The dict is JSON-able and has the names of `EpochStats`. A notebook shows it as a table.
+        The dict is JSON-able and has the names of `EpochStats`, "stall" and "verdict".
         """
         return self._state.stats.report()
 

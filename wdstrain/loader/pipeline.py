@@ -29,8 +29,8 @@ from wdstrain.loader.batch_assembly import BatchAssembler, TakenBatch
 from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
-from wdstrain.reader.fetch import ReadOptions
-from wdstrain.reader.run import Reader, ReadStopped, Run
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.run import ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
@@ -106,14 +106,16 @@ class Pipeline:
         if is_inline:
             limits = InFlightLimits(messages=1, decoders=0)
         self.slots = Slots(layout, busy=limits.batches + 1, spare=_SPARE_SLOTS)
-        read_options = ReadOptions(
+        self._reader = Reader(
+            index,
+            plans,
+            options.rank,
             ahead=size_setting(*_READ_AHEAD),
             in_flight=limits.batches + 1,
             needed_fields=needed,
             skip_unreadable=options.on_error != "raise",
             cache=open_cache(options.cache_dir, options.cache_limit),
         )
-        self._reader = Reader(index, plans, options.rank, read_options)
         self._decoder = decoder = Decoder(
             arena=self._reader.memory,
             slots=self.slots.memory,
@@ -199,7 +201,6 @@ class Pipeline:
         self._position, self._until, self._is_taking = position, until, False
         self._awaited = 0  # number of the batch that is taken next; counts from the start
         self._pending: dict[int, ReadBatch] = {}  # by batch number
-        self._run = None
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
         self._results = self.workers.run(self._tasks(self._pending, position, until))
@@ -249,10 +250,15 @@ class Pipeline:
         Decoders have ended older tasks. Raises ReadStopped if the pipeline is closed.
         """
         self.slots.reset()
-        run = self._run = self._reader.start(*position, until)
+        if self._run is not None:
+            self._run.close()
+        run = self._run = Run(self._reader, *position, until)
         with DeferSignals():
+            run.start()
             self._watchdog.start(self._log_stall)
         try:
+            if self.closed:  # by another thread, before it could see this run
+                run.close()
             while (batch := run.next()) is not None:
                 begun = time.perf_counter()
                 pending[batch.number] = batch
@@ -300,7 +306,8 @@ class Pipeline:
         if os.getpid() == self.process:
             self.closed = True
             # Before the lock, which a thread that waits for a batch holds.
-            self._reader.close()
+            if self._run is not None:
+                self._run.close()
             self.workers.interrupt(WdstrainError(*OVER))
             with self._lock:
                 self._results, self._pending, self._run = iter(()), {}, None

@@ -16,11 +16,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from html import escape
 from typing import Any, NamedTuple
 
-from wdstrain.reader.fetch import ReadStats
-from wdstrain.report import pages
+from wdstrain.reader.reader import ReadStats
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.machine import cores
 
@@ -83,25 +81,6 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return self.sentence
-
-
-class Report(dict[str, Any]):
-    """Values of an `EpochStats` by name, with "stall" and "verdict"; JSON-able.
-
-    A notebook shows it as a table with bars.
-    """
-
-    def _repr_html_(self) -> str:
-        names = ("samples", "batches", "left_out", "padded", "retries", "reread", "copies", "bad")
-        rows = {name.replace("_", " "): self[name] for name in names if self[name]}
-        rows["waited"] = f"{self['wait_seconds']:.2f} s ({self['stall']:.1%})"
-        sizes = {"MB": "bytes", "MB fetched": "fetched", "MB from the cache": "cached"}
-        rows |= {name: f"{self[key] / 1e6:.1f}" for name, key in sizes.items() if self[key]}
-        rows |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
-        seconds = {f"{name}, s": round(self[key], 3) for name, key in _STAGES.items()}
-        verdict = f"<p><b>{escape(self['verdict'])}</b></p>"
-        body = f"{verdict}{pages.table(rows)}{pages.bars(seconds)}"
-        return pages.fragment(f"epoch {self['epoch']}", body)
 
 
 @dataclass
@@ -271,8 +250,12 @@ class EpochStats(StageTotals):
             _log.info("%s", self.bad_line)
         _log.debug("%s", self.details)
 
-    def report(self) -> Report:
+    def report(self) -> dict[str, Any]:
         """Return all values, with stall and verdict, as JSON-able data."""
         findings = [finding._asdict() for finding in self.bad_samples]
-        values = {**asdict(self), "bad_samples": findings}
-        return Report({**values, "stall": self.stall, "verdict": self.verdict})
+        return {
+            **asdict(self),
+            "bad_samples": findings,
+            "stall": self.stall,
+            "verdict": self.verdict,
+        }

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,10 +18,10 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory import Memory, checksums, private_memory
 from wdstrain.order.order import Ints
+from wdstrain.reader.reader import Reader
 from wdstrain.reader.reads import LOCAL_BYTES, Read
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.tar import is_sample
-from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import LocalFile, open_source
 from wdstrain.storage.remote import File, RemoteFile, is_remote, range_size
 
@@ -32,37 +31,6 @@ Bad = tuple[str, str]
 _DAMAGED = "its bytes are not those that were packed (crc32), also when they are read again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """Options of a reader.
-
-    ahead: bytes that are read ahead, beyond the shuffle window. in_flight: most batches that are
-    taken and not yet released. needed_fields: fields that are verified; None: all; if there are
-    none, nothing is read.
-    skip_unreadable: deliver samples that a local file does not give as bad, instead of raising an
-    error. cache: of remote shards.
-    """
-
-    ahead: int
-    in_flight: int
-    needed_fields: set[str] | None = None
-    skip_unreadable: bool = False
-    cache: Cache | None = None
-
-
-@dataclass
-class ReadStats:
-    """Counts and seconds of a reader since it was made."""
-
-    bytes: int = 0  # read from storage
-    fetched: int = 0  # bytes of these that came from servers
-    cached: int = 0  # bytes of these that came from the cache
-    retries: int = 0  # repeated requests
-    reread: int = 0  # samples that were read again because their checksum was wrong
-    read_seconds: float = 0.0  # a read was under way, its verification included
-    shuffle_seconds: float = 0.0  # a batch waited until its part of the window was read
-
-
 class Fetcher:
     """The open shards of one thread, which reads from them into blocks of memory.
 
@@ -70,19 +38,11 @@ class Fetcher:
     threads.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        memory: Memory,
-        options: ReadOptions,
-        stats: ReadStats,
-        lock: threading.RLock,
-        most_files: int,
-    ) -> None:
-        """stats: totals of all threads, which are updated under the lock. most_files: that stay
-        open, the last used ones."""
-        self._index, self._memory, self._options = index, memory, options
-        self._stats, self._lock, self._most_files = stats, lock, most_files
+    def __init__(self, reader: Reader, lock: threading.RLock, most_files: int) -> None:
+        """lock: held while the totals of all threads change. most_files: that stay open, the last
+        used ones."""
+        self._reader, self._lock, self._most_files = reader, lock, most_files
+        self._index, self._memory, self._stats = reader.index, reader.memory, reader.stats
         self._files: dict[str, File] = {}
         self.is_ranged, self._stopping = True, threading.Event()
         # Memory is taken when it is written.
@@ -104,7 +64,7 @@ class Fetcher:
                 if any(isinstance(reason, WdstrainError) for reason in bad.values()):
                     return bad
             self._check_replaced(read, block)
-            place, fields = block + read.place, self._options.needed_fields
+            place, fields = block + read.place, self._reader.needed_fields
             find = partial(damaged_samples, self._index, fields, self._memory, read.ids, place)
             if not (again := find().keys() - bad.keys()):
                 return bad
@@ -142,7 +102,7 @@ class Fetcher:
             file.read_into(target, offset)
         finally:
             self.is_ranged &= file.ranged
-            cache = self._options.cache
+            cache = self._reader.cache
             loaded = cache.take_counts() if cache is not None else Counter[str]()
             with self._lock:
                 for name, count in file.counts().items():
@@ -160,14 +120,14 @@ class Fetcher:
             try:
                 self._read_into(read.shard, self._view(read, block, row), start)
             except WdstrainError as error:
-                if not self._options.skip_unreadable:
+                if not self._reader.skip_unreadable:
                     return {row: error}
                 bad[row] = "", f"it cannot be read ({str(error).rstrip('.')})"
         return bad
 
     def _read_again(self, read: Read, block: int, rows: Collection[int]) -> None:
         """Read samples whose checksums differ again, past the cache."""
-        shard, cache = read.shard, self._options.cache
+        shard, cache = read.shard, self._reader.cache
         with self._lock:
             self._stats.reread += len(rows)
         if cache is not None:
@@ -225,7 +185,7 @@ class Fetcher:
         return file
 
     def _open(self, shard: Shard) -> File:
-        state, cache = self._index.expected_state(shard), self._options.cache
+        state, cache = self._index.expected_state(shard), self._reader.cache
         if not is_remote(shard.path):
             return LocalFile(shard.path, state or "")
         if state is None:

@@ -7,7 +7,7 @@ So the threads run ahead of the loop, which must find the bytes there. A batch i
 its samples have arrived; reads may end in any order. An error belongs to the first batch that it
 hits: all batches before it are delivered.
 
-`Reader` owns the memory. A `Run` is one pass over the list, from a step on. To stop it, close it.
+A `Run` is one pass over the list, from a step on. To stop it, close it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from queue import SimpleQueue
 import numpy as np
 
 from wdstrain.decode.task import ReadBatch
-from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.memory import Memory
+from wdstrain.errors import WdstrainError
 from wdstrain.order.order import Ints, Order
-from wdstrain.reader.blocks import PAGE, Blocks
-from wdstrain.reader.fetch import Bad, Fetcher, ReadOptions, ReadStats
-from wdstrain.reader.reads import READ_SAMPLES, Read, epochs, of_rows, reads, sample_members
-from wdstrain.runtime.machine import memory
+from wdstrain.reader.blocks import Blocks
+from wdstrain.reader.fetch import Bad, Fetcher
+from wdstrain.reader.reader import Reader, ReadStats
+from wdstrain.reader.reads import Read, epochs, of_rows, reads, sample_members
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.index import Index
@@ -46,49 +45,6 @@ class ReadStopped(WdstrainError):
     """Another thread ended the reading."""
 
 
-class Reader:
-    """Reader of the lanes of one rank.
-
-    memory: it has the members of batches. stats: totals since the reader was made.
-    """
-
-    def __init__(
-        self, index: Index, orders: Callable[[int], Order], rank: int, options: ReadOptions
-    ) -> None:
-        """Reserve the memory; nothing is started. orders: returns the order of an epoch.
-
-        Raises ShardError for a sample that is too large for this machine.
-        """
-        self.index, self.orders, self.rank, self.options = index, orders, rank, options
-        self.most_ahead, capacity = _memory_needed(index, orders(0), options)
-        self.memory, self.stats = Memory(capacity), ReadStats()
-        self._run: Run | None = None
-        self._is_closed = False
-
-    def start(self, epoch: int, step: int, until: int | None = None) -> Run:
-        """Return a run that reads from this step on; the run before it ends.
-
-        until: the first epoch that is not read; None: there is no end. Raises ReadStopped after
-        `close`, RuntimeError if the system does not start a thread.
-        """
-        if self._run is not None:
-            self._run.close()
-        run = self._run = Run(self, epoch, step, until)
-        with DeferSignals():
-            run.start()
-        # Another thread may have called `close` before it could see this run.
-        if self._is_closed:
-            run.close()
-            raise ReadStopped("the reader was stopped")
-        return run
-
-    def close(self) -> None:
-        """End reading for ever, from any thread. It may be called again after an interrupt."""
-        self._is_closed = True
-        if self._run is not None:
-            self._run.close()
-
-
 class Run:
     """One pass of a reader. The loop's thread takes and releases batches; any thread may close.
 
@@ -96,18 +52,19 @@ class Run:
     has not taken.
     """
 
-    def __init__(self, reader: Reader, epoch: int, step: int, until: int | None) -> None:
-        options, order, index = reader.options, reader.orders(0), reader.index
-        self._stats, self._sizes, self._cache = reader.stats, index.offsets.size, options.cache
+    def __init__(self, reader: Reader, epoch: int, step: int, until: int | None = None) -> None:
+        """Nothing is started. until: the first epoch that is not read; None: there is no end."""
+        order, index = reader.orders(0), reader.index
+        self._stats, self._sizes, self._cache = reader.stats, index.offsets.size, reader.cache
         self.blocks = Blocks(reader.memory.size)
         self._most_ahead, self.bytes_ahead = reader.most_ahead, 0
         # Resume only when several reads fit. Single requests would wait for the server one after
         # another, and the loop would switch to a reading thread for each.
-        self._resume_below = reader.most_ahead - options.ahead // 4
+        self._resume_below = reader.most_ahead - reader.ahead // 4
         self._reads = reads(index, reader.orders, reader.rank, epoch, step, until)
         # The generators must not refer to the reader: the memory must be freed without the GC.
         self._batches = _planned_batches(
-            index, reader.orders, reader.rank, options.needed_fields, epoch, step, until
+            index, reader.orders, reader.rank, reader.needed_fields, epoch, step, until
         )
         # The loop's thread takes the lock directly and waits on a simple queue. A Ctrl-C inside a
         # Condition would leave the lock locked.
@@ -129,10 +86,10 @@ class Run:
         self._failed_batch, self._error = inf, WdstrainError("")
         self._taken: dict[int, Ints] = {}  # blocks of the samples of batches, until their release
         count = THREADS if any(is_remote(shard.path) for shard in index.shards) else 1
-        if options.needed_fields is not None and not options.needed_fields:
+        if reader.needed_fields is not None and not reader.needed_fields:
             count = 0
-        common = index, reader.memory, options, reader.stats, self._lock, order.lanes_per_rank
-        self._fetchers = [Fetcher(*common) for _ in range(count)]
+        most_files = order.lanes_per_rank
+        self._fetchers = [Fetcher(reader, self._lock, most_files) for _ in range(count)]
         self._only: Fetcher | None = None  # goes on alone if a server knows no ranges
         self._threads: list[threading.Thread] = []
 
@@ -366,37 +323,3 @@ def _planned_batches(
                 rows = slice(start, end)
                 samples = ids[rows], rng_ids[rows], valid[rows], keys[rows]
                 yield ReadBatch(number, order.epoch, *samples, of_rows(members, start, end), {})
-
-
-def _memory_needed(index: Index, order: Order, options: ReadOptions) -> tuple[int, int]:
-    """Return (bytes at which reading ahead pauses, bytes that may be held at once).
-
-    The former are those of samples whose read has begun and that the loop has not taken.
-    Raises ShardError for a sample that is too large for this machine's memory.
-    """
-    sizes = index.offsets.size
-    _check_sample_size(index, int(np.argmax(sizes)), int(np.max(sizes)))
-    epoch, most = (int((sizes * each).sum()) for each in (order.weights, np.ceil(order.weights)))
-    # On average a sample leaves half a window after it was read. At the end of an epoch the window
-    # empties. The next epoch must be read meanwhile, or the reader would have to fill its window at
-    # twice the pace.
-    window = int(order.max_delay * epoch / max(1, order.samples)) // 2
-    most_ahead = window + min(options.ahead, epoch)
-    # Blocks are held whole: that of a sample reaches a read and a window beyond it at both ends.
-    samples = 3 * order.max_delay + 2 * order.lanes_per_rank * READ_SAMPLES
-    largest = int(np.max(sizes)) + PAGE  # a block has whole pages
-    held = min(samples * largest, 2 * (most + PAGE * order.samples))
-    held += (options.in_flight + 2) * order.batch_size * largest
-    return most_ahead, 2 * (most_ahead + held)
-
-
-def _check_sample_size(index: Index, number: int, size: int) -> None:
-    """Raise ShardError for a sample that is too large for this machine's memory."""
-    if size > (most := memory() // 2):
-        shard = index.shard_with(number)
-        raise ShardError(
-            f"{shard.shown}: '{index.key(number)}' at offset {int(index.offsets.start[number])} "
-            f"has {size} bytes, and a sample is held as a whole; the limit is {most}, half of "
-            "this machine's memory.",
-            "Leave it out, or pack it in parts.",
-        )
