@@ -45,11 +45,11 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3419,
+    "conversion": 3382,
     "training": 3189,
     "inspection": 1652,
     "loader": 1214,
-    "shards": 2110,
+    "shards": 2105,
     "decode": 1353,
     "storage": 1075,
     "reader": 492,

@@ -592,8 +592,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/shard_plan.py": [
         (
             "shuffled-by-rank",
-            'np.argsort(meta.rank, kind="stable") if options.shuffle',
-            'np.argsort(meta.side, kind="stable") if options.shuffle',
+            'np.argsort(catalog.rank, kind="stable") if options.shuffle',
+            'np.argsort(catalog.side, kind="stable") if options.shuffle',
         ),
         ("shard-is-full", 'filled + most, side="right"', 'filled + most, side="left"'),
         (
@@ -609,8 +609,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("group-by-error", "int(np.argmin(change))", "int(np.argmax(change))"),
         (
             "side-of-class",
-            "np.lexsort((meta.side[order], strata))",
-            "np.lexsort((meta.rank[order], strata))",
+            "np.lexsort((catalog.side[order], strata))",
+            "np.lexsort((catalog.rank[order], strata))",
         ),
     ],
     "conversion/listing.py": [
@@ -618,7 +618,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "conversion/collect.py": [
         ("content-of-spool", "else part[1:3]) for", "else part[1:2]) for"),
-        ("good-samples-of-limit", "if count == limit:", "if count > limit:"),
+        ("good-samples-of-limit", "if good == limit:", "if good > limit:"),
     ],
     "conversion/images.py": [
         (
@@ -634,11 +634,15 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("turned-jpeg", "size if is_jpeg and upright", "size if is_jpeg or upright"),
     ],
     "conversion/staging.py": [
-        ("old-index-first", "if replaces and is_whole:", "if not replaces and is_whole:"),
+        ("old-index-first", "                if replaces:", "                if not replaces:"),
         ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
         ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
-        ("changed-by-another", "if listed not in known and not", "if listed in known and not"),
-        ("replaced-at-the-end", "if {INDEX_NAME, shard.name} & set", "if {shard.name} & set"),
+        ("changed-by-another", "not in known and not (may", "in known and not (may"),
+        (
+            "replaced-at-the-end",
+            "if self.is_bucket and not self._index and",
+            "if self.is_bucket and",
+        ),
     ],
     "conversion/changes.py": [
         (

@@ -15,11 +15,11 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, groupby, islice
-from typing import Any, NamedTuple
+from itertools import chain, count, groupby, islice
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -57,71 +57,10 @@ Entry = Sample | BadSample
 Fetched = tuple[str, list[Part] | SampleError]
 
 
-# --- properties that are known before bytes are copied -------------------------------------------
-
-
-class SampleMeta(NamedTuple):
-    """Properties of n samples, as arrays.
-
-    rank: position in a shuffle. side: hash that decides the split, equal for samples of one group
-    and for samples of equal images. split, stratum: places in `splits` and `strata`. grouped: the
-    user named groups.
-    """
-
-    rank: U64
-    side: U64
-    split: npt.NDArray[np.int32]
-    stratum: npt.NDArray[np.int32]
-    splits: Sequence[str]
-    strata: Sequence[str]
-    grouped: bool
-
-    def take(self, numbers: Ints) -> SampleMeta:
-        """Return the properties of some samples."""
-        names = ("rank", "side", "split", "stratum")
-        return self._replace(**{name: getattr(self, name)[numbers] for name in names})
-
-
 def text_hash(seed: int, text: str) -> int:
     """Return a seeded 64-bit hash of a string."""
     data = f"pack\x1f{seed}\x1f{text}".encode("utf-8", "surrogateescape")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-
-
-class _MetaBuilder:
-    """Collects the properties of samples that are added one after another."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._rank, self._groups = array("Q"), array("Q")
-        self._split, self._stratum = array("i"), array("i")
-        self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
-        self._grouped = False
-
-    def add(self, rank: int, sample: Sample) -> None:
-        """Add a sample. rank: hash of its key."""
-        group = sample.group or sample.identity
-        self._rank.append(rank)
-        self._groups.append(rank if group in ("", sample.key) else text_hash(self._seed, group))
-        self._grouped = self._grouped or bool(sample.group)
-        self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
-        self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
-
-    def finish(self) -> SampleMeta:
-        """Return the properties of all samples that were added.
-
-        The side is independent of the shuffle's rank. Without groups it also depends on the split
-        that the sample comes from. The samples of `train` were chosen by this very hash, so without
-        that a second split of them would be uneven.
-        """
-        groups, split = np.array(self._groups, np.uint64), np.array(self._split, np.int32)
-        side = np.zeros(len(groups), np.uint64)
-        for name, code in self._splits.items():
-            mine = split == code
-            side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
-        rank, stratum = np.array(self._rank, np.uint64), np.array(self._stratum, np.int32)
-        names = tuple(self._splits), tuple(self._strata)
-        return SampleMeta(rank, side, split, stratum, *names, self._grouped)
 
 
 # --- catalogs ------------------------------------------------------------------------------------
@@ -129,17 +68,25 @@ class _MetaBuilder:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Numbered samples, whose parts are bytes and pieces.
+    """Numbered samples, whose parts are bytes and pieces. Arrays have a value for each of them.
 
-    sizes: int64[n], bytes of each sample in a shard. renamed: by number, {"key": ..., "name": ...}
-    of a sample whose key is not its name in the source. has_files: the pieces are the files of the
+    sizes: bytes in a shard. rank: position in a shuffle. side: hash that decides the split, equal
+    for samples of one group and for samples of equal images. split, stratum: places in `splits`
+    and `strata`. grouped: the user named groups. renamed: by number, {"key": ..., "name": ...} of a
+    sample whose key is not its name in the source. has_files: the pieces are the files of the
     source; otherwise they lie in files of the conversion.
     """
 
     name: str
     items: SampleStore
-    meta: SampleMeta
     sizes: Ints
+    rank: U64
+    side: U64
+    split: npt.NDArray[np.int32]
+    stratum: npt.NDArray[np.int32]
+    splits: Sequence[str]
+    strata: Sequence[str]
+    grouped: bool
     renamed: dict[int, dict[str, str]]
     has_files: bool
 
@@ -151,11 +98,15 @@ class Catalog:
 
         A file is known by its size and time, bytes in a spool by their size and crc32.
         """
-        hashed = blake2b(digest_size=16)
-        for item in map(self.items.__getitem__, numbers.tolist()):
-            parts = [(field, part if self.has_files else part[1:3]) for field, part in item.parts]
-            hashed.update(repr((item.key, parts)).encode())
-        return hashed.digest()
+        items = map(self.items.__getitem__, numbers.tolist())
+        rows = [
+            (
+                item.key,
+                [(field, part if self.has_files else part[1:3]) for field, part in item.parts],
+            )
+            for item in items
+        ]
+        return blake2b(repr(rows).encode(), digest_size=16).digest()
 
     def bad(self, number: int, reason: str) -> BadSample:
         return _bad(self.name, self.items[number], reason, has_files=self.has_files)
@@ -167,24 +118,82 @@ class Catalog:
     def fetch(self, numbers: Ints) -> list[Fetched]:
         """Return key and parts of samples, or an error; they are read as they lie on the disk."""
         items = {number: self.items[number] for number in np.sort(numbers).tolist()}
-        if self.has_files:
-            fetched = {number: _fetched(item) for number, item in items.items()}
-        else:
-            fetched = dict(_unspooled(items))
+        fetched = dict((_from_files if self.has_files else _from_spool)(items))
         return [fetched[number] for number in numbers.tolist()]
 
+    def moved(self, parts: Sequence[Index], at: Ints) -> Catalog:
+        """Return the samples after they were written into shards. at: their numbers before."""
+        items = SampleStore()
+        for part in parts:
+            first, _, field, offset, size, crc = part.offsets.members
+            rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
+            path = part.shards[0].path
+            pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
+            for row, key in enumerate(part.keys(np.arange(len(part)))):
+                items.append(Sample(key, pieces[first[row] : first[row + 1]]))
+        return replace(
+            self,
+            items=items,
+            sizes=np.concatenate([part.offsets.size for part in parts]),
+            **{name: getattr(self, name)[at] for name in ("rank", "side", "split", "stratum")},
+            renamed={
+                n: self.renamed[old] for n, old in enumerate(at.tolist()) if old in self.renamed
+            },
+            has_files=False,
+        )
 
-def moved(catalog: Catalog, parts: Sequence[Index], at: Ints) -> Catalog:
-    """Return a catalog of samples that were written into shards again. at: their numbers before."""
-    items, sizes = SampleStore(), [part.offsets.size for part in parts]
-    for part in parts:
-        first, _, field, offset, size, crc = part.offsets.members
-        rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
-        path = part.shards[0].path
-        pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
-        for row, key in enumerate(part.keys(np.arange(len(part)))):
-            items.append(Sample(key, pieces[first[row] : first[row + 1]]))
-    return Catalog(catalog.name, items, catalog.meta.take(at), np.concatenate(sizes), {}, False)
+
+class _Builder:
+    """Collects samples that are added one after another. sizes: bytes of each in a shard."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source, self._seed, self._grouped = source, seed, False
+        self._items, self.sizes = source.stored or SampleStore(), array("q")
+        self._rank, self._groups = array("Q"), array("Q")
+        self._split, self._stratum = array("i"), array("i")
+        self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
+        self._renamed = dict[int, dict[str, str]]()
+
+    def add(self, rank: int, sample: Sample, parts: list[tuple[str, Any]]) -> None:
+        """Add a sample. rank: hash of its key. parts: bytes and pieces."""
+        key, group = str(sample.key), sample.group or sample.identity
+        if sample.name:
+            self._renamed[len(self.sizes)] = {"key": key, "name": sample.name}
+        self.sizes.append(sum(member_size(f"{key}.{field}", _size(part)) for field, part in parts))
+        self._rank.append(rank)
+        self._groups.append(rank if group in ("", key) else text_hash(self._seed, group))
+        self._grouped = self._grouped or bool(sample.group)
+        self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
+        self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
+        if self._source.stored is None:
+            self._items.append(sample._replace(parts=parts))
+
+    def finish(self) -> Catalog:
+        """Return all samples that were added.
+
+        The side is independent of the shuffle's rank. Without groups it also depends on the split
+        that the sample comes from. The samples of `train` were chosen by this very hash, so without
+        that a second split of them would be uneven.
+        """
+        groups, split = np.array(self._groups, np.uint64), np.array(self._split, np.int32)
+        side = np.zeros(len(groups), np.uint64)
+        for name, code in self._splits.items():
+            mine = split == code
+            side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
+        return Catalog(
+            name=self._source.name,
+            items=self._items,
+            sizes=np.array(self.sizes, np.int64),
+            rank=np.array(self._rank, np.uint64),
+            side=side,
+            split=split,
+            stratum=np.array(self._stratum, np.int32),
+            splits=tuple(self._splits),
+            strata=tuple(self._strata),
+            grouped=self._grouped,
+            renamed=self._renamed,
+            has_files=self._source.has_files,
+        )
 
 
 def _bad(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSample:
@@ -195,12 +204,15 @@ def _bad(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSampl
     return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
 
 
-def _fetched(item: Sample) -> Fetched:
-    try:
-        parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in item.parts]
-    except SampleError as error:
-        return str(item.key), error
-    return str(item.key), parts
+def _from_files(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
+    """Yield samples of files with their numbers; the error of one that cannot be read."""
+    for number, (key, item_parts, *_) in items.items():
+        try:
+            parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in item_parts]
+        except SampleError as error:
+            yield number, (str(key), error)
+        else:
+            yield number, (str(key), parts)
 
 
 def _contents(path: str, size: int, mtime_ns: int) -> bytes:
@@ -219,25 +231,25 @@ def _contents(path: str, size: int, mtime_ns: int) -> bytes:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
 
 
-def _unspooled(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
+def _from_spool(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
     """Yield samples of a spool with their numbers, each file read forward. Raises StorageError."""
     order = sorted(items, key=lambda number: items[number].parts[0][1][::3])
     for path, numbers in groupby(order, key=lambda number: items[number].parts[0][1][0]):
         try:
             with open(path, "rb") as file:
                 for number in numbers:
-                    item = items[number]
-                    (_, first), (_, last) = item.parts[0], item.parts[-1]
-                    data = _read(file.fileno(), last[3] + last[1] - first[3], first[3])
-                    parts = list[Part]()
-                    for field, (_, size, crc, offset) in item.parts:
-                        part = data[offset - first[3] : offset - first[3] + size]
-                        if crc32(part) != crc:
-                            raise StorageError(f"{path} has changed since it was written.", _ADVICE)
-                        parts.append((field, part))
-                    yield number, (str(item.key), parts)
+                    key, pieces, *_ = items[number]
+                    parts = [(field, _spooled(file, *piece)) for field, piece in pieces]
+                    yield number, (str(key), parts)
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
+
+
+def _spooled(file: BinaryIO, path: str, size: int, crc: int, offset: int) -> bytes:
+    data = _read(file.fileno(), size, offset)
+    if crc32(data) != crc:
+        raise StorageError(f"{path} has changed since it was written.", _ADVICE)
+    return data
 
 
 def _read(fd: int, size: int, offset: int, beyond: int = 0) -> bytes:
@@ -265,31 +277,26 @@ def collect(
     spool: folder for the bytes of a stream; None: they are not written. first_key: key, as a
     number, of the first sample without a key. progress: receives samples and bytes so far.
     """
-    meta, sizes, renamed = _MetaBuilder(options.seed), array("q"), dict[int, dict[str, str]]()
-    items, has_files = source.stored or SampleStore(), source.has_files
-    files = _Spool(spool, options)
-    for entry in source.samples() if has_files else _keyed(source, options, first_key):
+    files, catalog, has_files = (
+        _Spool(spool, options),
+        _Builder(source, options.seed),
+        source.has_files,
+    )
+    for entry in source.samples() if has_files else _streamed(source, options, first_key):
         if isinstance(entry, BadSample):
             bad.put(entry)
             continue
-        key = str(entry.key)
-        rank = text_hash(options.seed, key)
+        rank = text_hash(options.seed, str(entry.key))
         try:
             parts = list(map(_piece, entry.parts)) if has_files else files.put(rank, entry.parts)
         except SampleError as error:
             bad.put(_bad(source.name, entry, str(error), has_files=True))
             continue
-        if entry.name:
-            renamed[len(sizes)] = {"key": key, "name": entry.name}
-        meta.add(rank, entry)
-        sizes.append(sum(member_size(f"{key}.{field}", _size(part)) for field, part in parts))
-        if source.stored is None:
-            items.append(entry._replace(parts=parts))
+        catalog.add(rank, entry, parts)
         if not has_files:
-            progress(len(sizes), files.bytes)
+            progress(len(catalog.sizes), files.bytes)
     files.flush()
-    counts = np.array(sizes, np.int64)
-    return Catalog(source.name, items, meta.finish(), counts, renamed, has_files)
+    return catalog.finish()
 
 
 def _size(part: Any) -> int:
@@ -349,37 +356,33 @@ class _Spool:
 # --- streams -------------------------------------------------------------------------------------
 
 
-def _keyed(source: Source, options: Options, first_key: int) -> Iterator[Entry]:
-    """Yield the entries of a stream as bytes, and with unique keys."""
-    keys, number = Keys(), first_key
-    for entry in _encoded(source, options):
-        if isinstance(entry, Sample):
-            name = f"{number:09d}" if entry.key is None else entry.key
-            number += 1
-            key = keys.key(name)
-            entry = entry._replace(key=key, name=name if key != name else "")
-        yield entry
+def _streamed(source: Source, options: Options, first_key: int) -> Iterator[Entry]:
+    """Yield the entries of a stream in order, as bytes and with unique keys.
 
-
-def _encoded(source: Source, options: Options) -> Iterator[Entry]:
-    """Yield the entries of a stream, in order. Worker processes encode its `Pixels`."""
-    batches = _batches(source, options.limit)
+    Worker processes encode its `Pixels`.
+    """
+    batches, keys, numbers = _batches(source, options.limit), Keys(), count(first_key)
     head = list(islice(batches, _FEW))
     has_pixels = any(isinstance(part, Pixels) for batch in head for _, part in _parts_of(batch))
     jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
     work = partial(_encode, source.name)
     with closing(run(work, chain(head, batches), jobs if has_pixels else 1)) as results:
-        for batch in results:
-            yield from batch
+        for entry in chain.from_iterable(results):
+            if isinstance(entry, Sample):
+                number = next(numbers)
+                name = f"{number:09d}" if entry.key is None else entry.key
+                key = keys.key(name)
+                entry = entry._replace(key=key, name=name if key != name else "")
+            yield entry
 
 
 def _batches(source: Source, limit: int | None) -> Iterator[list[Entry]]:
     """Yield the entries up to the good sample number `limit`; the next one is not asked for."""
-    batch, size, count = list[Entry](), 0, 0
+    batch, size, good = list[Entry](), 0, 0
     for entry in source.samples():
         batch.append(entry)
-        count += isinstance(entry, Sample)
-        if count == limit:
+        good += isinstance(entry, Sample)
+        if good == limit:
             break
         size += sum(p.size if isinstance(p, Pixels) else len(p) for _, p in _parts_of([entry]))
         if size >= _BATCH_BYTES or len(batch) == _BATCH:

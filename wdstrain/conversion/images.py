@@ -46,10 +46,6 @@ class Recipe:
     def changes(self) -> bool:
         return self.resize is not None or self.quality is not None
 
-    def looked_at(self) -> Recipe:
-        """Return the recipe for images that were re-encoded by this one."""
-        return Recipe(None, None, "magic")
-
     def apply(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
         for field, data in parts:

@@ -32,7 +32,7 @@ from wdstrain.conversion.changes import (
     is_repeated,
     next_numbered_key,
 )
-from wdstrain.conversion.collect import Catalog, SampleMeta, collect, moved
+from wdstrain.conversion.collect import Catalog, collect
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Source
 from wdstrain.conversion.options import Options
@@ -52,7 +52,7 @@ from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints, OffsetsBuilder
 from wdstrain.shards.tar_headers import END
-from wdstrain.storage.files import read_whole, write_whole
+from wdstrain.storage.files import write_whole
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
@@ -136,9 +136,7 @@ def convert(
         if staging.is_complete:  # the samples of the source are not compared
             index = staging.load()
             staging.compare(index.info, run.call, "a finished")
-            rows = map(
-                json.loads, (read_whole(f"{staging.out}/{SKIPPED_NAME}") or b"").splitlines()
-            )
+            rows = map(json.loads, (staging.target.read(SKIPPED_NAME) or b"").splitlines())
             bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in rows]
             return ConversionResult(index, index.info, bad, len(index.shards))
         run.former = staging.load() if options.append else None
@@ -219,7 +217,7 @@ class _Run:
             shards.append(Shard(path, len(stops), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = replace(with_labels(Index(tuple(shards), rows.offsets()), self.labels), info=made)
-        samples = counted(catalog.meta, [(s.split, s.numbers) for s in plan], self.labels)
+        samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
         renamed = len(catalog.renamed.keys() & set(np.concatenate([s.numbers for s in plan])))
         return ConversionResult(index, self._info(samples, renamed, None), self.bad.bad)
 
@@ -229,29 +227,25 @@ class _Run:
             return self._finish(staging, *self._written(staging))
         except (UsageError, _NothingError) as error:  # there is nothing to resume
             staging.discard()
-            if isinstance(error, _NothingError) and not self.former and not staging.bucket:
-                self._write_lists(staging.out, [], None)
+            if isinstance(error, _NothingError) and not self.former and not staging.is_bucket:
+                self._write_lists(staging.shown, [], None)
             raise
 
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
-        """Write the shards of a plan of all samples; also return the catalog of the source."""
+        """Write the shards of a plan of all samples; also return the catalog of these."""
         spool = None if self.source.has_files else staging.folder("spill")
-        source = self._collected(spool, staging.shown)
-        catalog, recipe = source, Recipe.of(self.options)
-        at = np.arange(len(source.sizes))  # number in the source of each sample of the catalog
+        catalog, recipe = self._collected(spool, staging.shown), Recipe.of(self.options)
         if recipe.changes:
-            catalog, at = self._encoded(source, recipe, staging.folder("encoded"))
-            recipe = recipe.looked_at()
-            self._check_any(len(at))
+            catalog = self._encoded(catalog, recipe, staging.folder("encoded"))
+            recipe = Recipe(None, None, "magic")
         plan, parts = self._plan(catalog), list[Packed]()
         staging.check_names({shard.split for shard in plan})
         with closing(self._shards(catalog, recipe, staging.folder(), plan, "packing")) as shards:
             for part in shards:
                 self.kept += part.is_kept
                 if len(part.numbers):
-                    index = staging.add(part.index)
-                    parts.append(Packed(index, at[part.numbers]))
-        return parts, source
+                    parts.append(replace(part, index=staging.add(part.index)))
+        return parts, catalog
 
     def _collected(self, spool: str | None, out: str) -> Catalog:
         """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
@@ -272,17 +266,15 @@ class _Run:
         known = self.former.splits if self.former is not None else ()
         return plan_shards(catalog, self.options, resplit=self.source.resplit, known=known)
 
-    def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> tuple[Catalog, Ints]:
-        """Return the samples with re-encoded images, in the order they will be packed.
-
-        Also returns their numbers in `catalog`.
-        """
+    def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> Catalog:
+        """Return the samples with re-encoded images, in the order they will be packed."""
         numbers = chosen(catalog, self.options)
         runs = batches(numbers, catalog.sizes[numbers], _ENCODE_BATCH)
         plan = [PlannedShard(f"{place:06d}", "", run) for place, run in enumerate(runs)]
         done = list(self._shards(catalog, recipe, folder, plan, "encoding"))
         at = np.concatenate([part.numbers for part in done])
-        return moved(catalog, [part.index for part in done], at), at
+        self._check_any(len(at))
+        return catalog.moved([part.index for part in done], at)
 
     def _shards(
         self, catalog: Catalog, recipe: Recipe, folder: str, plan: list[PlannedShard], title: str
@@ -304,14 +296,16 @@ class _Run:
         places = [(part.index.shards[0].split, part.numbers) for part in parts]
         renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
         divided = divided_images([*indexes, *filter(None, [former])])
-        info = self._info(counted(catalog.meta, places, self.labels), len(renamed), divided)
+        info = self._info(counted(catalog, places, self.labels), len(renamed), divided)
         joined = join(indexes)
         index = replace(with_labels(joined, self.labels), info=info)
         result = ConversionResult(index, info, bad, self.kept)
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
             return replace(result, index=former, kept=len(former.shards))
-        lists = self._write_lists(staging.folder(), renamed, staging.out if former else None)
+        lists = self._write_lists(
+            staging.folder(), renamed, staging.target.read if former else None
+        )
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
             # A column would lack the values of the new samples that no column can hold.
@@ -351,16 +345,19 @@ class _Run:
         return info
 
     def _write_lists(
-        self, folder: str, renamed: list[dict[str, str]], former: str | None
+        self,
+        folder: str,
+        renamed: list[dict[str, str]],
+        read: Callable[[str], bytes | None] | None,
     ) -> list[str]:
         """Write the lists of skipped and of renamed samples into a folder, and return their names.
 
-        former: folder of the set that an append extends; its lists are kept.
+        read: reads a file of the set that an append extends; its lists are kept.
         """
         lists = {SKIPPED_NAME: [bad.portable() for bad in self.bad.bad], RENAMED_NAME: renamed}
         written = [name for name, rows in lists.items() if rows]
         for name in written:
-            before = read_whole(os.path.join(former, name)) if former is not None else None
+            before = read(name) if read is not None else None
             data = (before or b"") + b"".join(map(json_bytes, lists[name]))
             write_whole(os.path.join(folder, name), data)
         return written
@@ -400,7 +397,7 @@ def _reasons(bad: Iterable[BadSample]) -> dict[str, int]:
 
 
 def counted(
-    meta: SampleMeta, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
+    catalog: Catalog, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
 ) -> dict[str, dict[str, int]]:
     """Return the number of samples by split and class; "" is the class of no class.
 
@@ -409,9 +406,11 @@ def counted(
     order = {name: place for label in labels for place, name in enumerate(label.classes)}
     sums = dict[str, Ints]()
     for split, numbers in places:
-        counts = np.bincount(meta.stratum[numbers], minlength=len(meta.strata))
+        counts = np.bincount(catalog.stratum[numbers], minlength=len(catalog.strata))
         sums[split] = sums.get(split, 0) + counts
-    ranked = sorted(enumerate(meta.strata), key=lambda row: (order.get(row[1], len(order)), row[1]))
+    ranked = sorted(
+        enumerate(catalog.strata), key=lambda row: (order.get(row[1], len(order)), row[1])
+    )
     return {
         split: {name: int(counts[code]) for code, name in ranked if counts[code]}
         for split, counts in sums.items()

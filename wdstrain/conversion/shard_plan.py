@@ -19,7 +19,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.collect import Catalog, SampleMeta, text_hash
+from wdstrain.conversion.collect import Catalog, text_hash
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
@@ -39,8 +39,8 @@ class PlannedShard:
 
 def chosen(catalog: Catalog, options: Options) -> Ints:
     """Return the numbers of the samples to pack, in order."""
-    meta = catalog.meta
-    order = np.argsort(meta.rank, kind="stable") if options.shuffle else np.arange(len(meta.rank))
+    everything = np.arange(len(catalog.rank))
+    order = np.argsort(catalog.rank, kind="stable") if options.shuffle else everything
     return np.asarray(order[: options.limit], np.int64)
 
 
@@ -52,14 +52,14 @@ def plan_shards(
     known: splits of the set that the shards are appended to. Raises UsageError for options that do
     not fit the source, and for a split that gets no sample.
     """
-    order, meta = chosen(catalog, options), catalog.meta
-    check_options(meta, options, resplit=resplit)
+    order = chosen(catalog, options)
+    check_options(catalog, options, resplit=resplit)
     if options.split:
-        names, split = list(options.split), draw_splits(meta, order, options)
+        names, split = list(options.split), draw_splits(catalog, order, options)
     else:
-        own = [name or "train" for name in meta.splits]
+        own = [name or "train" for name in catalog.splits]
         names = list(dict.fromkeys(own))
-        split = np.array([names.index(name) for name in own], np.int64)[meta.split[order]]
+        split = np.array([names.index(name) for name in own], np.int64)[catalog.split[order]]
     check_names(names, known)
     members = {name: order[split == number] for number, name in enumerate(names)}
     empty = [name for name, mine in members.items() if not len(mine)]
@@ -79,19 +79,19 @@ def plan_shards(
     return planned
 
 
-def check_options(meta: SampleMeta, options: Options, *, resplit: bool = False) -> None:
+def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) -> None:
     """Raise UsageError for options of splits that do not fit the samples."""
-    if options.split and any(meta.splits) and not resplit:
+    if options.split and any(catalog.splits) and not resplit:
         raise UsageError(
             "the source has its own splits already.",
             "Leave out split=, or convert one of its folders.",
         )
-    if meta.grouped and not options.split:
+    if catalog.grouped and not options.split:
         raise UsageError(
             "group_by needs a split.",
             "Add split={'train': 0.9, 'val': 0.1}.",
         )
-    if options.stratify and not any(meta.strata):
+    if options.stratify and not any(catalog.strata):
         raise UsageError(
             "there are no classes to stratify by.",
             "Name a label of classes, or leave out stratify.",
@@ -157,37 +157,37 @@ def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> 
 # --- splits --------------------------------------------------------------------------------------
 
 
-def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
+def draw_splits(catalog: Catalog, order: Ints, options: Options) -> Ints:
     """Return the split of each sample of `order`, as its place in `options.split`: int64."""
     shares = list((options.split or {}).values())
-    if meta.grouped:
-        return _assigned_groups(meta, order, shares)
+    if catalog.grouped:
+        return _assigned_groups(catalog, order, shares)
     if not options.stratify:
-        at = meta.side[order] / 2.0**64
+        at = catalog.side[order] / 2.0**64
         return np.asarray(np.searchsorted(np.cumsum(shares)[:-1], at, side="right"), np.int64)
-    strata = meta.stratum[order]
-    counts = np.bincount(strata, minlength=len(meta.strata))
+    strata = catalog.stratum[order]
+    counts = np.bincount(strata, minlength=len(catalog.strata))
     # A hash of the name breaks ties, so that not always the first classes get one sample more.
-    names = np.array([text_hash(options.seed, name) for name in meta.strata], np.uint64)
+    names = np.array([text_hash(options.seed, name) for name in catalog.strata], np.uint64)
     ties = np.argsort(bits(names, "rounding"), kind="stable")
     taken = _rounded(counts, np.array(shares) / sum(shares), ties)
     split = np.zeros(len(order), np.int64)
-    sides = np.lexsort((meta.side[order], strata))  # by class, then by hash
+    sides = np.lexsort((catalog.side[order], strata))  # by class, then by hash
     split[sides] = np.repeat(np.tile(np.arange(len(shares)), len(counts)), taken.ravel())
     return split
 
 
-def _assigned_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:
+def _assigned_groups(catalog: Catalog, order: Ints, shares: list[float]) -> Ints:
     """Return the split of each sample; samples of one group are in the same split.
 
     Groups are assigned from the largest to the smallest, groups of equal size by their hash. Each
     goes to the split where it reduces the error most. The error is the sum of
     (samples - share)^2 / share over the splits, for all samples and for each class.
     """
-    side, strata = meta.side[order], meta.stratum[order]
+    side, strata = catalog.side[order], catalog.stratum[order]
     groups, code, sizes = np.unique(side, return_inverse=True, return_counts=True)
     # (group, class) pairs and their sizes; `everything` stands for all samples of a group
-    everything = len(meta.strata)
+    everything = len(catalog.strata)
     pairs, counts = np.unique(np.stack([code, strata]), axis=1, return_counts=True)
     firsts = np.searchsorted(pairs[0], np.arange(len(groups) + 1))
     share = np.array(shares)[:, None]

@@ -207,7 +207,9 @@ def _kept(path: str, shard: PlannedShard, mark: str) -> Packed | None:
     with suppress(OSError, ShardError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         with open(path + _PART, "rb") as file:
             index, extra = unpack_part(file.read(), path)
-        if extra["identity"] == mark and os.stat(path).st_size == index.shards[0].bytes:
+        # A shard that is in the bucket already has no file.
+        size = os.stat(path).st_size if os.path.exists(path) else index.shards[0].bytes
+        if extra["identity"] == mark and size == index.shards[0].bytes:
             numbers = shard.numbers[np.array(extra["places"], np.int64)]
             return Packed(index, numbers, [BadSample(*row) for row in extra["bad"]], is_kept=True)
     return None  # it is written again

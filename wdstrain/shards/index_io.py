@@ -44,7 +44,7 @@ from wdstrain.shards.offsets import (
     table_names,
 )
 from wdstrain.storage.addresses import INDEX_NAME, beside, check_finished, folder_of
-from wdstrain.storage.files import read_whole, regular, state_of, sync, write_whole
+from wdstrain.storage.files import read_whole, regular, state_of, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
@@ -65,14 +65,6 @@ def save_index(index: Index, folder: str) -> None:
     document["wdstrain"]["sha256"] = sha256(table).hexdigest()
     write_whole(os.path.join(folder, TABLE_NAME), table)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
-
-
-def move_index(source: str, folder: str) -> None:
-    """Move index.arrow and index.json from the folder `source`. May be repeated after a kill."""
-    for name in (TABLE_NAME, INDEX_NAME):
-        with suppress(FileNotFoundError):  # moved by an interrupted call
-            os.replace(os.path.join(source, name), os.path.join(folder, name))
-            sync(folder)
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
@@ -137,13 +129,12 @@ def _identity(batch: pa.RecordBatch) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def load(path: str, *, base: str | None = None) -> Index:
+def load(path: str) -> Index:
     """Return the index in the index.json at `path` and the index.arrow beside it.
 
-    base: an address in the folder of the shards, if it is another one. Raises ShardError for files
-    that are missing, damaged or not of this package.
+    Raises ShardError for files that are missing, damaged or not of this package.
     """
-    index = find_index(path, base)
+    index = find_index(path)
     if index is None:
         raise ShardError(
             f"{shown_path(path)} is not there, or another program wrote it, or may not be read "
@@ -154,10 +145,10 @@ def load(path: str, *, base: str | None = None) -> Index:
     return index
 
 
-def find_index(path: str, base: str | None = None) -> Index | None:
+def find_index(path: str) -> Index | None:
     """Return the index at `path`; None if there is none, or only another tool's list of shards.
 
-    base: see `load`. Raises ShardError for files that are damaged, and for an unfinished folder.
+    Raises ShardError for files that are damaged, and for an unfinished folder.
     """
     if not is_remote(path):
         check_finished(os.path.dirname(path))
@@ -167,7 +158,7 @@ def find_index(path: str, base: str | None = None) -> Index | None:
             return None
         version = document["wdstrain"]["version"]
         _require(version == VERSION, f"version {version!r}; this wdstrain reads version {VERSION}")
-        return _of_table(beside(path, TABLE_NAME), document, base or path)[0]
+        return _of_table(beside(path, TABLE_NAME), document, path)[0]
 
 
 def find_document(path: str) -> Index | None:
