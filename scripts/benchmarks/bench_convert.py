@@ -1,26 +1,15 @@
 """How fast conversion is, beside webdataset's ShardWriter, `tar cf`, and the resizing that img2dataset does.
 
-    .venv/bin/python scripts/benchmarks/bench_convert.py            (some minutes; --quick for a look)
+    python scripts/benchmarks/bench_convert.py          (some minutes; --quick for a look)
+    python scripts/benchmarks/bench_convert.py --json > scripts/benchmarks/results/convert.json
 
-Cases, each measured in turn with its rivals, several times over, medians of seconds and the spread:
+Cases, each measured in turn with its rivals, several times, medians of seconds and the spread:
 
-    small    20 000 files of 7 KB in class folders, one process: the folder listed, shuffled, packed, flushed to the disk
-    jobs     photographs made smaller (--resize 224), one process and two
-    resize   the same in this process alone, one photograph after another, beside img2dataset's resizer and its cv2 calls
-    memory   the largest memory of the process while 20 000 and 100 000 samples of a stream are packed within 64 MB
-
-What was measured last is at the end of this file's documentation; ratios carry over to other machines, seconds do not.
-
-    2 cores, no GPU, local disk, page cache warm, Python 3.11, torch 2.15, 2026-11-20
-    small    ours 0.51 s (0.50 to 0.58)   ShardWriter 2.09 s: 4.1 times ours   tar cf 0.22 s: 0.43 of ours
-    jobs     one 1.81 s, two 1.06 s: 1.7 times as fast (1 500 photographs of 500x375)
-    resize   600 photographs to 224: ours 0.58 s, img2dataset's resizer 0.70 s: 1.20 times, its bare cv2 calls 0.63 s: 1.09
-             to 128: 0.43 s, 0.61 s: 1.42 times, 0.53 s: 1.26
-    memory   613 MB with 20 000 samples and with 100 000, of which 534 are what is imported
-
-Ideas that failed, in seconds of `small`: the collector of cycles running 0.75; members fetched 256 MB at a time instead of
-512 KB 0.60 (they fall out of the cache before they are written); the writer in a thread beside the sha256 0.58; flushing
-every 32 MB instead of at the end 0.53; tarfile's own headers 2.1.
+    small    20,000 files of 7 KB in class folders, one process: the folder is listed, shuffled, packed, flushed to disk.
+             Goals: 4 times as fast as ShardWriter, 0.5 of the speed of tar
+    jobs     photographs made smaller (--resize 224), one process and two. Goal: 1.7 times as fast with two
+    resize   the same in this process alone, beside img2dataset's resizer and its bare cv2 calls
+    memory   the peak memory while 20,000 and 100,000 samples of a stream are packed within 64 MB
 """
 
 from __future__ import annotations

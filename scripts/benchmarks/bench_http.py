@@ -1,85 +1,25 @@
 """How fast shards on a server are read, beside bare urllib3 and webdataset's pipe to curl.
 
-    .venv/bin/python scripts/benchmarks/bench_http.py            (some twenty minutes, half of them for `check`; --quick for a look, --case NAME for one case)
+    python scripts/benchmarks/bench_http.py          (some twenty minutes; --quick for a look, --case NAME for one case)
+    python scripts/benchmarks/bench_http.py --json > scripts/benchmarks/results/http.json
 
-Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
+Cases, each measured in turn with its rivals, several times, medians and the spread:
 
-    raw      loopback, nginx, 512 MB in shards of 64 MB, samples of 100 KB: `urllib3` reads whole shards over one connection
-             into one buffer (readinto of 8 MB), `LaneStream` is what our reader reads with (pieces of 4 MB into reused memory),
-             `webdataset` goes through pipe:curl and gives undecoded samples, `Loader` gives shuffled batches of bytes of a
-             first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
-    far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
-             the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.95
-    check    what comparing checksums costs a loader of bytes, and one of pictures, in four epochs: the same index with its crc32
-             and without; and, for how much two measurements of one thing differ, without once more. Ratios of each turn: their mean
-             and its standard error
-    cache    the loader of `raw` without a cache, while it fills one (512 MB, flushed to the disk), from it, and from the set itself
-    serve    wdstrain's server beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
+    raw      loopback, nginx, 512 MB in shards of 64 MB, samples of 100 KB. `urllib3` reads whole shards over one connection
+             into one buffer (readinto of 8 MB). `Forward` reads ranges of 4 MB as the reader does. `webdataset` goes
+             through pipe:curl and gives undecoded samples. `Loader` gives shuffled batches of bytes of a first epoch.
+             Goals: Forward 0.70 of urllib3 and twice webdataset
+    far      a link of 200 Mbit/s and a round trip of 50 ms, shared by all connections: the share of 25 MB/s that arrives
+             between the request for the first batch and the last one, 150 MB. Goal: 0.95
+    check    what the comparison of checksums costs: the same index with its crc32, without, and without once more, which
+             shows how much two equal measurements differ. Mean ratio of the turns and its standard error
+    cache    the loader of `raw` without a cache, while it fills one, from it, and from local shards
+    serve    `wdstrain serve` beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
 
-The far link is a process between us and the server, for want of netem in many kernels: each direction is 25 ms late, a new
-connection one round trip more (its handshake), answers of all connections leave one after another at 25 MB/s, of each
-connection 4 MB at most are under way, 15 KB at first and twice as many each round trip (slow start, SLOW_START = None ends
-it; it does not start anew after a pause). Before its line wait 50 ms of bytes at most; nothing is ever lost. Each measurement
-has new connections. Before anything is measured six plain connections must get 98 % of the link, or it is said.
-
-What was measured last; ratios carry over to other machines, MB/s do not.
-
-    2 cores (nginx on the same ones), no GPU, page cache warm, Python 3.11, urllib3 2.8, webdataset 0.2.111, 2026-11-20
-    raw      urllib3 2464 MB/s (2365 to 2885), Forward 2535 (2324 to 2700), webdataset 785 (519 to 872), Loader 908 (809 to 986)
-             Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
-             Loader / webdataset 1.16 (1.10 to 1.69). On another machine (2026-11-23) urllib3 1785, Forward 1989, webdataset 545,
-             Loader 916: Forward / urllib3 1.11 (0.92 to 1.21), / webdataset 3.65, Loader / webdataset 1.68 (1.30 to 1.91)
-    far      Loader 0.96 of the link with shards of 4 MB and of 32 MB, webdataset 0.25 and 0.74; opening the index 0.27 s (2026-11-23)
-    check    with crc32 0.91 of the speed without at 8 KB (0.71 to 1.05; without again 1.01), 0.90 at 100 KB (0.76 to 1.09; 1.05),
-             0.98 of pictures (0.85 to 1.14; 0.98); in other runs, in an order that was not drawn, 0.98, 0.96 and 0.93, 0.92, 0.91
-             and 0.88 of bytes, 0.99 of pictures. 0.92 and 0.83 while
-             decoders compared, a batch at a time with Python's lock; 0.94 and 0.78 without it. In turns against that the
-             bytes come 1.16 and 1.25 times as fast (2026-11-22)
-             On another machine, planned for a window at once and four epochs a turn (2026-11-22), means of 15 turns: pictures 0.988
-             +- 0.015 (without again 1.007 +- 0.025), 100 KB 0.957 +- 0.030 (1.001 +- 0.036), 8 KB 0.945 +- 0.025 (1.004 +- 0.028),
-             the medians 0.97 (1.01), 0.99 (1.01) and 0.94 (0.99), in another run 0.99 (0.97), 0.90 (0.90) and 0.99 (1.06); 110
-             turns of one epoch of 8 KB 0.959 +- 0.011 (0.994 +- 0.012), 60 others 0.972 +- 0.013 (0.991 +- 0.010), and before the
-             last change 0.964 +- 0.010 (1.003 +- 0.010); received without MSG_WAITALL 0.951 +- 0.012 (0.975 +- 0.010)
-             Since a request takes less of Python (2026-11-23, a third machine), means of 15 turns: pictures 1.004 +- 0.018 (0.997 +-
-             0.021), 100 KB 0.958 +- 0.022 (1.024 +- 0.017), 8 KB 0.961 +- 0.023 (1.044 +- 0.025). All of these in an order that was
-             drawn from one seed: one of two equal rivals was the first in 8 of 15 turns and the other in 4
-             As it is now (2026-11-23), each as often first, 30 turns of four epochs, 15 of pictures, and again where other machines
-             had the processors: pictures 1.005 +- 0.025 (0.982 +- 0.019), 8 KB at 0.7 GB/s 0.968 +- 0.011 (0.997 +- 0.011), 100 KB
-             at 1.1 GB/s 0.954 +- 0.012 (0.982 +- 0.009)
-    cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
-    serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
-
-What was found. On the far link half of what is missing is slow start (0.98 without; webdataset 0.57 and 0.91). Ranges that six
-threads fetched into memory of their own, for the reader to copy, reached 0.71 of urllib3 (0.65 while the machine had other work)
-and took twice the CPU: bytes were copied three times, and a quarter of the time for which the interpreter's lock was held went
-into the last copy. Now the system receives them into the arena (recvmsg_into with MSG_WAITALL), outside of the lock.
-
-What comparing takes. For long it was 4 % of bytes of 8 KB, whatever was done to the sums: 0.6 us of 18 in the threads that fetch, in
-pieces of 64 KB or of 256, by narrower instructions, or planned for a window at once. Counted with the sums left out but all else done
-it was 0.992 +- 0.011 of the speed without, with them 0.949 +- 0.010; and yet the sums were 85 cycles a KB where they are taken, 0.3 us.
-The rest was paid by others: isal's crc32 leaves the upper halves of the wide registers in use, which the system then keeps and brings
-back with every change of threads (some sixty for a thousand samples), and which other code waits for. Cleared after each piece
-(vzeroupper), in turns within one process: 0.991 +- 0.017 of the speed without, not cleared 0.959 +- 0.017, isal's code for AVX2 and
-cleared 0.985 +- 0.017, its code for SSE 0.957 +- 0.014. Per sample 13.54 us of processor without, 13.78 cleared, 14.16 not cleared.
-A request that brings whole samples leaves none to be compared by the loop's own thread.
-
-What is left, some 3 % of bytes alone while two cores are busy with the server and us, is that each byte is looked at once more. Within
-one process and in turns, of the speed without: with the sums 0.976 +- 0.013, only looking at one byte of each 64 0.989 +- 0.010, doing
-all else 0.996 +- 0.011; per sample of 8 KB 16.68, 16.48, 16.23 and 16.16 us of processor. A sum takes 45 cycles a KB alone, 85 where
-three threads share two cores, and 38 is the least. What did not help: pieces of 128, 64 and 32 KB in place of 256 (8 KB: 0.989, 0.990,
-0.985 beside 0.967, each +- 0.013; 100 KB: 0.988, 0.978, 0.978 beside 0.987); a thread that compares only while nobody else has work
-(SCHED_IDLE; 0.966 +- 0.025, and 1.5 us more of processor, as the bytes are cold by then); comparing where the loop has them copied as
-Python's bytes, a piece at a time with the next one asked for (0.928 +- 0.011: there all wait for it).
-
-With bytes of 8 KB a range of 4 MB took 0.7 ms of Python's lock in each thread that fetches, for a view of each of its places, to
-look twice through all of the environment for a proxy, and to wake those who had nothing to fetch; and the loop waited for the reader's
-thread at each range. Without these 1.24 +- 0.04 as fast, 0.29 of the two cores still idle: who takes the lock waits for it. Read on
-for in quarters of what is read ahead is 1.04 +- 0.03 of that; threads that fetch with less priority than the loop's (nice 5) 0.93 +-
-0.03, or 0.98 +- 0.05 without the quarters.
-
-Ideas that failed, as speed of Forward by that of its day: readinto1 in place of read1 0.9 (whoever reads sooner gets smaller
-pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of 64 KB 0.8, copies by numpy 1.0.
-The next epoch begun while this one's last ranges come: 0.88 of the far link, as the loop waits for what shares it.
+The far link is a process between client and server, as many kernels lack netem. Each direction takes 25 ms. A new connection
+takes one more round trip. Answers of all connections share 25 MB/s. A connection has at most 4 MB under way, 15 KB at first
+and twice as much after each round trip (SLOW_START = None ends that). At most 50 ms of bytes wait in the queue, and nothing
+is lost. Six plain connections must reach 98 % of the link before anything is measured.
 """
 
 from __future__ import annotations

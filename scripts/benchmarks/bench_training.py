@@ -1,21 +1,13 @@
-"""Training from shards beside a plain ImageFolder and DataLoader: the same recipe, the same accuracy, and how fast.
+"""Training from shards beside a plain ImageFolder and DataLoader: the same recipe, its accuracy, and its speed.
 
-    .venv/bin/python scripts/benchmarks/bench_training.py --data DATA [--case flowers ...] [--work DIR]
+    python scripts/benchmarks/bench_training.py --data DATA [--case flowers ...] [--work DIR]
 
-DATA holds the folders flowers, eurosat5, fashion-mnist and driving. Each case is converted once, trained by `wt.train`, and trained by the
-twenty lines of PyTorch that people copy: ImageFolder (a CSV and PIL for driving), torchvision's v2 transforms, a DataLoader with a worker per
-core, the same model, optimizer, learning rate, batches and epochs. Both are seeded otherwise, so accuracies differ by their noise.
-Seconds are those of whole epochs of training, the start of workers included, without validation.
+DATA holds the folders flowers, eurosat5, fashion-mnist and driving. Each case is converted once, trained by `wt.train`, and
+trained by the twenty lines of PyTorch that people copy: ImageFolder (for driving a CSV and PIL), torchvision's v2 transforms,
+a DataLoader with a worker per core, the same model, optimizer, learning rate, batches and epochs. The seeds differ, so
+accuracies differ by their noise. Seconds are those of whole epochs, the start of workers included, without validation.
 
-What came out (2 cores of a Xeon that others share, torch 2.15, 2026-11-21; accuracy, for driving the squared error; samples/s of training):
-
-    flowers        ours 0.7400   82   plain 0.7167   90     (three turns of an epoch each: ours 87 with threads, 92 with 2 workers, plain 84)
-    eurosat5       ours 0.9704  334   plain 0.9569  302
-    fashion-mnist  ours 0.9176  454   plain 0.9156  446
-    driving        ours 0.0197  234   plain 0.0201  227     (predicting the mean: 0.0412)
-
-The model takes 98 % of the time in both, so the ratio says no more than that reading costs nothing beside it; what a loader can do without
-a model is in bench_loader.py.
+On two cores the model takes 98 % of the time in both, so the ratio says only that reading costs nothing beside it.
 """
 
 from __future__ import annotations
