@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3382,
+    "conversion": 3315,
     "training": 3189,
     "inspection": 1652,
     "loader": 1214,

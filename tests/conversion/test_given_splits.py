@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +142,7 @@ def test_splits_of_folders_are_not_drawn_again_silently(
     assert is_told(status, text)
 
 
-@pytest.mark.parametrize(
-    "source", ["set", "shards of a set", "shards without an index", "archives"]
-)
+@pytest.mark.parametrize("source", ["set", "shards of a set", "shards without an index"])
 def test_splits_of_shards_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:
@@ -156,10 +153,5 @@ def test_splits_of_shards_are_not_drawn_again_silently(
     elif source == "shards without an index":
         for name in ("index.json", "index.arrow"):
             (tmp_path / "set" / name).unlink()
-    elif source == "archives":
-        addresses = [str(tmp_path / f"{split}.tar.gz") for split in SPLITS]
-        for split, address in zip(SPLITS, addresses, strict=True):
-            with tarfile.open(address, "w:gz") as archive:
-                archive.add(tmp_path / "in" / split, split)
     status, text, _ = convert(["tars", *addresses, str(tmp_path / "out"), *DRAWN], tmp_path, capsys)
     assert is_told(status, text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,16 +86,7 @@ def _tars(tmp_path: Path, mask: bytes, photo: bytes, **options: Any) -> None:
     wt.convert_tars(tmp_path / "old.tar", tmp_path / "out", **options)
 
 
-def _archive(tmp_path: Path, mask: bytes, photo: bytes, **options: Any) -> None:
-    with tarfile.open(tmp_path / "old.tar.gz", "w:gz") as archive:
-        for name, data in (("k.jpg", photo), ("k.mask.png", mask)):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    wt.convert_tars(tmp_path / "old.tar.gz", tmp_path / "out", **options)
-
-
-SOURCES = [_folder, _pack, _table, _arrays, _hdf5, _tars, _archive]
+SOURCES = [_folder, _pack, _table, _arrays, _hdf5, _tars]
 
 
 def check_equal_sizes(tmp_path: Path, convert: Callable[[], None]) -> None:

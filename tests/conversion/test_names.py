@@ -158,11 +158,10 @@ def test_no_field_has_a_slash_or_a_backslash_in_its_name(
 # --- backslashes ---
 
 
-@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-def test_backslashes_in_a_tar_do_not_merge_samples_silently(tmp_path: Path, name: str) -> None:
-    with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as archive:
+def test_backslashes_in_a_tar_do_not_merge_samples_silently(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for number in range(3):
             member = tarfile.TarInfo(f"v1.2\\cat\\{number}.txt")
             archive.addfile(member)
-    result = attempt(lambda: wt.convert_tars(tmp_path / name, tmp_path / "out"))
+    result = attempt(lambda: wt.convert_tars(tmp_path / "a.tar", tmp_path / "out"))
     assert isinstance(result, str) or len(result) == 3

@@ -7,7 +7,7 @@ Their arguments are the fields of the option classes. Each function returns the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvision
 from wdstrain.conversion.sources.shards import stream_tars
 from wdstrain.conversion.sources.table import open_table
-from wdstrain.runtime.options import as_list, takes
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 
 Note = Callable[[str], None]
@@ -98,7 +98,10 @@ def convert_torchvision(options: TorchvisionOptions) -> Index:
 def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
     out = os.fspath(options.out)
-    source = _SOURCES[type(options)](options, note)
+    if isinstance(options, TarsOptions):
+        source = stream_tars(options, note)
+    else:
+        source = _SOURCES[type(options)](options)
     for decision in source.source.get("decided", ()):
         note(decision)
     done = convert(source, out, options, options.progress)
@@ -110,24 +113,13 @@ def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionRe
     return done
 
 
-def _pack(options: PackOptions, note: Note) -> Source:
-    return stream_samples(
-        {"": options.samples},
-        fields=options.fields,
-        classes=_given_classes(options),
-        labels=options.labels,
-        group=options.group,
-        quality=_first_quality(options),
-    )
-
-
-def _folder(options: FolderOptions, note: Note) -> Source:
+def _folder(options: FolderOptions) -> Source:
     names = class_names(options.classes, options.like if options.flat else _numbering(options))
     masks = None if options.masks is None else os.fspath(options.masks)
     return list_folder(os.fspath(options.source), flat=options.flat, fixed=names, masks=masks)
 
 
-def _table(options: TableOptions, note: Note) -> Source:
+def _table(options: TableOptions) -> Source:
     return open_table(replace(options, like=_numbering(options)))
 
 
@@ -137,45 +129,11 @@ def _numbering(options: FolderOptions | TableOptions) -> Any:
     return options.out if appends else options.like
 
 
-def _given_classes(options: PackOptions | Hdf5Options | ArraysOptions) -> Sequence[str]:
-    return options.classes if options.like is None else class_names(options.classes, options.like)
-
-
-def _hdf5(options: Hdf5Options, note: Note) -> Source:
-    return stream_hdf5(
-        os.fspath(options.file),
-        options.fields,
-        labels=as_list(options.label),
-        classes=_given_classes(options),
-        key=options.key,
-        quality=_first_quality(options),
-    )
-
-
-def _arrays(options: ArraysOptions, note: Note) -> Source:
-    return stream_arrays(
-        options.arrays,
-        labels=as_list(options.label),
-        classes=_given_classes(options),
-        quality=_first_quality(options),
-    )
-
-
-def _torchvision(options: TorchvisionOptions, note: Note) -> Source:
-    return stream_torchvision(options.name, options.root, splits=options.splits)
-
-
-_SOURCES: Mapping[type[Options], Callable[[Any, Note], Source]] = {
-    PackOptions: _pack,
+_SOURCES: Mapping[type[Options], Callable[[Any], Source]] = {
+    PackOptions: stream_samples,
     FolderOptions: _folder,
     TableOptions: _table,
-    Hdf5Options: _hdf5,
-    ArraysOptions: _arrays,
-    TarsOptions: stream_tars,
-    TorchvisionOptions: _torchvision,
+    Hdf5Options: stream_hdf5,
+    ArraysOptions: stream_arrays,
+    TorchvisionOptions: stream_torchvision,
 }
-
-
-def _first_quality(options: Options) -> int:
-    """Return the JPEG quality of stored pixels: 100 if they are encoded again later."""
-    return 95 if options.quality is None and options.resize is None else 100

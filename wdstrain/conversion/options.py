@@ -158,6 +158,11 @@ class Options(CheckedOptions):
                     "Give only one.",
                 )
 
+    @property
+    def pixel_quality(self) -> int:
+        """JPEG quality of stored pixels: 100 if they are encoded again later."""
+        return 95 if self.quality is None and self.resize is None else 100
+
     def saved(self) -> dict[str, Any]:
         """Return the options that the bytes of a set depend on, as its index keeps them."""
         return {name: getattr(self, name) for name in _SAVED}

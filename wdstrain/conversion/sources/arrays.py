@@ -20,14 +20,17 @@ import numpy.typing as npt
 
 from wdstrain.conversion.classes import (
     MOST_CLASSES,
-    check_classes,
+    class_names,
     class_rule,
     counted_classes,
     stated_classes,
 )
-from wdstrain.conversion.encode import array_field, encode
-from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
+from wdstrain.conversion.encode import array_field
+from wdstrain.conversion.listing import Source, check_there
+from wdstrain.conversion.source_options import ArraysOptions, Hdf5Options, RowOptions
+from wdstrain.conversion.sources.iterable import stream
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.runtime.options import as_list
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import FEW, rule_of
 
@@ -41,45 +44,21 @@ _KEYS = "__key__"  # name of the array of keys; no field has it
 Rows = Any
 
 
-def stream_arrays(
-    arrays: Mapping[str, Any],
-    *,
-    labels: Sequence[str] = (),
-    classes: Sequence[str] = (),
-    quality: int = 95,
-) -> Source:
+def stream_arrays(options: ArraysOptions) -> Source:
     """Return the rows of arrays of equal length as samples.
 
-    arrays: {name: array, or a .npy file, or FILE.npz:member}. labels: names of scalar arrays to
-    learn, also as `name:class` or `name:number`; an array named cls always is a label. Raises
-    SourceError for files that are not arrays, UsageError for lengths that differ.
+    Raises SourceError for files that are not arrays, UsageError for lengths that differ.
     """
-    opened = {name: _open(name, array) for name, array in arrays.items()}
-    files = {n: os.fspath(one) for n, one in arrays.items() if isinstance(one, (str, os.PathLike))}
-    about = {"kind": "arrays", "fields": list(arrays), "labels": list(labels)}
-    return _stream_rows(
-        ", ".join(files.values()) or "arrays",
-        opened,
-        about,
-        labels,
-        classes,
-        quality,
-    )
+    arrays = {name: _open(name, array) for name, array in options.arrays.items()}
+    files = [os.fspath(a) for a in options.arrays.values() if isinstance(a, (str, os.PathLike))]
+    about = {"kind": "arrays", "fields": list(arrays), "labels": as_list(options.label)}
+    return _stream_rows(", ".join(files) or "arrays", arrays, about, options)
 
 
-def stream_hdf5(
-    file: str,
-    fields: Mapping[str, str],
-    *,
-    labels: Sequence[str] = (),
-    classes: Sequence[str] = (),
-    key: str | None = None,
-    quality: int = 95,
-) -> Source:
-    """Return the rows of data sets as samples.
+def stream_hdf5(options: Hdf5Options) -> Source:
+    """Return the rows of data sets of a file as samples.
 
-    fields: {name: path in the file}. key: path of a data set with the keys of the samples. Raises
-    SourceError for a file that is not HDF5, UsageError for a path that is not a data set.
+    Raises SourceError for a file that is not HDF5, UsageError for a path that is not a data set.
     """
     try:
         import h5py
@@ -90,11 +69,12 @@ def stream_hdf5(
         ) from None
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401, registers its filters
+    file, fields = os.fspath(options.file), options.fields
     check_there(file)
     try:
         opened = h5py.File(file, "r", rdcc_nbytes=_CACHE)
         data_sets = {name: _find(opened, file, path) for name, path in fields.items()}
-        keys = _find(opened, file, key) if key else None
+        keys = _find(opened, file, options.key) if options.key else None
     except (OSError, RuntimeError) as error:  # RuntimeError: for links in a circle
         raise SourceError(
             f"{file} cannot be read as HDF5 ({error}).",
@@ -106,22 +86,24 @@ def stream_hdf5(
             'Give for example fields={"image": "/images"}. Use one of its data sets: '
             f"{_known(opened)}",
         )
-    about: dict[str, Any] = {"kind": "hdf5", "fields": dict(fields), "labels": list(labels)}
-    about["key"] = key
+    about = {
+        "kind": "hdf5",
+        "fields": dict(fields),
+        "labels": as_list(options.label),
+        "key": options.key,
+    }
     packed = {name: ", ".join(one.meaning) for name, one in data_sets.items() if one.meaning}
     if packed:
         lines = (f"{n}: stored numbers are packed, without {some}" for n, some in packed.items())
         about["decided"] = list(lines)
-    return _stream_rows(file, data_sets, about, labels, classes, quality, keys)
+    return _stream_rows(file, data_sets, about, options, keys)
 
 
 def _stream_rows(
     title: str,
     arrays: Mapping[str, Rows],
     about: dict[str, Any],
-    labels: Sequence[str],
-    classes: Sequence[str],
-    quality: int,
+    options: RowOptions,
     keys: Rows = None,
 ) -> Source:
     """Return the rows of arrays of equal length as samples. Arrays of labels are read first."""
@@ -133,44 +115,37 @@ def _stream_rows(
             "text or whole number per row."
         )
     fields = _field_names(title, arrays)
-    names = check_classes(classes)
-    places = {name: place for place, name in enumerate(names)}
+    names = class_names(options.classes, options.like)
     only_cls = "cls" in arrays
-    scalars = [
-        _scalar(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())
-        for one in _asked_labels(arrays, labels)
+    labels = [
+        _label(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())
+        for one in _asked_labels(arrays, as_list(options.label))
     ]
-    stored |= {scalar.name: scalar.values for scalar in scalars}
-    classed = next((scalar for scalar in scalars if scalar.info.kind != "number"), None)
+    stored |= {label.name: label.rows for label in labels}
+    bad = {row: reason for label in reversed(labels) for row, reason in label.bad_rows().items()}
+    classed = next((label for label in labels if label.info.is_class), None)
 
-    def sample(block: Mapping[str, Any], row: int, i: int) -> Sample:
-        parts = [
-            encode(field, _value(block[name][i], field), quality=quality, classes=places)
-            for name, field in fields.items()
-        ]
-        for scalar in scalars:
-            if scalar.is_bad[row]:
-                raise SampleError(f"its {scalar.name} is {scalar.values[row]}{scalar.rule}")
-        key = None if keys is None else _text(block[_KEYS][i])
-        stratum = "" if classed is None else classed.stratum(row)
-        return Sample(key, parts, stratum=stratum, row=row + 1)
+    def values(place: tuple[Mapping[str, Any], int, int]) -> dict[str, Any]:
+        block, row, first = place
+        if row in bad:
+            raise SampleError(bad[row])
+        sample = {f: _value(block[name][row - first], f) for name, f in fields.items()}
+        if keys is not None:
+            key = block[_KEYS][row - first]
+            sample[_KEYS] = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
+        return sample
 
-    def entries() -> Iterator[Sample | BadSample]:
-        for first, block in _blocks(stored, count):
-            for i in range(len(next(iter(block.values())))):
-                try:
-                    yield sample(block, first + i, i)
-                except SampleError as error:
-                    yield BadSample(title, first + i + 1, "", str(error))
-
-    return Source(
+    source = stream(
         title,
-        entries,
-        lambda: tuple(scalar.info for scalar in scalars),
-        about | stated_classes(classes),
-        count,
-        stratum=classed.info.name if classed else "",
+        {"": _rows(stored, count)},
+        values,
+        about | stated_classes(names),
+        names=names,
+        labels=[label.info for label in labels],
+        strata=classed.strata() if classed is not None else [""] * count,
+        quality=options.pixel_quality,
     )
+    return replace(source, total=count, stratum=classed.info.name if classed else "")
 
 
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
@@ -206,16 +181,17 @@ def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
     return fields
 
 
-def _blocks(
+def _rows(
     arrays: Mapping[str, Rows], count: int
-) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
-    """Yield (first row, {name: rows}) of each block of rows."""
+) -> Iterator[tuple[dict[str, npt.NDArray[Any]], int, int]]:
+    """Yield (block of rows by name, row, first row of the block) of each row."""
     size = max(1, _BLOCK // sum(map(_row_bytes, arrays.values())))
     step = math.lcm(*(getattr(array, "chunk", 1) for array in arrays.values()))
     size -= size % step if size >= step else 0  # no chunk is decompressed twice
     for first in range(0, count, size):
-        rows = slice(first, min(first + size, count))
-        yield first, {name: np.asanyarray(array[rows]) for name, array in arrays.items()}
+        stop = min(first + size, count)
+        block = {name: np.asanyarray(array[first:stop]) for name, array in arrays.items()}
+        yield from ((block, row, first) for row in range(first, stop))
 
 
 def _row_bytes(array: Rows) -> int:
@@ -242,10 +218,6 @@ def _value(value: Any, field: str) -> Any:
     return value.tobytes() if is_row and value.dtype == np.uint8 and not is_npy else value
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
-
-
 # --- labels ---------------------------------------------------------------------------------------
 
 
@@ -258,27 +230,34 @@ def _asked_labels(arrays: Mapping[str, Rows], labels: Sequence[str]) -> list[str
     return [*labels, "cls"] if counts or not labels else list(labels)
 
 
-class _Scalar(NamedTuple):
-    """A label of an array of one number per row. is_bad: bool[n]. rule: that bad numbers break."""
+class _Label(NamedTuple):
+    """A label of an array of one number per row. fits: bool[n]. rule: that other numbers break."""
 
     name: str
     info: ColumnInfo
-    values: npt.NDArray[Any]
-    is_bad: npt.NDArray[np.bool_]
+    rows: npt.NDArray[Any]
+    fits: npt.NDArray[np.bool_]
     rule: str = ""
 
-    def stratum(self, row: int) -> str:
-        number = int(self.values[row])
-        return self.info.classes[number] if self.info.kind == "class" else str(number)
+    def bad_rows(self) -> dict[int, str]:
+        """Return why a row cannot be used, by its number. Encoding refuses masked rows."""
+        wrong = np.flatnonzero(~self.fits & ~np.ma.getmaskarray(self.rows)).tolist()
+        return {row: f"its {self.name} is {self.rows[row]}{self.rule}" for row in wrong}
+
+    def strata(self) -> list[str]:
+        """Return the class of each row; that of a flag is its number."""
+        names = self.info.classes if self.info.kind == "class" else ("0", "1")
+        numbers = np.where(self.fits, np.ma.getdata(self.rows), 0).astype(np.int64)
+        return list(np.array([*names, ""], object)[numbers])
 
 
-def _scalar(
+def _label(
     title: str,
     asked: str,
     arrays: Mapping[str, Rows],
     fields: Mapping[str, str],
     classes: Sequence[str],
-) -> _Scalar:
+) -> _Label:
     """Return a label. asked: NAME or NAME:KIND. Raises UsageError for an array that is none."""
     before, _, kind = asked.rpartition(":")
     is_stated = kind in ("class", "number") and before in arrays
@@ -296,35 +275,30 @@ def _scalar(
             "label must be one number per row."
         )
     rows = np.asanyarray(array[slice(0, array.shape[0])])
-    values, is_masked = np.ma.getdata(rows), np.ma.getmaskarray(rows)  # encoding refuses the mask
-    info = ColumnInfo("label" if name == "cls" else name, "class", fields[name])
-    is_whole = (values >= 0) & (values == np.floor(values)) & ~is_masked
+    values = np.ma.masked_invalid(rows, copy=False)
     if not is_stated:
-        present = values[np.isfinite(values) & ~is_masked]
-        kind = _kind(
-            title, name, present, is_class=type_ in "iu" and (name == "cls" or bool(classes))
-        )
+        is_class = type_ in "iu" and (name == "cls" or bool(classes))
+        kind = "class" if is_class else _kind(title, name, values.compressed())
+    info = ColumnInfo("label" if name == "cls" else name, kind, fields[name])
     if kind == "number":
-        return _Scalar(name, replace(info, kind="number"), rows, ~np.isfinite(values))
-    if kind == "flag" and not classes:
-        return _Scalar(name, replace(info, kind="flag", classes=FLAG_CLASSES), rows, ~is_whole)
-    is_class = is_whole & (values < (len(classes) or MOST_CLASSES))
-    rule = f", but a class must be {class_rule(len(classes))}"
-    seen = set(map(int, np.unique(values[is_class])))
+        return _Label(name, info, rows, ~np.ma.getmaskarray(values))
+    is_flag = kind == "flag" and not classes
+    most = 2 if is_flag else len(classes) or MOST_CLASSES
+    fits = np.ma.filled((values >= 0) & (values < most) & (values == np.floor(values)), False)
+    if is_flag:
+        return _Label(name, replace(info, classes=FLAG_CLASSES), rows, fits)
+    seen = set(map(int, np.unique(rows[fits])))
     known = tuple(classes) or counted_classes(name, seen, stated=is_stated)
-    return _Scalar(name, replace(info, classes=known), rows, ~is_class, rule)
+    info = replace(info, kind="class", classes=known)
+    return _Label(name, info, rows, fits, f", but a class must be {class_rule(len(classes))}")
 
 
-def _kind(title: str, name: str, values: npt.NDArray[Any], *, is_class: bool) -> str:
-    """Return the kind of a label whose user states none: "class", "flag" or "number".
-
-    is_class: its values are class numbers for another reason, such as given names.
-    """
-    if is_class or not len(values):
-        return "class"
-    if values.dtype != bool and np.mean(values % 1 != 0) > FEW:  # numbers need not be counted
-        return "number"
-    rule = rule_of(title, name, *map(np.ndarray.tolist, np.unique(values, return_counts=True)))
+def _kind(title: str, name: str, values: npt.NDArray[Any]) -> str:
+    """Return the kind of a label whose user states none: "class", "flag" or "number"."""
+    if values.dtype != bool and np.count_nonzero(values % 1) > FEW * len(values):
+        return "number"  # most have a fraction; they need not be counted
+    counted = np.unique(values, return_counts=True)
+    rule = rule_of(title, name, *map(np.ndarray.tolist, counted)) if len(values) else "class"
     return "number" if rule == "quantity" else rule
 
 
@@ -339,7 +313,8 @@ def _open(name: str, array: Any) -> Rows:
         except Exception as error:  # the methods of an array may raise anything
             kind = type(array).__name__
             raise UsageError(f"{name}: {kind} cannot be read as an array: {error}.") from None
-    path, member = _file_of(array)
+    path, _, member = os.fspath(array).partition(".npz:")
+    path += ".npz" * bool(member)
     check_there(path, f"{name}={os.fspath(array)}")
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -359,12 +334,6 @@ def _open(name: str, array: Any) -> Rows:
         f"Name one of its arrays, such as {name}={path}:{members[0] if members else 'NAME'}: "
         f"{', '.join(members)}",
     )
-
-
-def _file_of(array: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return (file, member) of an address of an array."""
-    path, _, member = os.fspath(array).partition(".npz:")
-    return path + ".npz" * bool(member), member
 
 
 class _DataSet:

@@ -15,96 +15,113 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from wdstrain.conversion.classes import (
     MOST_CLASSES,
     check_classes,
+    class_names,
     class_rule,
     counted_classes,
     stated_classes,
 )
 from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
+from wdstrain.conversion.source_options import PackOptions, TorchvisionOptions
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
 _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 
 
-def stream_samples(
+def stream_samples(options: PackOptions) -> Source:
+    """Return the samples of an iterable or a data set as a source."""
+    names = class_names(options.classes, options.like)
+    return stream(
+        "samples",
+        {"": options.samples},
+        partial(_named, fields=options.fields),
+        {"kind": "samples", **stated_classes(names)},
+        names=names or classes_of(options.samples),
+        labels=options.labels,
+        group=options.group,
+        quality=options.pixel_quality,
+    )
+
+
+def stream(
+    name: str,
     parts: Mapping[str, Any],
+    fields_of: Callable[[Any], Mapping[str, Any]],
+    about: dict[str, Any],
     *,
-    fields: Sequence[str] | None = None,
-    classes: Sequence[str] = (),
+    names: Sequence[str] = (),
     labels: Sequence[ColumnInfo] = (),
     group: Callable[[Any], str] | None = None,
-    quality: int = 95,
-    name: str = "samples",
-    source: dict[str, Any] | None = None,
+    strata: Sequence[str] | None = None,
+    quality: int,
 ) -> Source:
     """Return samples as a source.
 
-    parts: iterables or map-style data sets, by split; "": the split is drawn. group: returns the
-    group of a sample. quality: of JPEGs that are made of pixels.
+    parts: iterables or map-style data sets, by split; "": the split is drawn. fields_of: returns the
+    values of a sample by field; raises SampleError for a bad one. names: of the classes of cls.
+    group: returns the group of a sample. strata: of each sample; None: its cls decides, and is a
+    label unless `labels` declare it. quality: of JPEGs that are made of pixels.
     """
     sizes = list(map(_length, parts.values()))
-    names = check_classes(classes) or classes_of(next(iter(parts.values()), None))
     places = {name: place for place, name in enumerate(names)}
-    is_declared = any(label.field == "cls" or label.name == "label" for label in labels)
+    declared = {label.field for label in labels} | {label.name for label in labels}
+    is_counted = strata is None and declared.isdisjoint(("cls", "label"))
     kinds, numbers = set[str](), set[int]()  # what each cls is; class numbers without names
 
+    def stratum(cls: str) -> str:
+        kind = "numbers" if cls.isdecimal() else "names"
+        if cls and kinds - {kind}:
+            raise SampleError(f"its cls is {cls!r}, but others are {min(kinds)}")
+        number = int(cls) if kind == "numbers" else -1
+        if is_counted and not names and number >= MOST_CLASSES:
+            raise SampleError(f"its cls is {cls}, but a class must be {class_rule()}")
+        kinds.update([kind] if cls else [])
+        numbers.add(number)
+        return names[number] if 0 <= number < len(names) else cls
+
     def read(split: str, number: int, sample: Any) -> Sample:
-        key, packed = _packed(sample, fields, quality, places)
-        cls = next((data for field, data in packed if field == "cls"), b"")
-        stratum = cls.decode("utf-8", "replace").strip()
-        kind = "numbers" if stratum.isdecimal() else "names"
-        if stratum and kinds - {kind}:
-            raise SampleError(f"its cls is {stratum!r}, but others are {min(kinds)}")
-        if kind == "numbers" and int(stratum) < len(names):
-            stratum = names[int(stratum)]
-        elif kind == "numbers" and not (names or is_declared):
-            if int(stratum) >= MOST_CLASSES:
-                raise SampleError(f"its cls is {stratum}, but a class must be {class_rule()}")
-            numbers.add(int(stratum))
-        kinds.update([kind] if stratum else [])
-        grouped = str(group(sample)) if group else ""
-        return Sample(key, packed, split, grouped, stratum, number + 1)
+        if isinstance(sample, SampleError):
+            raise sample
+        key, packed = _packed(fields_of(sample), quality, places)
+        cls = dict(packed).get("cls", b"").decode("utf-8", "replace").strip()
+        kind = stratum(cls) if strata is None else strata[number]
+        return Sample(key, packed, split, str(group(sample)) if group else "", kind, number + 1)
 
     def entries() -> Iterator[Sample | BadSample]:
         for split, part in parts.items():
             for number, sample in _numbered(part):
                 try:
                     yield read(split, number, sample)
-                except SampleError as error:
+                except (SampleError, OSError) as error:
                     yield BadSample(name, number + 1, "", str(error))
 
     def all_labels() -> tuple[ColumnInfo, ...]:
-        if "numbers" not in kinds or is_declared:
+        if "numbers" not in kinds or not is_counted:
             return tuple(labels)
-        known = names or counted_classes("cls", numbers)
+        known = tuple(names) or counted_classes("cls", numbers - {-1})
         return (*labels, ColumnInfo("label", "class", "cls", classes=known))
 
-    about = source or {"kind": "samples", **stated_classes(classes)}
     total = None if None in sizes else sum(filter(None, sizes))
     return Source(name, entries, all_labels, about, total, stratum="label")
 
 
 def _packed(
-    sample: Any, fields: Sequence[str] | None, quality: int, places: Mapping[str, int]
+    values: Mapping[str, Any], quality: int, places: Mapping[str, int]
 ) -> tuple[str | None, list[tuple[str, Any]]]:
     """Return (key, parts) of a sample. Raises SampleError if it cannot be packed."""
-    if isinstance(sample, SampleError):
-        raise sample
-    named = _named(sample, fields)
     packed = [
         encode(field, value, quality=quality, classes=places)
-        for field, value in named.items()
+        for field, value in values.items()
         if not field.startswith("__")
     ]
-    if not packed:
-        raise SampleError(f"it has no fields, only {', '.join(map(repr, sample)) or 'nothing'}")
-    key = named.get("__key__")
+    key = values.get("__key__")
     if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
     if len(dict(packed)) < len(packed):
@@ -146,7 +163,10 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(sample, Mapping):
         if odd := [name for name in sample if not isinstance(name, str)]:
             raise SampleError(f"the name of a field is {odd[0]!r}, but it must be text")
-        return {f: v for f, v in sample.items() if fields is None or f in (*fields, "__key__")}
+        named = {f: v for f, v in sample.items() if fields is None or f in (*fields, "__key__")}
+        if all(name.startswith("__") for name in named):
+            raise SampleError(f"it has no fields, only {', '.join(map(repr, sample)) or 'nothing'}")
+        return named
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]
     names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
     if len(names) != len(values):
@@ -167,14 +187,15 @@ def classes_of(part: Any) -> tuple[str, ...]:
 # --- data sets of torchvision ---------------------------------------------------------------------
 
 
-def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Source:
-    """Return the samples of a data set. splits: names of its splits (default: all).
+def stream_torchvision(options: TorchvisionOptions) -> Source:
+    """Return the samples of a data set.
 
     Raises UsageError for a name or split that torchvision does not know, SourceError for a split
     that is missing in `root` or damaged.
     """
     import torchvision.datasets  # takes half a second
 
+    name, root, splits = options.name, options.root, options.splits
     if name not in torchvision.datasets.__all__:
         raise UsageError(
             f"torchvision.datasets has no data set '{name}'.",
@@ -203,17 +224,18 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
                 "Download it first, or name the splits to convert: splits=[...]",
             ) from None
         data_sets["val" if split == "valid" else split] = data
-    files = {split: _Files(data.samples) for split, data in data_sets.items() if _has_files(data)}
-    has_files = len(files) == len(data_sets)
-    stream = stream_samples(
+    files = {split: getattr(data, "samples", None) for split, data in data_sets.items()}
+    has_files = all(isinstance(rows, list) and rows for rows in files.values())
+    source = stream(
+        name,
         files if has_files else data_sets,
-        fields=None if has_files else ("png", "cls"),
-        classes=classes_of(next(iter(data_sets.values()))),
-        name=name,
-        source={"kind": "torchvision", "name": name, "splits": list(data_sets)},
+        _file_fields if has_files else partial(_named, fields=("png", "cls")),
+        {"kind": "torchvision", "name": name, "splits": list(data_sets)},
+        names=classes_of(next(iter(data_sets.values()))),
+        quality=options.pixel_quality,
     )
     left_out = {f"split {one}, which was not asked for": 1 for one in known if one not in wanted}
-    return replace(stream, resplit=True, ignored=left_out)
+    return replace(source, resplit=True, ignored=left_out)
 
 
 def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
@@ -229,21 +251,8 @@ def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
     return "split", known or ["train", "test"]
 
 
-class _Files:
-    """The files of a data set that lists them, as samples with their bytes."""
-
-    def __init__(self, rows: list[tuple[str, int]]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        path, target = self._rows[number]
-        with open(path, "rb") as file:
-            return {str(path).rpartition(".")[2].lower(): file.read(), "cls": int(target)}
-
-
-def _has_files(data: Any) -> bool:
-    rows = getattr(data, "samples", None)
-    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple)
+def _file_fields(row: tuple[str, int]) -> dict[str, Any]:
+    """Return the fields of a row of a data set that lists its files: their bytes are kept."""
+    path, target = row
+    with open(path, "rb") as file:
+        return {str(path).rpartition(".")[2].lower(): file.read(), "cls": int(target)}

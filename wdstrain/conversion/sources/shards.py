@@ -1,16 +1,14 @@
-"""Samples of existing shards, in one forward pass; also of compressed tars.
+"""Samples of existing shards, in one forward pass.
 
 Samples may be filtered, and fields dropped or renamed. Splits and labels of the index are kept. A
 sample whose bytes differ from the checksums of the index is bad. Sets that number their classes
 differently are not merged: a number would mean two classes.
-
-Members of compressed tars are grouped into samples by webdataset's rule: the key is the name up to
-the first dot of its last part. They are not trusted: their unpacked size is limited.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -22,31 +20,23 @@ import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import (
     BadSample,
-    Part,
     Sample,
     Source,
     check_there,
-    count_ignored,
     drawn_again,
     field_name,
     readable,
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
-from wdstrain.errors import DamageError, SampleError, ShardError, SourceError, UsageError
+from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.resolve import open_index
-from wdstrain.shards.tar import Member, SkippedMembers
-from wdstrain.shards.tar_stream import members, open_tar, samples
-from wdstrain.storage.addresses import COMPRESSED, INDEX_NAME, beside, expand, folder_of
-from wdstrain.storage.files import open_source
-from wdstrain.storage.remote import is_remote, name_of, shown_path
-
-_MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
-_FREE = 1 << 30  # bytes that any archive may unpack to
+from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
+from wdstrain.storage.remote import is_remote
 
 
 def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None) -> Source:
@@ -63,62 +53,73 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             "Give both.",
         )
     wanted = None if options.keys is None else read_keys(options.keys)
-    source = _stated(options, wanted)
-    paths = [path for url in urls for path in _paths(url)]
-    if any(COMPRESSED.search(name_of(path)) for path in paths):
-        return _stream_compressed(paths, options, wanted, source)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
     index, labels = _labels(index, names, options)
-    ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
-    everything = len(index)
-    if options.where is not None:
-        index = with_columns_of(index, options.where).where(options.where)
-    count_ignored(ignored, "samples that do not meet the condition", everything - len(index))
-    if wanted is not None:
-        keys = index.keys(np.arange(len(index)))
-        _check_keys(options, wanted, keys)
-        is_wanted = np.array([key in wanted for key in keys], np.bool_)
-        count_ignored(ignored, "keys that were not asked for", int((~is_wanted).sum()))
-        index = index.take(np.flatnonzero(is_wanted))
+    ignored = Counter[str](index.info.get("ignored", {}) if "made" in index.info else {})
+    index = _chosen(index, options, wanted, ignored)
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
     renamed = tuple(replace(label, field=names[label.field]) for label in labels)
     stratum = next((label for label in labels if label.is_class), None)
 
     def entries() -> Iterator[Sample | BadSample]:
-        codes, classes = _strata(index, stratum)
+        strata = _strata(index, stratum)
         for number, fields in _read(index):
-            shard = index.shard_with(number)
+            shard, key = index.shard_with(number), index.key(number)
             if isinstance(fields, str):
-                yield BadSample(shard.shown, 0, index.key(number), fields)
+                yield BadSample(shard.shown, 0, key, fields)
                 continue
             kept = [(names[field], data) for field, data in fields.items() if field in names]
-            split, kind = splits[shard.name], classes[codes[number]]
-            yield Sample(index.key(number), kept, split, stratum=kind)
+            yield Sample(key, kept, splits[shard.name], stratum=strata[number])
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
+    source = _stated(options, wanted) | drawn_again(splits.values(), options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
-    source |= drawn_again(splits.values(), options)
     return Source(
         urls[0] if len(urls) == 1 and not is_remote(urls[0]) else ", ".join(folders),
         entries,
         lambda: renamed,
         source,
         len(index),
-        ignored,
+        +ignored,
         resplit=True,
         stratum=stratum.name if stratum else "",
     )
 
 
-def _strata(index: Index, label: ColumnInfo | None) -> tuple[Any, list[str]]:
-    """Return (place of each sample's class: int[n], the classes), from the column of a label."""
+def _chosen(
+    index: Index, options: TarsOptions, wanted: set[str] | None, ignored: Counter[str]
+) -> Index:
+    """Return the samples that meet the condition and have a wanted key; count the others.
+
+    wanted: None: all. Raises SourceError if the shards lack a wanted key.
+    """
+    if options.where is not None:
+        everything = len(index)
+        index = with_columns_of(index, options.where).where(options.where)
+        ignored["samples that do not meet the condition"] += everything - len(index)
+    if wanted is None:
+        return index
+    keys = index.keys(np.arange(len(index)))
+    if missing := wanted.difference(keys):
+        raise SourceError(
+            f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
+            f"'{min(missing)}'. A key is the name of a member up to its first dot.",
+            "Remove the keys that do not exist.",
+        )
+    chosen = np.array([number for number, key in enumerate(keys) if key in wanted], np.int64)
+    ignored["keys that were not asked for"] += len(index) - len(chosen)
+    return index.take(chosen)
+
+
+def _strata(index: Index, label: ColumnInfo | None) -> list[str]:
+    """Return the class of each sample, from the column of a label; "" without one."""
     column = next((c for c in index.columns if label and c.place == label.place), None)
     values = pa.nulls(len(index), pa.string()) if column is None else column.values
     coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    classes = [*map(str, coded.dictionary.to_pylist()), ""]
-    return pc.fill_null(coded.indices, len(classes) - 1).to_numpy(), classes
+    classes = np.array([*map(str, coded.dictionary.to_pylist()), ""], object)
+    return list(classes[pc.fill_null(coded.indices, len(classes) - 1).to_numpy()])
 
 
 def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
@@ -142,49 +143,37 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
                 f"no shard has a field '{field}'.",
                 f"Use one of: {', '.join(index.fields)}",
             )
+    keep, drop, rename = options.keep, options.drop, options.rename or {}
+    kept = [field for field in index.fields if (field in keep if keep else field not in drop)]
     try:
-        return _new_names(index.fields, options)
+        names = {field: field_name(rename.get(field, field)) for field in kept}
     except SampleError as error:
         raise UsageError(
             f"the samples cannot be packed: {error}.",
             "Choose others.",
         ) from None
-
-
-def _new_names(fields: Iterable[str], options: TarsOptions) -> dict[str, str]:
-    """Return {field: new name} of the fields that stay. Raises SampleError if they do not fit."""
-    keep, drop, rename = options.keep, options.drop, options.rename or {}
-    kept = [field for field in fields if (field in keep if keep else field not in drop)]
-    names = {field: field_name(rename.get(field, field)) for field in kept}
     if not names or len(set(names.values())) < len(names):
         some = ", ".join(names.values()) or "(none)"
-        raise SampleError(f"it would have the fields {some}, but needs one or more, each once")
-    return names
-
-
-def _check_keys(options: TarsOptions, wanted: set[str], keys: Iterable[str]) -> None:
-    """Raise SourceError if the shards lack a key that is wanted."""
-    if missing := wanted.difference(keys):
-        raise SourceError(
-            f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
-            f"'{min(missing)}'. A key is the name of a member up to its first dot.",
-            "Remove the keys that do not exist.",
+        raise UsageError(
+            f"the samples would have the fields {some}, but need one or more, each once.",
+            "Choose others.",
         )
+    return names
 
 
 def _stated(options: TarsOptions, keys: set[str] | None) -> dict[str, Any]:
     """Return the arguments of a conversion of shards, as its provenance has them."""
     text = "\n".join(sorted(keys or ()))
-    arguments: dict[str, Any] = {
+    named = {name: getattr(options, name) for name in ("where", "label", "classes")}
+    return {
+        "kind": "tars",
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
         "keys": None if keys is None else blake2b(text.encode(), digest_size=8).hexdigest(),
+        **{n: v if isinstance(v, str) else list(v) for n, v in named.items() if v is not None},
+        "in_place": [],  # older versions replaced their source
     }
-    for name in ("where", "label", "classes"):
-        if (value := getattr(options, name)) is not None:
-            arguments[name] = value if isinstance(value, str) else list(value)
-    return {"kind": "tars", **arguments, "in_place": []}  # older versions replaced their source
 
 
 def _origin(index: Index) -> list[dict[str, Any]]:
@@ -197,16 +186,15 @@ def _origin(index: Index) -> list[dict[str, Any]]:
 
 def _check_apart(index: Index, out: str) -> None:
     """Raise UsageError if a shard lies in the output folder."""
-    for shard in index.shards:
-        if _real(folder_of(shard.path) or ".") == _real(out):
-            raise UsageError(
-                f"{out} holds {shard.name}, which is being converted.",
-                "Put the shards into another folder.",
-            )
-
-
-def _real(folder: str) -> str:
-    return folder.rstrip("/") if is_remote(folder) else os.path.realpath(folder)
+    real, *others = (
+        folder.rstrip("/") if is_remote(folder) else os.path.realpath(folder)
+        for folder in (out, *(folder_of(shard.path) or "." for shard in index.shards))
+    )
+    if real in others:
+        raise UsageError(
+            f"{out} holds {index.shards[others.index(real)].name}, which is being converted.",
+            "Put the shards into another folder.",
+        )
 
 
 def _labels(
@@ -256,71 +244,3 @@ def read_keys(path: str) -> set[str]:
             "Write one key on each line.",
         )
     return keys
-
-
-# --- compressed tars ------------------------------------------------------------------------------
-
-
-def _paths(address: str) -> list[str]:
-    """Return the compressed tars of a folder that has neither an index nor a tar; else its shards."""
-    if is_remote(address) and COMPRESSED.search(name_of(address)):
-        return [address]
-    if os.path.isdir(address):
-        with readable(address, "the permissions of the folder"):
-            names = sorted(os.listdir(address))
-        if not any(name == INDEX_NAME or name.endswith(".tar") for name in names):
-            return [os.path.join(address, name) for name in names if COMPRESSED.search(name)]
-    return expand(address)
-
-
-def _stream_compressed(
-    paths: list[str], options: TarsOptions, keys: set[str] | None, source: dict[str, Any]
-) -> Source:
-    """Return the samples of compressed tars, in their order. keys: None: all.
-
-    where is refused: the type of a column is known after the last sample only, so a condition could
-    not be evaluated in one forward pass.
-    """
-    if options.where is not None or options.label is not None:
-        raise UsageError(
-            "where and label need the columns of an index, and archives have none.",
-            "Convert the archives first, then the new shards: wdstrain convert tars OUT NEW "
-            "--where CONDITION",
-        )
-    ignored: dict[str, int] = {}
-
-    def entries() -> Iterator[Sample | BadSample]:
-        for path in paths:
-            split, skipped = split_of(name_of(path)), SkippedMembers()
-            for sample in samples(_unpacked(path, skipped), shown_path(path), skipped):
-                key = sample.pop("__key__")
-                if keys is not None and key not in keys:
-                    count_ignored(ignored, "keys that were not asked for")
-                    continue
-                try:
-                    names = _new_names(sample, options)
-                    kept: list[Part] = [(name, sample[field]) for field, name in names.items()]
-                    yield Sample(key, kept, split)
-                except SampleError as error:
-                    yield BadSample(shown_path(path), 0, key, str(error))
-            for reason, count in skipped.items():
-                count_ignored(ignored, reason, count)
-
-    name = ", ".join(map(shown_path, paths[:3])) + ", ..." * (len(paths) > 3)
-    source |= drawn_again(map(split_of, map(name_of, paths)), options)
-    return Source(name, entries, tuple, source, None, ignored, resplit=True)
-
-
-def _unpacked(path: str, skipped: SkippedMembers) -> Iterator[Member]:
-    """Yield the members of a tar, up to a limit for all of them together."""
-    with open_source(path) as file:
-        left = max(_FREE, _MOST_RATIO * file.size)
-    with open_tar(path) as (stream, _):
-        for member in members(stream, shown_path(path), skipped):
-            left -= member.size
-            if left < 0:
-                raise ShardError(
-                    f"{shown_path(path)} unpacks to more than {_MOST_RATIO} times its size: it may be "
-                    "made to fill a disk. If you trust it, unpack it and convert the result."
-                )
-            yield member
