@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3315,
     "training": 3189,
-    "inspection": 1652,
+    "inspection": 1645,
     "loader": 1214,
     "shards": 2105,
     "decode": 1353,

@@ -263,22 +263,8 @@ def test_of_several_ranks_the_one_that_reads_most_is_shown(folder: Path) -> None
 
 
 def test_json_contains_the_complete_preview(folder: Path, capsys: Any) -> None:
-    assert (
-        main(
-            [
-                "plan",
-                str(folder),
-                "--world-size",
-                "2",
-                "--batch-size",
-                "7",
-                "--epoch",
-                "3",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    words = ["--world-size", "2", "--batch-size", "7", "--epoch", "3", "--json"]
+    assert main(["plan", str(folder), *words]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (
         document["epoch"],

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.contents import Content, described, quantiles
 from wdstrain.inspection.labels import known_labels
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, Size, rows_of, text_of
+from wdstrain.inspection.values import Content, described, quantiles
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, typed

@@ -12,45 +12,42 @@ only if they have the fields that most samples have. Changed bytes within a fiel
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.staging import Staging
-from wdstrain.errors import ShardError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, UsageError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
     Found,
     Member,
     ShardScan,
+    compared,
+    each_shard,
     field_kind,
-    finding_of,
     is_header,
     limited,
+    lost_samples,
     shards_at,
-    total_bytes,
 )
 from wdstrain.inspection.verify import HasFindings, decode_error
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
-from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK
-from wdstrain.storage.files import disk_errors, open_source
-from wdstrain.storage.remote import is_remote, name_of, redacted, shown_path
+from wdstrain.storage.remote import is_remote, name_of, redacted
 
 Taken = dict[str, list[Member]]  # the members of each sample that is intact
+Rescued = tuple[Index, list[Finding]]  # the intact samples of a shard, and what is lost
 
 
 @dataclass
@@ -83,25 +80,14 @@ def repair(options: RepairOptions) -> Repair:
     todo, faults = shards_at(options.urls)
     result.notes = [fault.sentence for fault in faults]
     _check(result.out, list(todo))
-    total, read = total_bytes(todo), 0
-    megabytes = None if total is None else total // 10**6
-
-    def tick(size: int) -> None:
-        nonlocal read
-        read += size
-        reporter.step("repairing", read // 10**6, megabytes, unit="MB")
-
-    with (
-        reporting(options.progress, True) as reporter,
-        Staging(result.out, overwrite=options.overwrite) as stage,
-    ):
+    with Staging(result.out, overwrite=options.overwrite) as stage:
         try:
             folder = stage.folder()
-            with disk_errors(result.out, "Free some space, or choose another folder."):
-                made = [
-                    _repaired(path, expected, folder, result, options.decode, tick)
-                    for path, expected in todo.items()
-                ]
+            rescued, _ = each_shard(todo, recover, _unreadable, "repairing", options.progress)
+            made = [
+                _saved(expected, *found, folder, options.decode, result)
+                for expected, found in zip(todo.values(), rescued, strict=True)
+            ]
             parts = [index for index in made if len(index)]
             if not parts:
                 first = f" The first: {result.findings[0]}" if result.findings else ""
@@ -133,156 +119,51 @@ def _check(out: str, paths: list[str]) -> None:
             raise UsageError(f"two shards are named {name}.", "Repair their folders one by one.")
 
 
-def _repaired(
-    path: str,
+def _unreadable(finding: Finding) -> Rescued:
+    return Index(), [finding]
+
+
+def _saved(
     expected: Index,
+    intact: Index,
+    findings: list[Finding],
     folder: str,
-    result: Repair,
     decode: bool,
-    tick: Callable[[int], None],
+    result: Repair,
 ) -> Index:
-    """Write one shard; return its index, which is empty if nothing of it is intact."""
-    listed, shown = expected.shards[0], shown_path(path)
-    intact, suspects, findings = Index(), set[str](), list[Finding]()
-    try:
-        with open_source(path, state="") as source:
-            intact, suspects, findings = recover(ShardScan(source, tick), expected)
-    except WdstrainError as error:
-        findings = [finding_of(shown, error)]
-    if len(intact):
-        labels = expected.labels if decode else None
-        samples = _readable(intact, suspects, findings, labels)
-        target = os.path.join(folder, name_of(path))
-        intact = write_samples(target, listed.split, samples, lambda *_: None)
-        if not len(intact):
-            os.unlink(target)
-    named = sum(bool(finding.key) for finding in findings)
-    lost = max(named, listed.samples - len(intact))
+    """Write the intact samples of a shard, and return its index, which is empty without any.
+
+    What is lost is added to the result. findings: of the scan.
+    """
+    listed, labels = expected.shards[0], expected.labels if decode else None
+    target = os.path.join(folder, listed.name)
+    written = write_samples(target, listed.split, _readable(intact, findings, labels))
+    if not len(written):
+        os.unlink(target)
+    named = len({finding.key for finding in findings} - {""})
+    lost = max(named, listed.samples - len(written))
     if lost > named:
         reason = f"held {listed.samples} samples, of which {lost - named} are lost without a trace"
-        findings.append(Finding(shown, "", "", 0, reason))
+        findings.append(Finding(listed.shown, "", "", 0, reason))
     result.lost += lost
     result.findings += limited(findings)
-    return intact
-
-
-def recover(scan: ShardScan, expected: Index) -> tuple[Index, set[str], list[Finding]]:
-    """Return the intact samples of a shard, keys of those next to damage, and what is lost.
-
-    expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
-    cannot be read.
-    """
-    samples, rows, suspects = list(scan.samples()), OffsetsBuilder(), set[str]()
-    if not expected.offsets.has_checksums or expected.shards[0].sha256 == scan.sha256:
-        taken, suspects, lost = _by_headers(scan, samples, expected)
-    else:
-        taken, lost = _by_checksums(scan, samples, expected)
-    for key, members in taken.items():
-        rows.put(key, members[0][1], members[-1][1], members)
-    shard = Shard(scan.source.path, len(taken), scan.size)
-    return Index((shard,), rows.offsets()), suspects, lost
-
-
-def _by_checksums(
-    scan: ShardScan, samples: list[Found], expected: Index
-) -> tuple[Taken, list[Finding]]:
-    """Return the samples of an index whose bytes are intact, and what is lost.
-
-    They are where the scan found the bytes of this key, or where the index says.
-    """
-    taken, lost = Taken(), list[Finding]()
-    places = {
-        (found.key, name, size, crc): offset
-        for found in samples
-        for name, offset, size, crc in found.members.values()
-    }
-    for key, wanted in _rows_of(expected):
-        members = list[Member]()
-        for name, offset, size, crc in wanted:
-            place = places.get((key, name, size, crc))
-            if place is None and crc32(scan.source.read(offset, size)) != crc:
-                reason = "the bytes are not those that were packed"
-                lost.append(Finding(scan.shown, key, name, offset, reason))
-                break
-            members.append((name, offset if place is None else place, size, crc))
-        else:
-            taken[key] = members
-    known = {*expected.keys(np.arange(len(expected)))}
-    strange = [found.key for found in samples if found.key not in known]
-    if strange:  # the shard was replaced
-        reason = (
-            f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
-            f"they are not copied. Run: wdstrain index on it first"
-        )
-        lost.append(Finding(scan.shown, "", "", 0, reason))
-    return taken, lost
-
-
-def _by_headers(
-    scan: ShardScan, samples: list[Found], expected: Index
-) -> tuple[Taken, set[str], list[Finding]]:
-    """Return the samples with valid headers, keys of those next to damage, and what is lost.
-
-    A sample whose members lie in two places becomes whole.
-    """
-    taken, lost, suspects = Taken(), list[Finding](), set[str]()
-    starts = [found.start for found in samples]
-    behind = [bisect_right(starts, damage.start) for damage in scan.damages]
-    near = {*behind, *(number - 1 for number in behind)}
-    for number, found in enumerate(samples):
-        earlier = taken.get(found.key, [])
-        if found.twice or found.members.keys() & {name for name, *_ in earlier}:
-            reason = "a member of this key and name came before"
-            lost.append(Finding(scan.shown, found.key, "", found.start, reason))
-            continue
-        taken[found.key] = [*earlier, *found.members.values()]
-        if number in near:
-            suspects.add(found.key)
-    kinds = {key: {field_kind(name) for name, *_ in members} for key, members in taken.items()}
-    usual = Counter(map(frozenset, kinds.values())).most_common(1)
-    for key in sorted(suspects):
-        if kinds[key] != usual[0][0]:
-            fields, others = ", ".join(sorted(kinds[key])), ", ".join(sorted(usual[0][0]))
-            reason = f"it is next to damage and has {fields}, others {others}"
-            lost.append(Finding(scan.shown, key, "", taken.pop(key)[0][1], reason))
-    named = {*taken, *(finding.key for finding in lost)}
-    for key, members in _rows_of(expected):
-        if key not in named:
-            reason = "it is not there, as the index says"
-            lost.append(Finding(scan.shown, key, "", members[0][1], reason))
-    lost += [Finding(scan.shown, "", "", damage.start, damage.reason) for damage in scan.damages]
-    return taken, suspects, lost
-
-
-def _rows_of(index: Index) -> Iterator[tuple[str, list[Member]]]:
-    """Yield (key, (field, offset, size, crc32 or 0) of each member) of the samples of an index."""
-    found = index.offsets.members
-    columns = (array.tolist() for array in (found.offset, found.size, found.crc))
-    names = map(index.fields.__getitem__, found.field.tolist())
-    rows = list(zip(names, *columns, strict=True))
-    keys = index.keys(np.arange(len(index)))
-    for key, (first, stop) in zip(keys, pairwise(found.first.tolist()), strict=True):
-        yield key, rows[first:stop]
+    return written
 
 
 def _readable(
-    intact: Index, suspects: set[str], findings: list[Finding], labels: Sequence[ColumnInfo] | None
+    intact: Index, findings: list[Finding], labels: Sequence[ColumnInfo] | None
 ) -> Iterator[tuple[str, list[Part]]]:
-    """Yield the samples to write. A sample whose bytes prove to be damaged becomes a finding.
+    """Yield the samples to write. A sample that cannot be written or decoded becomes a finding.
 
     labels: of the index, with which values are decoded; None: they are not.
     """
     for number, values in intact.read(np.arange(len(intact))):
         key, reason = intact.key(number), ""
         for name, offset, _ in intact.members(number):
-            data = values[name]
-            blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
-            if key in suspects and any(map(is_header, blocks)):
-                reason = "the next sample begins within it: bytes before that are missing"
-            elif "\0" in key + name:
+            if "\0" in key + name:
                 reason = "a NUL character is in its name"
             elif labels is not None:
-                reason = decode_error(name, data, labels)
+                reason = decode_error(name, values[name], labels)
             if reason:
                 findings.append(Finding(intact.shards[0].shown, key, name, offset, reason))
                 break
@@ -299,3 +180,91 @@ def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> I
     kept = {name: value for name, value in info.items() if name not in stale}
     repaired = {"copied": len(index), "lost": result.lost}
     return replace(with_labels(index, labels), info={**kept, "repaired": repaired})
+
+
+# --- one shard ------------------------------------------------------------------------------------
+
+
+def recover(scan: ShardScan, expected: Index) -> Rescued:
+    """Return the intact samples of a shard, and what is lost.
+
+    expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
+    cannot be read.
+    """
+    samples, listed, rows = list(scan.samples()), expected.shards[0], OffsetsBuilder()
+    found = scan.index(listed)
+    if expected.offsets.has_checksums and listed.sha256 != scan.sha256:
+        taken, lost = _by_checksums(scan, found, expected)
+    else:
+        taken, lost = _by_headers(scan, samples)
+        named = {*taken, *(finding.key for finding in lost)}
+        lost += [fault for fault in lost_samples(scan, found, expected) if fault.key not in named]
+        lost += scan.damages
+    for key, members in taken.items():
+        rows.put(key, members[0][1], members[-1][1], members)
+    shard = Shard(scan.source.path, len(rows), scan.size)
+    return Index((shard,), rows.offsets()), lost
+
+
+def _by_checksums(scan: ShardScan, found: Index, expected: Index) -> tuple[Taken, list[Finding]]:
+    """Return the samples of an index whose bytes are intact, and what is lost."""
+    taken, lost = Taken(), list[Finding]()
+    for key, members, wrong in compared(scan, found, expected):
+        lost += wrong
+        if not wrong:
+            taken[key] = members
+    known = {*expected.keys(np.arange(len(expected)))}
+    strange = [key for key in found.keys(np.arange(len(found))) if key not in known]
+    if strange:  # the shard was replaced
+        reason = (
+            f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
+            f"they are not copied. Run: wdstrain index on it first"
+        )
+        lost.append(Finding(scan.shown, "", "", 0, reason))
+    return taken, lost
+
+
+def _by_headers(scan: ShardScan, samples: Sequence[Found]) -> tuple[Taken, list[Finding]]:
+    """Return the samples with valid headers, and those that are lost nevertheless.
+
+    A sample whose members lie in two places becomes whole.
+    """
+    taken, lost = Taken(), list[Finding]()
+    for sample in samples:
+        earlier = taken.get(sample.key, [])
+        if sample.twice or sample.members.keys() & {name for name, *_ in earlier}:
+            reason = "a member of this key and name came before"
+            lost.append(Finding(scan.shown, sample.key, "", sample.start, reason))
+        else:
+            taken[sample.key] = [*earlier, *sample.members.values()]
+    usual = Counter(map(_kinds, taken.values())).most_common(1)
+    behind = np.searchsorted([s.start for s in samples], [d.offset for d in scan.damages], "right")
+    near = {samples[at].key for at in (*behind, *(behind - 1)) if 0 <= at < len(samples)}
+    for key in sorted(near & taken.keys()):
+        fault = _fault_near_damage(scan, key, taken[key], usual[0][0])
+        if fault is not None:
+            del taken[key]
+            lost.append(fault)
+    return taken, lost
+
+
+def _kinds(members: list[Member]) -> frozenset[str]:
+    """Return the kinds of the fields of a sample."""
+    return frozenset(field_kind(name) for name, *_ in members)
+
+
+def _fault_near_damage(
+    scan: ShardScan, key: str, members: list[Member], usual: frozenset[str]
+) -> Finding | None:
+    """Return what shows that a sample next to damage is not whole. usual: kinds of its fields."""
+    kinds = _kinds(members)
+    if kinds != usual:
+        fields, others = ", ".join(sorted(kinds)), ", ".join(sorted(usual))
+        reason = f"it is next to damage and has {fields}, others {others}"
+        return Finding(scan.shown, key, "", members[0][1], reason)
+    for name, offset, size, _ in members:
+        data = scan.source.read(offset, size)
+        if any(is_header(data[at : at + BLOCK]) for at in range(0, size, BLOCK)):
+            reason = "the next sample begins within it: bytes before that are missing"
+            return Finding(scan.shown, key, name, offset, reason)
+    return None

@@ -1,26 +1,34 @@
-"""One forward pass over a shard, for `verify` and `repair`: its samples, its damage, its checksums.
+"""One forward pass over shards, for `verify` and `repair`: samples, damage, checksums.
 
 A reader must not guess, so `tar.walk` raises at the first fault. Here the damage is recorded, and
 the walk goes on at the next block of 512 bytes that is a header: with the ustar magic and a valid
-checksum. A tar inside damaged bytes is taken for the shard's own headers.
+checksum. A tar inside damaged bytes is taken for the shard's own headers. Shards are read in
+parallel threads, because reading, hashing and decoding release the GIL.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+from itertools import pairwise
+from multiprocessing.pool import ThreadPool
+from typing import TypeVar
 
+import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.decode.formats import EXTENSIONS, is_image
-from wdstrain.errors import ShardError, WdstrainError
+from wdstrain.decode.formats import is_image
+from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
+from wdstrain.report.terminal import Reporter, reporting
+from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
+from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.resolve import picked
 from wdstrain.shards.tar import Member as TarMember
 from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
@@ -35,44 +43,31 @@ from wdstrain.storage.addresses import (
     is_json,
     tars_of,
 )
+from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
 MOST = 1000  # findings of one shard, or of one kind, that are listed
 _READ = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
+_POLL = 0.1  # seconds between reports of progress
 _KINDS = b"0\x007" + EXTENSION_HEADERS  # of headers at which a walk goes on: files, and extensions
 
 Member = tuple[str, int, int, int]  # field, offset, size, crc32
-
-
-class Damage(NamedTuple):
-    """Bytes [start, stop) of a shard that hold no sample; empty if only the end marker is missing."""
-
-    start: int
-    stop: int
-    fault: str
-
-    @property
-    def reason(self) -> str:
-        """Continues a sentence that starts with the shard's name."""
-        hold = f"; bytes {self.start} to {self.stop} hold no sample"
-        return self.fault + (hold if self.stop > self.start else "")
+T = TypeVar("T")
 
 
 @dataclass
 class Found:
-    """A sample in the bytes [start, stop) of a shard.
+    """A sample of a shard, whose first header begins at `start`.
 
-    members: by field, in order. values: bytes of the members that were asked for. images: a hash of
-    each image, valid within this process, and 0 of other members. twice: members whose field the sample already has.
+    members: by field, in order. values: bytes of the members that were asked for. twice: members
+    whose field the sample already has.
     """
 
     key: str
     start: int = 0
-    stop: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
-    images: list[int] = field(default_factory=list)
     twice: list[Member] = field(default_factory=list)
 
 
@@ -80,13 +75,14 @@ class ShardScan(Window):
     """Reads a shard once from its first byte to its last, in large blocks, and hashes it meanwhile.
 
     Files are not mapped: a file that is truncated meanwhile would kill the process. tick: called
-    with the number of bytes of each read. damages, ignored and sha256 are complete after `samples`.
+    with the number of bytes of each read. rows (of the index), damages (bytes without samples),
+    ignored and sha256 are complete after `samples`.
     """
 
     def __init__(self, source: File, tick: Callable[[int], None]) -> None:
         super().__init__(self._hashed, source.size, ahead=_READ, behind=_BEHIND, skips=False)
         self.shown, self.source, self._tick = shown_path(source.path), source, tick
-        self.damages, self.ignored = list[Damage](), SkippedMembers()
+        self.rows, self.damages, self.ignored = OffsetsBuilder(), list[Finding](), SkippedMembers()
         self.sha256, self._hash = "", hashlib.sha256()
 
     def _hashed(self, offset: int, length: int) -> bytes:
@@ -105,46 +101,56 @@ class ShardScan(Window):
         """
         check_plain(self.read(0, BLOCK), self.shown)
         for key, group in by_key(self._members(), self.ignored):
-            found = Found(key)
+            found, stop = Found(key), 0
             for _, name, member in group:
-                crc, hashed, parts, is_wanted = 0, 0, list[bytes](), wants(name, member.size)
+                crc, parts, is_wanted = 0, list[bytes](), wants(name, member.size)
                 end = member.offset + member.size
                 for at in range(member.offset, end, _READ):
                     part = self.read(at, min(_READ, end - at))
                     crc = crc32(part, crc)
-                    hashed = hash((hashed, part)) if name in EXTENSIONS else 0
                     if is_wanted:
                         parts.append(part)
-                if not found.members:
-                    found.start = member.start
-                found.stop = min(self.size, member.stop)  # a cut may take padding alone
+                entry = (name, member.offset, member.size, crc)
+                stop = min(self.size, member.stop)  # a cut may take padding alone
                 if name in found.members:
-                    found.twice.append((name, member.offset, member.size, crc))
+                    found.twice.append(entry)
                     continue
-                found.members[name] = (name, member.offset, member.size, crc)
-                found.images.append(hashed)
+                found.start = found.start if found.members else member.start
+                found.members[name] = entry
                 if is_wanted:
                     found.values[name] = b"".join(parts)
+            self.rows.put(key, found.start, stop, list(found.members.values()))
             yield found
         self.read(self.size, 0)
         self.sha256 = self._hash.hexdigest()
 
+    def index(self, listed: Shard) -> Index:
+        """Return the index of the samples. listed: the shard in the former index."""
+        shard = replace(listed, path=self.source.path, samples=len(self.rows))
+        return Index((shard,), self.rows.offsets())
+
     def _members(self) -> Iterator[TarMember]:
         """Yield the members. The damage before each is recorded when it is yielded."""
-        damages, offset = self.damages, 0
-        while offset + BLOCK <= self.size or not damages:
+        offset, fault = 0, None
+        while fault is None or offset + BLOCK <= self.size:
             try:
                 for member in walk(self, self.ignored, offset):
-                    if damages and damages[-1].stop == self.size:
-                        damages[-1] = damages[-1]._replace(stop=member.start)
+                    self._record(fault, member.start)
+                    fault = None
                     yield member
-                return
-            except Fault as fault:
-                if not damages or damages[-1].stop < self.size:
-                    damages.append(Damage(fault.start, self.size, fault.reason))
-                offset = fault.offset + BLOCK
+                break
+            except Fault as error:
+                fault, offset = fault or error, error.offset + BLOCK
             while offset + BLOCK <= self.size and not is_header(self.read(offset, BLOCK)):
                 offset += BLOCK
+        self._record(fault, self.size)
+
+    def _record(self, fault: Fault | None, stop: int) -> None:
+        """Record a fault, because of which the bytes to `stop` hold no sample."""
+        if fault is not None:
+            hold = f"; bytes {fault.start} to {stop} hold no sample" if stop > fault.start else ""
+            finding = Finding(self.shown, "", "", fault.start, fault.reason + hold)
+            self.damages.append(finding)
 
 
 def is_header(block: bytes) -> bool:
@@ -155,6 +161,103 @@ def is_header(block: bytes) -> bool:
         return size_in(block, 0) >= 0
     except Fault:
         return False
+
+
+def each_shard(
+    shards: Mapping[str, Index],
+    work: Callable[[ShardScan, Index], T],
+    failed: Callable[[Finding], T],
+    title: str,
+    progress: Reporter | bool | None,
+    num_workers: int | None = None,
+) -> tuple[list[T], int]:
+    """Return (results of the work on each shard in order, bytes read). Shards are read in threads.
+
+    shards: what the index says of each, by path. failed: makes the result for a shard that cannot
+    be read. An exception, also one of `progress`, ends all reads.
+    """
+    stopping, lock, total, read = threading.Event(), threading.Lock(), _total_bytes(shards), 0
+    megabytes = None if total is None else total // 10**6
+
+    def tick(size: int) -> None:
+        nonlocal read
+        with lock:
+            read += size
+        if stopping.is_set():
+            raise StorageError(f"{title} was stopped.")
+
+    def attempt(shard: tuple[str, Index]) -> T:
+        path, expected = shard
+        try:
+            with open_source(path, state="", stopping=stopping) as source:
+                return work(ShardScan(source, tick), expected)
+        except WdstrainError as error:
+            return failed(finding_of(shown_path(path), error))
+
+    # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
+    with reporting(progress, True) as reporter, ThreadPool(num_workers or cores()) as threads:
+        results, is_done = threads.map_async(attempt, shards.items(), chunksize=1), False
+        try:
+            while not is_done:
+                results.wait(_POLL)
+                is_done = results.ready()
+                reporter.step(title, read // 10**6, megabytes, unit="MB")
+        finally:
+            stopping.set()
+        return results.get(), read
+
+
+# --- comparing with an index ----------------------------------------------------------------------
+
+
+def compared(
+    scan: ShardScan, found: Index, expected: Index
+) -> Iterator[tuple[str, list[Member], list[Finding]]]:
+    """Yield (key, its members, what is wrong with them) of each sample of an index with checksums.
+
+    A member lies where the scan found its bytes with this key, or else where the index says.
+    found: all samples of the scan.
+    """
+    rows = [(key, *member) for key, members in rows_of(found) for member in members]
+    places = {(key, name, size, crc): offset for key, name, offset, size, crc in rows}
+    sums = {(offset, size): crc for _, _, offset, size, crc in rows}
+    for key, wanted in rows_of(expected):
+        members, wrong = list[Member](), list[Finding]()
+        for name, offset, size, crc in wanted:
+            place = places.get((key, name, size, crc))
+            if place is None:
+                actual = sums.get((offset, size))
+                if actual is None:  # its header is damaged
+                    actual = crc32(scan.source.read(offset, size))
+                if actual != crc:
+                    reason = "the bytes are not those that were packed"
+                    wrong.append(Finding(scan.shown, key, name, offset, reason))
+            members.append((name, offset if place is None else place, size, crc))
+        yield key, members, wrong
+
+
+def lost_samples(scan: ShardScan, found: Index, expected: Index) -> Iterator[Finding]:
+    """Yield the samples of an index that the shard does not hold: by checksums, or by keys."""
+    if expected.offsets.has_checksums:
+        for _, _, wrong in compared(scan, found, expected):
+            yield from wrong
+        return
+    keys = {key for key, _ in rows_of(found)}
+    for key, members in rows_of(expected):
+        if key not in keys:
+            reason = "it is not there, as the index says"
+            yield Finding(scan.shown, key, "", members[0][1], reason)
+
+
+def rows_of(index: Index) -> Iterator[tuple[str, list[Member]]]:
+    """Yield (key, (field, offset, size, crc32 or 0) of each member) of the samples of an index."""
+    found = index.offsets.members
+    columns = (array.tolist() for array in (found.offset, found.size, found.crc))
+    names = map(index.fields.__getitem__, found.field.tolist())
+    rows = list(zip(names, *columns, strict=True))
+    keys = index.keys(np.arange(len(index)))
+    for key, (first, stop) in zip(keys, pairwise(found.first.tolist()), strict=True):
+        yield key, rows[first:stop]
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -219,9 +322,9 @@ def _index_at(path: str) -> tuple[Index, Finding | None]:
 
     An index without shards if there is none.
     """
-    shown, nothing = shown_path(path), Index()
     if not is_remote(path):
         check_finished(os.path.dirname(path))
+    shown, fault = shown_path(path), None
     try:
         index = find_index(path)
         reason = "" if index is None else changed(path)
@@ -229,13 +332,12 @@ def _index_at(path: str) -> tuple[Index, Finding | None]:
             reason = f"is missing or damaged, but its {TABLE_NAME} is there"
         if reason:
             raise ShardError(f"{shown} {reason}.")
-        return nothing if index is None else index, None
     except ShardError as error:
-        index = remains(path)
-        return nothing if index is None else index, finding_of(shown, error)
+        index, fault = remains(path), finding_of(shown, error)
+    return Index() if index is None else index, fault
 
 
-def total_bytes(shards: dict[str, Index]) -> int | None:
+def _total_bytes(shards: Mapping[str, Index]) -> int | None:
     """Return the bytes of all shards; None if that is not known."""
     unknown = [path for path, index in shards.items() if not index.shards[0].bytes]
     if any(map(is_remote, unknown)):

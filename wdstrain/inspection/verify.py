@@ -1,60 +1,52 @@
 """`wt.verify`: read every shard once and compare it with its index and with the other shards.
 
-Shards are read in parallel threads, because reading, hashing and decoding release the GIL. Nothing
-is repaired, and nothing stops at the first finding. For each sample its key and some 50 bytes are
-kept until the end. A key that occurs in two shards is a note, since many sets number anew in each
-shard; equal bytes with it are a finding.
+Nothing is repaired, and nothing stops at the first finding. For each sample its key and some 50
+bytes are kept until the end. A key that occurs in two shards is a note, since many sets number anew
+in each shard; equal bytes with it are a finding.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import split_of
-from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.formats import is_image
+from wdstrain.decode.formats import EXTENSIONS, is_image
 from wdstrain.decode.labels import field_of
-from wdstrain.errors import SampleError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.scan import (
     MOST,
     Found,
     ShardScan,
+    each_shard,
     field_kind,
-    finding_of,
     limited,
+    lost_samples,
     shards_at,
-    total_bytes,
 )
+from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
-from wdstrain.report.terminal import reporting
-from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
-from wdstrain.shards.offsets import Ints, OffsetsBuilder
+from wdstrain.shards.kinds import ColumnInfo, scalar
+from wdstrain.shards.offsets import Bools, Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.selection import group_codes
 from wdstrain.shards.tar import LINK
-from wdstrain.storage.files import open_source
-from wdstrain.storage.remote import shown_path
 
-_POLL = 0.1  # seconds between reports of progress
 _NEARLY_ALL = 0.99  # share of the samples from which on a field counts as required
 _LARGEST = 1 << 30  # bytes of a field that is decoded or compared
+_DECODED = ("cls", "json", "npy", "text", "txt")  # fields that are decoded, besides images
 
 
 class HasFindings:
@@ -105,11 +97,11 @@ class Verification(HasFindings):
 class ShardCheck(Verification):
     """Verification of one shard.
 
-    found: its samples; None if it could not be read to its end. hashes: of the contents and of the
-    images (0: none) of each sample, valid within this process.
+    found: its samples; no shard if it could not be read to its end. hashes: of the contents and of
+    the images (0: none) of each sample, valid within this process.
     """
 
-    found: Index | None = None
+    found: Index = field(default_factory=Index)
     hashes: array[int] = field(default_factory=lambda: array("q"))
 
 
@@ -124,8 +116,10 @@ def verify(options: VerifyOptions) -> Verification:
     if options.where is not None:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
         shards = {path: index for path, index in shards.items() if path in chosen}
-    result = Verification(len(shards), findings=findings)
-    checks = _run(shards, options, result)
+    result, work = Verification(len(shards), findings=findings), partial(_check, options.decode)
+    checks, result.bytes = each_shard(
+        shards, work, _unreadable, "verifying", options.progress, options.num_workers
+    )
     for check in checks:
         result.findings += check.findings
         result.unindexed += check.unindexed
@@ -135,89 +129,47 @@ def verify(options: VerifyOptions) -> Verification:
     if result.unindexed:
         part = f"{result.unindexed} of {result.shards} shards have no checksums"
         result.notes.append(f"{part}: only their structure was checked")
-    whole = [check for check in checks if check.found is not None]
-    if whole:
-        labels = {label.field for index in shards.values() for label in index.labels}
-        _compare_samples(whole, [*need, *sorted(labels - {*need})], result)
+    labels = {label.field for index in shards.values() for label in index.labels}
+    _compare_samples(checks, [*need, *sorted(labels - {*need})], result)
     _check_groups(result, [index for index in shards.values() if len(index)], options.group_by)
     return result
 
 
-def _run(
-    shards: dict[str, Index], options: VerifyOptions, result: Verification
-) -> list[ShardCheck]:
-    """Check shards in threads and return the results in order. Counts bytes.
-
-    An exception, also one of `progress`, ends all reads.
-    """
-    stopping, lock, total = threading.Event(), threading.Lock(), total_bytes(shards)
-
-    def tick(size: int) -> None:
-        with lock:
-            result.bytes += size
-        if stopping.is_set():
-            raise StorageError("verifying was stopped.")
-
-    def check(shard: tuple[str, Index]) -> ShardCheck:
-        path, expected = shard
-        try:
-            with open_source(path, state="", stopping=stopping) as source:
-                return _check(ShardScan(source, tick), expected, options.decode)
-        except WdstrainError as error:
-            return ShardCheck(findings=[finding_of(shown_path(path), error)])
-
-    # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
-    with (
-        reporting(options.progress, True) as reporter,
-        ThreadPool(options.num_workers or cores()) as threads,
-    ):
-        checks, is_done = threads.map_async(check, shards.items(), chunksize=1), False
-        try:
-            while not is_done:
-                checks.wait(_POLL)
-                is_done = checks.ready()
-                megabytes = None if total is None else total // 10**6
-                reporter.step("verifying", result.bytes // 10**6, megabytes, unit="MB")
-        finally:
-            stopping.set()
-        return checks.get()
+def _unreadable(finding: Finding) -> ShardCheck:
+    return ShardCheck(findings=[finding])
 
 
 # --- one shard ------------------------------------------------------------------------------------
 
 
-def _check(scan: ShardScan, expected: Index, decode: bool) -> ShardCheck:
+def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
-    check, rows, first = ShardCheck(), OffsetsBuilder(), dict[str, int]()
-    columns, labels = ColumnBuilder([column.place for column in expected.columns]), expected.labels
-    faults = list[Finding]()
+    check, listed, labels = ShardCheck(ignored=scan.ignored), expected.shards[0], expected.labels
+    columns = ColumnBuilder([column.place for column in expected.columns])
+    first, faults = dict[str, int](), list[Finding]()
 
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
         check.decoded[name] += is_decoded
-        return is_decoded or (size <= _LARGEST and columns.reads(name))
+        is_compared = name in EXTENSIONS or columns.reads(name)
+        return is_decoded or (size <= _LARGEST and is_compared)
 
     for found in scan.samples(wants):
-        members = list(found.members.values())
-        rows.put(found.key, found.start, found.stop, members)
         columns.add(found.values.items())
-        images = tuple(sorted(filter(None, found.images)))
-        sums = sorted((name, size, crc) for name, _, size, crc in members)
-        contents = hash((found.key, images, *sums))
-        check.hashes.extend((contents, hash(images) if images else 0))
+        contents = sorted((name, size, crc) for name, _, size, crc in found.members.values())
+        pictures = (data for name, data in found.values.items() if name in EXTENSIONS and data)
+        images = tuple(sorted(map(hash, pictures)))
+        check.hashes.extend((hash((found.key, images, *contents)), hash(images) if images else 0))
         before = first.setdefault(found.key, found.start)
         for fault in _faults(found, before, labels, decode):
             faults.append(Finding(scan.shown, found.key, *fault))
-    listed = expected.shards[0]
-    shard = replace(listed, path=scan.source.path, samples=len(rows))
-    check.found = Index((shard,), rows.offsets())
-    damages = [Finding(scan.shown, "", "", one.start, one.reason) for one in scan.damages]
+    check.found = scan.index(listed)
     if links := scan.ignored[LINK]:
         reason = f"holds {links} links or devices, whose data no sample has"
         advice = "Pack the files that they name: tar --hard-dereference"
-        damages.append(Finding(scan.shown, "", "", 0, f"{reason}. {advice}"))
+        faults.insert(0, Finding(scan.shown, "", "", 0, f"{reason}. {advice}"))
     changes = _changes(scan, check.found, expected, columns.finish(), check.columns)
-    check.findings, check.ignored = limited([*damages, *faults, *changes]), scan.ignored
+    check.findings = limited([*scan.damages, *faults, *changes])
     check.unindexed = int(not (listed.sha256 or expected.offsets.has_checksums))
     return check
 
@@ -257,50 +209,46 @@ def _changes(
 
     counts: receives the number of values that were compared, by column.
     """
-    listed, offsets = expected.shards[0], expected.offsets
+    listed, lost = expected.shards[0], list[Finding]()
     if 0 < listed.bytes != scan.size:
         reason = f"has {scan.size} bytes, its index says {listed.bytes}"
         yield Finding(scan.shown, "", "", 0, reason)
-    differing = found.offsets.differences(offsets) if len(expected) else []
+    differing = found.offsets.differences(expected.offsets) if len(expected) else []
     if differing and not scan.damages:
         others = f"holds other samples than its index says ({', '.join(differing)})"
         yield Finding(scan.shown, "", "", 0, f"{others}. Run: wdstrain index on it")
         return
-    places = pc.index_in(offsets.rows.column(0), value_set=found.offsets.rows.column(0))
-    is_there = np.asarray(places.is_valid())
-    for number in np.flatnonzero(~is_there).tolist():
-        start = int(offsets.start[number])
-        yield Finding(scan.shown, expected.key(number), "", start, "it is not there")
-    ids, changed = np.flatnonzero(is_there), set[tuple[int, str]]()
-    theirs = found.offsets.take(np.asarray(places.drop_null(), np.int64))
-    views = dict(zip(theirs.fields, theirs.views, strict=True))
-    reason = "the bytes are not those that were packed"
-    if scan.sha256 == listed.sha256:
-        reason = "the bytes are those that were packed, but the index has another crc32"
-    for name, (offset, _, crc, has) in zip(offsets.fields, offsets.take(ids).views, strict=True):
-        _, _, actual, is_held = views.get(name, (0, 0, crc, False))
-        for row in np.flatnonzero(has & is_held & (crc > 0) & (crc != actual)).tolist():
-            number = int(ids[row])
-            changed.add((number, name))
-            yield Finding(scan.shown, expected.key(number), name, int(offset[row]), reason)
-    if differing:
-        return
-    if not (scan.damages or changed) and listed.sha256 not in ("", scan.sha256):
-        note = ", though every field is as packed" if offsets.has_checksums else ""
+    has_checksums = expected.offsets.has_checksums
+    if listed.sha256 != scan.sha256 and (differing or has_checksums):
+        lost = list(lost_samples(scan, found, expected))
+    if listed.sha256 not in ("", scan.sha256) and not (lost or scan.damages):
+        note = ", though every field is as packed" if has_checksums else ""
         yield Finding(scan.shown, "", "", 0, f"has another sha256 than its index says{note}")
+    yield from lost
+    if not differing:
+        changed = {(fault.key, fault.field) for fault in lost}
+        for fault in _column_changes(scan.shown, expected, stored, counts):
+            if (fault.key, fault.field) not in changed:
+                yield fault
+
+
+def _column_changes(
+    shown: str, expected: Index, stored: Sequence[Column], counts: Counter[str]
+) -> Iterator[Finding]:
+    """Yield the values of columns that differ from those that were read from the shard."""
     for column, other in zip(expected.columns, stored, strict=True):
-        if column.field not in offsets.extents or not len(expected):
+        if column.field not in expected.fields or not len(expected):
             continue  # its values do not come from the samples, or are lost
-        held = offsets.extents[column.field][0]
+        held = expected.offsets.extents[column.field][0]
         counts[column.stored_as] += len(held) - held.null_count
         for number, indexed, value in _differences(column, other):
-            if held[number].is_valid and (number, column.field) not in changed:
+            if held[number].is_valid:
                 reason = (
                     f"the index has {indexed!r:.80} in its column {column.name}, the shard "
                     f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}"
                 )
                 key, at = expected.key(number), held[number].as_py()
-                yield Finding(scan.shown, key, column.field, at, reason)
+                yield Finding(shown, key, column.field, at, reason)
 
 
 def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
@@ -317,23 +265,9 @@ def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
 # --- decoding -------------------------------------------------------------------------------------
 
 
-def _class_text(data: bytes) -> None:
-    if not str(scalar(memoryview(data), None)):
-        raise SampleError("it is empty")
-
-
-_PARSERS: dict[str, Callable[[Any], object]] = {
-    "cls": _class_text,
-    "json": parsed_json,
-    "npy": npy_array,
-    "text": bytes.decode,
-    "txt": bytes.decode,
-}
-
-
 def _can_decode(field: str, labels: Sequence[ColumnInfo]) -> bool:
     """Return whether bytes of a field may be wrong for training. labels: of the index."""
-    is_known = is_image(field) or field.rpartition(".")[2] in _PARSERS
+    is_known = is_image(field) or field.rpartition(".")[2] in _DECODED
     return is_known or any(label.field == field for label in labels)
 
 
@@ -345,14 +279,15 @@ def decode_error(
     labels: of the index. is_finite: NaN and infinite labels are refused.
     """
     mine = [label for label in labels if label.field == field]
-    parse = decode_image if is_image(field) else _PARSERS.get(field.rpartition(".")[2], bytes)
     try:
         for label in mine:
             value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
             if is_finite and label.kind == "number" and not math.isfinite(value):
                 return f"its {label.entry or field} is NaN or infinite, and cannot be trained on"
-        if not mine:
-            parse(data)
+        if not mine and field.rpartition(".")[2] == "cls":
+            return "" if str(scalar(memoryview(data), None)) else "it is empty"
+        if not mine and _can_decode(field, ()):
+            parsed(field, data)
     except Exception as error:  # parsers raise whatever they meet
         return str(error).split("\n")[0].strip().rstrip(".") or type(error).__name__
     return ""
@@ -364,38 +299,31 @@ _field_of = lru_cache(maxsize=256)(field_of)
 # --- all shards -----------------------------------------------------------------------------------
 
 
-def _compare_samples(checks: list[ShardCheck], required: list[str], result: Verification) -> None:
+def _compare_samples(
+    checks: Sequence[ShardCheck], required: list[str], result: Verification
+) -> None:
     """Compare the samples of all shards: missing fields, duplicates, images in two splits."""
-    whole = join([check.found for check in checks if check.found is not None])
-    hashes = np.concatenate([np.array(check.hashes, np.int64) for check in checks])
+    whole = join([check.found for check in checks] or [Index()])
+    hashes = np.frombuffer(b"".join(check.hashes for check in checks), np.int64)
     contents, images = hashes.reshape(-1, 2).T
-    counts = {name: int(view[3].sum()) for name, view in _views(whole).items()}
-    result.samples, result.fields = len(whole), dict(Counter(counts).most_common())
-    result.findings += _lacking(whole, required)
-    others, again = _in_two_shards(whole, contents)
-    reasons = {
-        number: f"the same sample, byte for byte, is in {whole.shard_with(other).shown} at offset "
-        f"{whole.offsets.start[other]}"
-        for number, other in zip(again.tolist(), others.tolist(), strict=True)
-    }
-    result.findings += [
-        _finding(whole, number, reasons[number]) for number in sorted(reasons)[:MOST]
-    ]
+    has = {name: view[3] for name, view in zip(whole.fields, whole.offsets.views, strict=True)}
+    counts = Counter({name: int(held.sum()) for name, held in has.items()})
+    result.samples, result.fields = len(whole), dict(counts.most_common())
+    result.findings += _lacking(whole, has, required)
+    earlier, later = _in_two_shards(whole, contents)
+    for number, other in zip(later[:MOST].tolist(), earlier[:MOST].tolist(), strict=True):
+        where = f"{whole.shard_with(other).shown} at offset {whole.offsets.start[other]}"
+        reason = f"the same sample, byte for byte, is in {where}"
+        result.findings.append(_finding(whole, number, reason))
     keys = np.asarray(whole.offsets.rows.column(0).dictionary_encode().indices)
-    _, second = _in_two_shards(whole, keys)
-    second = second[~np.isin(second, again)]
-    if len(second):
-        number = int(second[0])
-        places = [whole.shard_with(int(i)).shown for i in np.flatnonzero(keys == keys[number])[:2]]
-        result.notes.append(
-            f"{len(np.unique(keys[second]))} keys are in several shards, such as "
-            f"{whole.key(number)!r} in {' and '.join(places)}"
-        )
-    result.findings += _leaks(whole, images, np.setdiff1d(np.flatnonzero(images), again), "image")
-
-
-def _views(index: Index) -> dict[str, tuple[Any, ...]]:
-    return dict(zip(index.fields, index.offsets.views, strict=True))
+    first, second = _in_two_shards(whole, keys)
+    others = np.flatnonzero(~np.isin(second, later))
+    if len(others):
+        pair = int(first[others[0]]), int(second[others[0]])
+        shards = " and ".join(whole.shard_with(number).shown for number in pair)
+        known = f"{len(np.unique(keys[second[others]]))} keys are in several shards"
+        result.notes.append(f"{known}, such as {whole.key(pair[1])!r} in {shards}")
+    result.findings += _leaks(whole, images, np.setdiff1d(np.flatnonzero(images), later), "image")
 
 
 def _finding(index: Index, number: int, reason: str) -> Finding:
@@ -404,21 +332,24 @@ def _finding(index: Index, number: int, reason: str) -> Finding:
     return Finding(index.shard_with(number).shown, index.key(number), "", start, reason)
 
 
-def _in_two_shards(index: Index, codes: Ints) -> tuple[Ints, Ints]:
-    """Return (earlier, later) of pairs of samples of different shards with equal codes."""
+def _in_two_shards(index: Index, codes: Ints) -> Ints:
+    """Return (earlier, later) of pairs of samples of different shards with equal codes. int64[2, n]
+
+    They ascend by the later sample.
+    """
     shard = index.shard_of(np.arange(len(index)))
     order = np.lexsort((shard, codes))
-    first, second = order[:-1], order[1:]
-    is_pair = (codes[first] == codes[second]) & (shard[first] != shard[second])
-    return first[is_pair], second[is_pair]
+    pairs = np.stack([order[:-1], order[1:]])
+    is_pair = (np.diff(codes[pairs], axis=0) == 0) & (np.diff(shard[pairs], axis=0) != 0)
+    pairs = pairs[:, is_pair[0]]
+    return pairs[:, np.argsort(pairs[1])]
 
 
-def _lacking(whole: Index, required: list[str]) -> Iterator[Finding]:
+def _lacking(whole: Index, has: Mapping[str, Bools], required: list[str]) -> Iterator[Finding]:
     """Yield the samples that lack a field which is required, or which nearly all samples have.
 
-    required: of "jpg;png" one is enough.
+    has: whether each sample has a field, by field. required: of "jpg;png" one is enough.
     """
-    has = {name: view[3] for name, view in _views(whole).items()}
     nothing, kinds = np.zeros(len(whole), np.bool_), dict[str, list[str]]()
     for name in sorted(has):
         kinds.setdefault(field_kind(name), []).append(name)

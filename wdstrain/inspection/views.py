@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from wdstrain.decode.codecs import decode_image, decode_mask
+from wdstrain.decode.codecs import decode_mask
 from wdstrain.decode.formats import is_image
 from wdstrain.inspection.result import text_of
+from wdstrain.inspection.values import parsed
 from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
-from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json, scalar
+from wdstrain.shards.kinds import ColumnInfo, scalar
 
 Pixels = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -100,9 +101,11 @@ class SampleView:
                 elif label.kind != "mask":
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = "|".join(names)
-            value = _decoded(name, data, mine)
-            if value is not None:
-                self.add(name, value, next((one.classes for one in mine if one.kind == "mask"), ()))
+            if is_mask(name, mine):
+                classes = mine[0].classes if mine else ()
+                self.add(name, decode_mask(data).astype(np.int64), classes)
+            elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
+                self.add(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
             self.add_error(name, error)
 
@@ -158,20 +161,6 @@ def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
 def is_shown(name: str) -> bool:
     """Return whether the values of a field have a type that is shown."""
     return is_image(name) or name.rpartition(".")[2] in (*_TEXTS, *_WORDS, "npy", "json")
-
-
-def _decoded(name: str, data: bytes, labels: Sequence[ColumnInfo]) -> Any:
-    """Return a field as an array, document or text; None if its labels are all that is shown."""
-    extension = name.rpartition(".")[2]
-    if is_mask(name, labels):
-        return decode_mask(data).astype(np.int64)
-    if is_image(name):
-        return decode_image(data)
-    if extension == "npy":
-        return npy_array(memoryview(data))
-    if extension == "json":
-        return parsed_json(data)
-    return None if labels else data.decode("utf-8-sig")
 
 
 # --- values as texts ------------------------------------------------------------------------------

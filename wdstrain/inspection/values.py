@@ -1,7 +1,7 @@
-"""Contents of a field: image formats and sizes, array shapes, entries of JSON, texts and numbers.
+"""Values of fields: parsed, and described by image formats, shapes, entries of JSON, and numbers.
 
-The type of a value follows from its first bytes, then from the name of its field. Image headers are
-read without decoding pixels. Nothing is unpickled.
+For a description, the type of a value follows from its first bytes, then from the name of its
+field. Image headers are read without decoding pixels. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from wdstrain.decode.codecs import open_picture
+from wdstrain.decode.codecs import decode_image, open_picture
 from wdstrain.decode.formats import format_of, is_image
 from wdstrain.report.printing import printable
 from wdstrain.shards.kinds import npy_array, parsed_json
@@ -122,6 +123,19 @@ def _words(kind: str, details: Sequence[Any], entries: Sequence[str]) -> str:
     return f"{kind}: {named}" if kind == "JSON" and named else kind
 
 
+def parsed(name: str, data: bytes) -> Any:
+    """Return a field as its name says: an image uint8[h, w, 3], an array, a document, else a text.
+
+    Parsers raise whatever they meet. Nothing is unpickled.
+    """
+    extension = name.rpartition(".")[2]
+    if is_image(name):
+        return decode_image(data)
+    if extension == "npy":
+        return npy_array(memoryview(data))
+    return parsed_json(data) if extension == "json" else data.decode("utf-8-sig")
+
+
 def _kind(name: str, data: bytes) -> tuple[str, Any]:
     """Return (type of a value, a number that varies, names of JSON entries, or a header)."""
     matches = (kind for (at, magic), kind in _MAGIC.items() if data.startswith(magic, at))
@@ -136,17 +150,16 @@ def _kind(name: str, data: bytes) -> tuple[str, Any]:
         if magic:
             return magic, None
         if name.rpartition(".")[2] == "json":
-            document = parsed_json(data.decode("utf-8-sig"))
+            document = parsed(name, data)
             return "JSON", [*map(printable, document)] if isinstance(document, dict) else ()
         text = data.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         return _BINARY, None
     except ValueError as error:
         return printable(f"invalid {magic or 'JSON'} ({error})"), None
-    try:
+    with suppress(ValueError):
         return "number", float(text)
-    except ValueError:
-        return (_BINARY, None) if "\0" in text else ("text", len(text))
+    return (_BINARY, None) if "\0" in text else ("text", len(text))
 
 
 def _image_header(data: bytes) -> Header | str:
