@@ -148,21 +148,15 @@ def alone(job: Job, *, field: bool) -> Epoch:
 def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     """As our workers do it: what can be decoded at once is, into one batch's memory again and again."""
     import wdstrain as wt
-    from wdstrain.decode.codecs import EncodedImages
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
     out, bits = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0)
 
     def decode(data: list[bytes]) -> None:
-        draws, rows = bits.random((len(data), 27)), range(len(data))
+        draws, rows = bits.random((len(data), 27)), np.arange(len(data))
         address = np.array([np.frombuffer(one, np.uint8).ctypes.data for one in data])
-        done = field.read_rows(
-            EncodedImages(address, np.array(list(map(len, data)))),
-            rows,
-            out,
-            draws,
-        )
-        for row in set(rows) - done:
+        done = field.read_rows(rows, address, np.array(list(map(len, data))), out, draws)
+        for row in set(rows.tolist()) - done:
             field.read("jpg", memoryview(data[row]), out[row], draws[row])
 
     return decode

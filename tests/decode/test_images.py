@@ -16,7 +16,7 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_tar
-from wdstrain.decode.codecs import EncodedImages, decode_image, resize
+from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
 from wdstrain.errors import SampleError
@@ -93,9 +93,9 @@ class Batch:
         self.out = np.full((len(images), *field.size, 3), 7, np.uint8)
 
     def decode(self, rows: list[int] | None = None) -> set[int]:
-        images = EncodedImages(self.start + self.data.ctypes.data, self.size)
-        rows = list(range(len(self.size))) if rows is None else rows
-        return self.field.read_rows(images, rows, self.out, self.draws)
+        number = np.arange(len(self.size)) if rows is None else np.array(rows, np.int64)
+        address = self.start[number] + self.data.ctypes.data
+        return self.field.read_rows(number, address, self.size[number], self.out, self.draws)
 
     def alone(self, row: int) -> Pixels:
         """Return the pixels of a row as the field decodes it alone."""

@@ -15,10 +15,10 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -291,41 +291,31 @@ def resize(pixels: Pixels, out: Pixels) -> None:
 # unclear EXIF orientations and huge images, `decode_image` decides.
 
 
-class EncodedImages(NamedTuple):
-    """Encoded images in the memory of this process. address, size: int64[b] each, in bytes."""
-
-    address: Ints
-    size: Ints
-
-    @classmethod
-    def of(cls, data: bytes | memoryview) -> EncodedImages:
-        """Return a batch of one image, valid as long as `data` exists."""
-        address = np.frombuffer(data, np.uint8).ctypes.data
-        return cls(np.array([address]), np.array([len(data)]))
-
-
 def decode_jpegs(
-    images: EncodedImages,
-    rows: Sequence[int],
+    rows: Ints,
+    address: Ints,
+    size: Ints,
     out: Pixels,
     augment: Augment,
     draws: Draws,
 ) -> set[int]:
-    """Decode these rows of a batch into `out`. Returns the rows that are done.
+    """Decode n rows of a batch into `out`. Returns the rows that are done.
 
     The other rows are not plain JPEGs, or damaged. All rows are left if the compiled library or
     libjpeg-turbo 3 is missing.
 
+    address, size: of the bytes of each image in the memory of this process, int64[n] each.
     out: uint8[b, height, width, 3]. draws: float64[b, DRAWS].
     """
     library, turbo = kernels.library, kernels.libjpeg_turbo()
     if library is None or turbo is None or not out.flags.c_contiguous:
         return set()
-    plain = _plain_images(turbo, images, rows, out.shape[1:3], augment, draws)
-    row, box, orientation = plain[:, 0], plain[:, 1:5].astype(np.int32), plain[:, 5]
+    plain = _plain_images(turbo, address, size, out.shape[1:3], augment, draws[rows])
+    image, box, orientation = plain[:, 0], plain[:, 1:5].astype(np.int32), plain[:, 5]
+    row = rows[image]
     mirrored = (draws[row, FLIP_DRAW] < 0.5) & augment.flip
     to, done = out.ctypes.data + row * out.strides[0], set[int]()
-    inputs = (images.address[row], images.size[row], box, orientation != 1, mirrored, to)
+    inputs = (address[image], size[image], box, orientation != 1, mirrored, to)
     for i, pixels in _decode_regions(turbo, inputs, out.shape[1:3]):
         target = out[row[i]]
         if pixels.size:
@@ -336,29 +326,24 @@ def decode_jpegs(
 
 
 def _plain_images(
-    turbo: Any,
-    images: EncodedImages,
-    rows: Sequence[int],
-    size: tuple[int, ...],
-    augment: Augment,
-    draws: Draws,
+    turbo: Any, address: Ints, size: Ints, shape: tuple[int, ...], augment: Augment, draws: Draws
 ) -> Ints:
-    """Return the plain JPEGs of these rows, and the region to decode of each.
+    """Return the plain JPEGs of these n images, and the region to decode of each.
 
-    int64[n, 6]: row; top, left, height and width in the stored image; orientation.
+    int64[k, 6]: number of the image; top, left, height and width in the stored image; orientation.
+    shape: height and width of the final images. draws: float64[n, DRAWS].
     """
-    address, length = images.address[rows], images.size[rows]
-    shapes, plain = np.zeros((len(rows), 3), np.int32), []
+    heads, plain = np.zeros((len(size), 3), np.int32), []
     kernels.library.read_headers(
-        turbo, len(rows), address.ctypes.data, length.ctypes.data, shapes.ctypes.data
+        turbo, len(size), address.ctypes.data, size.ctypes.data, heads.ctypes.data
     )
-    for row, data_size, shape in zip(rows, length.tolist(), shapes.tolist(), strict=True):
-        height, width, orientation = shape
+    for number, (nbytes, head) in enumerate(zip(size.tolist(), heads.tolist(), strict=True)):
+        height, width, orientation = head
         pixels = height * width
-        if height > 0 and width > 0 and pixels <= MAX_PIXELS and has_few_scans(data_size, pixels):
+        if height > 0 and width > 0 and pixels <= MAX_PIXELS and has_few_scans(nbytes, pixels):
             upright_shape = (width, height) if orientation >= FIRST_TRANSPOSED else (height, width)
-            box = region(*upright_shape, size, augment, draws[row])
-            plain.append((row, *stored_box(box, height, width, orientation), orientation))
+            box = region(*upright_shape, shape, augment, draws[number])
+            plain.append((number, *stored_box(box, height, width, orientation), orientation))
     return np.array(plain, np.int64).reshape(-1, 6)
 
 

@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.codecs import EncodedImages
 from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.task import BadSample, ReadBatch, Result, reason_of, substitute
@@ -188,10 +187,11 @@ class Decoder:
             return set()
         _, offset, size = places
         is_inside = (offset >= 0) & (size >= 0) & (offset <= self.arena.size - size)
-        rows = [row for row in np.flatnonzero(is_inside).tolist() if row not in bad]
-        images = EncodedImages(offset + self.arena.address, size)
+        is_inside[list(bad)] = False
+        rows = np.flatnonzero(is_inside)
         with suppress(Exception):
-            return field.read_rows(images, rows, column, draws)
+            address = offset[rows] + self.arena.address
+            return field.read_rows(rows, address, size[rows], column, draws)
         return set()
 
     # --- whole samples ----------------------------------------------------------------------------

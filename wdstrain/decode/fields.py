@@ -11,7 +11,6 @@ values become a list.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -19,20 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.codecs import (
-    EncodedImages,
-    decode_image,
-    decode_jpegs,
-    decode_mask,
-    is_jpeg,
-    resize,
-)
+from wdstrain.decode.codecs import decode_image, decode_jpegs, decode_mask, is_jpeg, resize
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
 from wdstrain.shards.kinds import Array, npy_array, npy_head, parsed_json
+from wdstrain.shards.offsets import Ints
 
 _LONGEST_HEAD = 1024  # bytes of a .npy file before its numbers; longer heads are read one by one
 
@@ -101,8 +94,9 @@ class Image:
         if out is None or self.size is None:
             return self._read_whole(data, draws)
         if is_jpeg(data):
-            images = EncodedImages.of(data)
-            if decode_jpegs(images, [0], out[None], self.augment, draws[None]):
+            source = np.frombuffer(data, np.uint8)
+            place = np.array([source.ctypes.data]), np.array([len(source)])
+            if self.read_rows(np.array([0]), *place, out[None], draws[None]):
                 return None
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
@@ -115,17 +109,13 @@ class Image:
         return None
 
     def read_rows(
-        self,
-        images: EncodedImages,
-        rows: Sequence[int],
-        out: Array,
-        draws: Draws,
+        self, rows: Ints, address: Ints, size: Ints, out: Array, draws: Draws
     ) -> set[int]:
         """Decode these rows of a batch together. Returns the rows that are done.
 
         `read` must decode the others. Arguments: see `decode_jpegs`.
         """
-        return decode_jpegs(images, rows, out, self.augment, draws)
+        return decode_jpegs(rows, address, size, out, self.augment, draws)
 
     def _read_whole(self, data: memoryview, draws: Draws) -> Array:
         """Return the image in its own size. uint8[3, height, width]"""
@@ -210,23 +200,22 @@ class NumpyArray:
         return None
 
     def read_rows(
-        self, encoded: EncodedImages, rows: Sequence[int], out: Array, draws: Draws
+        self, rows: Ints, address: Ints, size: Ints, out: Array, draws: Draws
     ) -> set[int]:
         """Copy these rows of a batch by one call of C. Returns the rows that are done.
 
         They have the .npy head of the first row. Array by array, each copy would release the GIL
         and wait for it.
         """
-        address, size = encoded.address[rows], encoded.size[rows]
         start = ctypes.string_at(int(address[0]), min(int(size[0]), _LONGEST_HEAD))
         head = start[: 10 + int.from_bytes(start[8:10], "little")]
         if npy_head(head) != (out.dtype, False, out.shape[1:]):
             return set()
         copied = np.zeros(len(rows), bool)
-        places = out.ctypes.data + np.asarray(rows) * out.strides[0]
+        places = out.ctypes.data + rows * out.strides[0]
         pointers = (address.ctypes.data, size.ctypes.data, head, len(head), places.ctypes.data)
         kernels.library.copy_arrays(len(rows), *pointers, out[0].nbytes, copied.ctypes.data)
-        return set(np.asarray(rows)[copied].tolist())
+        return set(rows[copied].tolist())
 
 
 def image(

@@ -34,7 +34,7 @@ _INTEGERS: dict[str, int | None] = {  # least values
     "num_workers": 0,
     "seed": None,
     "lanes": 1,
-    "shuffle_buffer": 1,
+    "shuffle_buffer": None,
 }
 
 # arguments that other loaders have, and the next step of somebody who is used to them
@@ -94,7 +94,7 @@ class LoaderOptions:
         values = dict(given)
         for name, least in _INTEGERS.items():
             if values[name] is not None or name not in ("lanes", "shuffle_buffer"):
-                values[name] = _integer(name, values[name], least)
+                values[name] = integer(name, values[name], least)
         values["is_rank_given"] = values["rank"] is not None
         values["rank"], values["world_size"] = rank_of(values["rank"], values["world_size"])
         return cls(**values)
@@ -121,6 +121,11 @@ class LoaderOptions:
                 self.weights is not None and self.balance is not None,
                 "weights and balance were both given.",
                 "Give one of them.",
+            ),
+            (
+                self.shuffle_buffer is not None and self.shuffle_buffer < 1,
+                f"shuffle_buffer={self.shuffle_buffer}: must be an integer >= 1.",
+                "Use shuffle=False to read in file order.",
             ),
             (
                 not (is_number(self.max_errors) and 0 <= self.max_errors <= 1),
@@ -177,14 +182,6 @@ class LoaderOptions:
                 "Make the loader after the process group (init_process_group), or give it rank= "
                 "and world_size=.",
             )
-
-
-def _integer(name: str, value: Any, least: int | None) -> int:
-    try:
-        return integer(name, value, least)
-    except UsageError as error:
-        advice = "Use shuffle=False to read in file order." if name == "shuffle_buffer" else ""
-        raise UsageError(str(error), advice) from None
 
 
 def _check_field(name: str, field: Any) -> None:
