@@ -188,6 +188,11 @@ def live_threads_and_children() -> list[str]:
     return threads + [str(child) for child in multiprocessing.active_children()]
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a folder, by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
 def read_with_webdataset(paths: list[Path]) -> list[Sample]:
     """Return all samples of shards by webdataset, whose files the garbage collector closes."""
     with warnings.catch_warnings():

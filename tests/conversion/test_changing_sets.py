@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -21,7 +20,8 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture
+from tests.conftest import files_of, picture, quick_and_slow
+from tests.support.os_faults import small_files
 from tests.support.tables import attempt, write_images, write_table
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
@@ -57,18 +57,14 @@ def expected(numbers: Any) -> dict[str, bytes]:
     return {sample["__key__"]: sample["txt"].encode() for sample in samples(numbers)}
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-
-
 def test_appended_samples_are_new_shards_and_the_old_ones_keep_their_bytes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     packed(out, range(10))
-    before = files(out)
+    before = files_of(out)
     index = packed(out, range(10, 17), append=True)
     assert [s.name for s in index.shards] == [f"train-{n:06d}.tar" for n in range(5)]
     assert {
-        name: data for name, data in files(out).items() if name in before and "tar" in name
+        name: data for name, data in files_of(out).items() if name in before and "tar" in name
     } == {name: data for name, data in before.items() if "tar" in name}
     assert contents(out) == contents(f"{out}/train-*.tar") == expected(range(17))
     assert wt.verify(out).ok
@@ -100,10 +96,10 @@ def test_samples_that_do_not_fit_the_set_are_refused_and_leave_it_unchanged(
     tmp_path: Path, new: list[dict[str, Any]], message: str
 ) -> None:
     packed(tmp_path, range(10))
-    before = files(tmp_path)
+    before = files_of(tmp_path)
     with pytest.raises(UsageError, match=message):
         wt.pack(new, tmp_path, classes=CLASSES, append=True)
-    assert files(tmp_path) == before
+    assert files_of(tmp_path) == before
     assert not (tmp_path / ".unfinished").exists()
 
 
@@ -373,16 +369,16 @@ def test_removed_samples_are_absent_and_other_shards_keep_their_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(tmp_path, range(12), shuffle=False)
-    before = files(tmp_path)
+    before = files_of(tmp_path)
     assert main(["remove", str(tmp_path), "--where", "n < 5", "--dry-run", "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
     assert (counts["removed"], counts["samples"]) == (5, 7)
     assert (counts["rewritten"], counts["deleted"]) == (1, 1)
-    assert files(tmp_path) == before
+    assert files_of(tmp_path) == before
     assert main(["remove", str(tmp_path), "--where", "n < 5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == 5
     assert contents(tmp_path) == contents(f"{tmp_path}/train-*.tar") == expected(range(5, 12))
-    assert files(tmp_path)["train-000002.tar"] == before["train-000002.tar"]
+    assert files_of(tmp_path)["train-000002.tar"] == before["train-000002.tar"]
     assert sorted(path.name for path in tmp_path.glob("*.tar")) == [
         "train-000002.tar",
         "train-000003.tar",
@@ -395,13 +391,13 @@ def test_removed_samples_are_absent_and_other_shards_keep_their_bytes(
 
 def test_keys_that_do_not_exist_are_refused_and_nothing_is_removed(tmp_path: Path) -> None:
     packed(tmp_path / "out", range(6))
-    before = files(tmp_path / "out")
+    before = files_of(tmp_path / "out")
     (tmp_path / "keys.txt").write_text("k001\nnone\nk999\n")
     with pytest.raises(SourceError, match="2 of 3 keys are in no shard, such as 'k999'"):
         wt.remove(str(tmp_path / "out"), keys=str(tmp_path / "keys.txt"))
     with pytest.raises(UsageError, match="no sample of .* would be left"):
         wt.remove(str(tmp_path / "out"), where="n >= 0")
-    assert files(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
     assert not (tmp_path / "out" / ".unfinished").exists()
     (tmp_path / "keys.txt").write_text("k001\n")
     assert wt.remove(str(tmp_path / "out"), keys=str(tmp_path / "keys.txt")).removed == 1
@@ -472,21 +468,14 @@ def test_a_full_disk_leaves_the_old_set_and_the_same_call_resumes(
     tmp_path: Path, verb: str
 ) -> None:
     packed(tmp_path, range(30), max_shard_samples=None)
-    before = files(tmp_path)
+    before = files_of(tmp_path)
     calls = {
         "append": lambda: packed(tmp_path, range(30, 60), append=True),
         "remove": lambda: wt.remove(str(tmp_path), where="n < 5"),
     }
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # writes beyond this size fail
-    try:
-        with pytest.raises(StorageError, match="cannot be written"):
-            calls[verb]()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert files(tmp_path) == before
+    with small_files(8192), pytest.raises(StorageError, match="cannot be written"):
+        calls[verb]()
+    assert files_of(tmp_path) == before
     assert contents(tmp_path) == expected(range(30))
     if verb == "append":
         packed(tmp_path, range(30, 60), append=True, resume=True)
@@ -597,13 +586,20 @@ def test_a_resumed_append_of_other_labels_for_the_same_texts_is_another_append(
     assert wt.verify(out).ok
 
 
-def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
+EVERY_MOMENT = pytest.mark.parametrize("every", quick_and_slow([False, True], 1))
+
+
+@EVERY_MOMENT
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_change_killed_at_any_moment_leaves_the_old_or_the_new_set(
+    tmp_path: Path, verb: str, every: bool
+) -> None:
     new = expected(range(17)) if verb == "append" else expected(range(7, 10))
     packed(tmp_path / "whole", range(10))
     total = changed(tmp_path / "whole", verb, 1 << 30)
     assert total is not None
     contents_after_kill = set()
-    for moment in moments(total):
+    for moment in range(total) if every else (total // 2, total - 2):
         out = tmp_path / str(moment)
         packed(out, range(10))
         assert changed(out, verb, moment) is None
@@ -618,31 +614,25 @@ def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
             wt.remove(str(out), where="n < 7", dry_run=True)
         assert contents(out) == new
         assert contents(f"{out}/train-*.tar") == new
-        assert files(out) == files(tmp_path / "whole")
+        assert files_of(out) == files_of(tmp_path / "whole")
         assert wt.verify(out).ok
     assert len(contents_after_kill) == 2  # the old set and the new one
 
 
-@pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_killed_change_leaves_the_old_or_the_new_set(tmp_path: Path, verb: str) -> None:
-    killed_anywhere(tmp_path, verb, lambda total: [total // 2, total - 2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_killed_at_any_moment_leaves_a_complete_set(tmp_path: Path, verb: str) -> None:
-    killed_anywhere(tmp_path, verb, range)
-
-
-def overwrite_killed_anywhere(tmp_path: Path, again: str, moments: Any) -> None:
-    """Kill an overwrite: readers see the old set, the new one, or an error; then repeat it."""
+@EVERY_MOMENT
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+def test_an_overwrite_killed_at_any_moment_is_refused_and_completed(
+    tmp_path: Path, again: str, every: bool
+) -> None:
+    """Readers see the old set, the new one, or an error."""
     old, new = expected(range(10)), expected(range(40, 47))
     overwritten(tmp_path / "whole")
     packed(tmp_path / "count", range(10))
     total = changed(tmp_path / "count", "overwrite", 1 << 30)
     assert total is not None
     seen = set[str]()
-    for moment in moments(total):
+    some = (2, total // 2, total - 8, total - 4, total - 1)
+    for moment in range(total) if every else some:
         out = tmp_path / str(moment)
         packed(out, range(10))
         assert changed(out, "overwrite", moment) is None
@@ -660,22 +650,9 @@ def overwrite_killed_anywhere(tmp_path: Path, again: str, moments: Any) -> None:
             assert "finished conversion of another source or with other options" in result
             overwritten(out, overwrite=True)
         assert contents(out) == contents(f"{out}/*.tar") == new
-        assert files(out) == files(tmp_path / "whole")
+        assert files_of(out) == files_of(tmp_path / "whole")
         assert not (out / ".unfinished").exists()
     assert {"10", "7"} < seen
-
-
-@pytest.mark.parametrize("again", ["resume", "overwrite"])
-def test_a_killed_overwrite_is_refused_and_completed(tmp_path: Path, again: str) -> None:
-    overwrite_killed_anywhere(
-        tmp_path, again, lambda total: [2, total // 2, total - 8, total - 4, total - 1]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("again", ["resume", "overwrite"])
-def test_an_overwrite_killed_at_any_moment_is_completed(tmp_path: Path, again: str) -> None:
-    overwrite_killed_anywhere(tmp_path, again, range)
 
 
 @pytest.mark.parametrize("seed", range(3))

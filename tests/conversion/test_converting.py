@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,28 +21,21 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import (
+    files_of,
     images_with_equal_crc32,
     picture,
-    read_with_webdataset,
     write_class_folder,
     write_shards,
 )
-from tests.support.children import Program, ended
+from tests.support.children import ended
 from tests.support.os_faults import recorded_reads, watched_calls
+from tests.support.tables import read_samples
 from wdstrain.cli import main
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.runner import Step, convert
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.runtime.machine import cores
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def keys(folder: Path) -> list[str]:
-    return [key for key, _ in read_with_webdataset(sorted(folder.glob("*.tar")))]
 
 
 @pytest.fixture
@@ -64,7 +56,7 @@ def test_any_number_of_workers_and_any_memory_writes_the_same_bytes(
         wt.convert_folder(
             photos, out, num_workers=jobs, memory=memory, max_shard_samples=6, **options
         )
-        outputs.append(files(out))
+        outputs.append(files_of(out))
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -74,8 +66,8 @@ def test_a_moved_source_gives_the_same_bytes(photos: Path, tmp_path: Path) -> No
     shutil.copytree(photos, tmp_path / "deep" / "down" / "in")
     for number, source in enumerate((photos, tmp_path / "deep" / "down" / "in")):
         wt.convert_folder(source, tmp_path / f"out{number}", on_error="skip")
-    assert files(tmp_path / "out0") == files(tmp_path / "out1")
-    assert set(files(tmp_path / "out0")) >= {"skipped.jsonl", "renamed.jsonl"}
+    assert files_of(tmp_path / "out0") == files_of(tmp_path / "out1")
+    assert set(files_of(tmp_path / "out0")) >= {"skipped.jsonl", "renamed.jsonl"}
 
 
 def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
@@ -105,7 +97,7 @@ def test_a_stream_in_its_own_order_fills_one_shard_after_the_other(tmp_path: Pat
     for shard in direct.shards:
         assert Path(shard.path).read_bytes() == (tmp_path / "planned" / shard.name).read_bytes()
     names = [f"k{n}" for n in range(60)]
-    assert keys(tmp_path / "direct") == names
+    assert list(read_samples(tmp_path / "direct")) == names
 
 
 # --- larger than memory ---
@@ -139,7 +131,7 @@ def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) 
         peaks.append(int(done.stdout))
     assert sum(path.stat().st_size for path in (tmp_path / "20000").glob("*.tar")) > 160_000_000
     assert peaks[1] - peaks[0] < 16_000_000
-    places = np.array([int(key[1:]) for key in keys(tmp_path / "20000")])
+    places = np.array([int(key[1:]) for key in read_samples(tmp_path / "20000")])
     assert sorted(places.tolist()) == list(range(20_000))
     first = places[:1000]  # a complete shuffle: the first thousand come from all parts
     assert abs(first.mean() - 10_000) < 1_000
@@ -178,7 +170,7 @@ def test_files_on_a_slow_disk_are_read_in_listed_order(tmp_path: Path) -> None:
     paths = [path for path, _, _ in reads]
     assert len(paths) == 28
     assert sum(later < earlier for earlier, later in itertools.pairwise(paths)) <= 2
-    assert files(tmp_path / "fast") == files(tmp_path / "slow")
+    assert files_of(tmp_path / "fast") == files_of(tmp_path / "slow")
 
 
 def test_a_conversion_does_not_affect_other_child_processes(photos: Path, tmp_path: Path) -> None:
@@ -248,73 +240,6 @@ def test_a_read_error_of_the_source_names_the_source(
 # --- killed and resumed ---
 
 
-def command(source: str, out: Path, *words: str) -> list[str]:
-    return ["convert", *source.split(), str(out), "--max-shard-samples", "40", *words]
-
-
-def killed_when(words: list[str], ready: Callable[[], bool]) -> None:
-    """Run a conversion and SIGKILL it, with its workers, as soon as `ready` holds."""
-    program = Program(
-        """
-        import os, sys
-        os.setsid()
-        from wdstrain.cli import main
-        sys.exit(main(sys.argv[1:]))
-        """,
-        *words,
-    )
-    end = time.monotonic() + 60
-    while not ready():
-        gone = os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        assert gone is None, program.end()
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    os.killpg(program.pid, signal.SIGKILL)
-    assert program.end().status == -signal.SIGKILL
-
-
-def count(out: Path, pattern: str) -> int:
-    return len(list((out / ".unfinished").glob(pattern)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "pattern", "at"),
-    [
-        ("plain", "shards/*.part", 3),
-        ("resized", "encoded/*.part", 1),
-        ("arrays", "spill/*", 1),
-        ("arrays", "shards/*.part", 9),
-        pytest.param("plain", "owner", 1, marks=pytest.mark.slow),
-        pytest.param("plain", "shards/*.part", 10, marks=pytest.mark.slow),
-        pytest.param("resized", "shards/*.part", 5, marks=pytest.mark.slow),
-    ],
-)
-def test_a_conversion_killed_at_any_moment_resumes_to_the_same_bytes(
-    tmp_path: Path, kind: str, pattern: str, at: int, capsys: Any
-) -> None:
-    out, undisturbed = tmp_path / "out", tmp_path / "whole"
-    if kind == "arrays":
-        np.save(tmp_path / "x.npy", np.arange(2000 * 300).reshape(2000, 300))
-        source, words = f"arrays --field x={tmp_path / 'x.npy'}", []
-    else:
-        write_class_folder(tmp_path / "in", {"a": 900, "b": 300}, "jpg")
-        source, words = f"folder {tmp_path / 'in'}", ["--resize", "16"] if kind == "resized" else []
-    line = command(source, out, *words, "--num-workers", "2")
-    killed_when(line, lambda: count(out, pattern) >= at)
-    with pytest.raises(ShardError, match="--resume"):
-        wt.Loader(out)
-    finished = {
-        path.name: path.stat().st_ino for path in (out / ".unfinished").glob("shards/*.tar")
-    }
-    assert main([*line, "--resume", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert main([*command(source, undisturbed, *words, "--num-workers", "1")]) == 0
-    assert files(out) == files(undisturbed)
-    kept = [name for name, inode in finished.items() if (out / name).stat().st_ino == inode]
-    assert len(kept) >= count(out, "*") + (at if pattern == "shards/*.part" else 0)
-    assert document["kept_shards"] >= len(kept)
-
-
 def test_resume_rewrites_shards_of_changed_input(photos: Path, tmp_path: Path) -> None:
     """Files changed since the interruption are packed again, and the other shards are kept."""
     out, options = tmp_path / "out", {"max_shard_samples": 4, "shuffle": False}
@@ -330,7 +255,7 @@ def test_resume_rewrites_shards_of_changed_input(photos: Path, tmp_path: Path) -
     done = convert(list_folder(str(photos)), str(out), Options(**options))  # type: ignore[arg-type]
     assert (done.kept, len(done.index.shards)) == (7, 10)
     wt.convert_folder(photos, tmp_path / "whole", max_shard_samples=4, shuffle=False)
-    assert files(out) == files(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_a_changed_mask_older_than_its_image_is_packed_again(photos: Path, tmp_path: Path) -> None:
@@ -356,21 +281,6 @@ def test_a_changed_mask_older_than_its_image_is_packed_again(photos: Path, tmp_p
     changed.write_bytes(new)
     os.utime(changed, (2, 2))
     assert pack(resume=True)["cat/000"]["mask.png"] == new
-
-
-def test_spilled_samples_of_another_stream_are_not_used(tmp_path: Path) -> None:
-    """The stream was read to its end, the shards were not written; then the input changed."""
-    out = tmp_path / "out"
-    line = command(f"arrays --field x={tmp_path / 'x.npy'}", out)
-    np.save(tmp_path / "x.npy", np.full((4000, 100), 1))
-    killed_when(
-        [*line, "--resume"],
-        lambda: count(out, "shards/*.part") > 1,
-    )
-    np.save(tmp_path / "x.npy", np.full((4000, 100), 2))
-    assert main([*line, "--resume"]) == 0
-    wt.convert_arrays({"x": str(tmp_path / "x.npy")}, tmp_path / "whole", max_shard_samples=40)
-    assert files(out) == files(tmp_path / "whole")
 
 
 class EnoughError(Exception):
@@ -416,7 +326,7 @@ def test_a_resume_with_other_options_equals_a_fresh_conversion_with_them(
     (out / ".unfinished" / "call.json").unlink()
     wt.convert_arrays({field: array}, out, resume=True, **options)
     wt.convert_arrays({field: array}, tmp_path / "fresh", **options)
-    assert files(out) == files(tmp_path / "fresh")
+    assert files_of(out) == files_of(tmp_path / "fresh")
 
 
 def test_resume_without_earlier_output_converts(photos: Path, tmp_path: Path) -> None:
@@ -425,34 +335,6 @@ def test_resume_without_earlier_output_converts(photos: Path, tmp_path: Path) ->
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(UsageError, match="holds 1 files and no conversion"):
         wt.convert_folder(photos, tmp_path / "notes", resume=True)
-
-
-@pytest.mark.parametrize("kind", ["folder", "stream"])
-def test_a_full_disk_is_one_error_and_resume_continues(
-    tmp_path: Path, small_disk: Path, kind: str
-) -> None:
-    write_class_folder(tmp_path / "in", {"a": 1200}, "jpg")
-    out = small_disk / "out"
-
-    def pack(out: Path, resume: bool) -> wt.Index:
-        options = dict(resume=resume, max_shard_samples=100, memory=16_000_000, num_workers=2)
-        if kind == "folder":
-            return wt.convert_folder(tmp_path / "in", out, **options)
-        return wt.pack(
-            (
-                {"__key__": p.stem, "jpg": p.read_bytes()}
-                for p in sorted((tmp_path / "in/a").iterdir())
-            ),
-            out,
-            **options,
-        )
-
-    with pytest.raises(StorageError, match="cannot be written: No space left on device"):
-        pack(out, resume=False)
-    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    assert len(pack(out, resume=True)) == 1200
-    pack(tmp_path / "whole", resume=False)
-    assert files(out) == files(tmp_path / "whole")
 
 
 def test_a_read_only_disk_is_one_error_and_resume_continues(photos: Path, small_disk: Path) -> None:
@@ -532,7 +414,7 @@ def test_a_shard_of_only_bad_samples_leaves_no_empty_shard_and_no_gap(tmp_path: 
     index = wt.convert_folder(tmp_path / "in", out, **options)
     names = [(shard.name, shard.samples) for shard in index.shards]
     assert names == [("train-000000.tar", 4), ("train-000001.tar", 4)]
-    assert keys(out) == [f"a/{number:03d}" for number in [0, 1, 2, 3, 8, 9, 10, 11]]
+    assert list(read_samples(out)) == [f"a/{number:03d}" for number in [0, 1, 2, 3, 8, 9, 10, 11]]
     assert wt.verify(out).ok
     for image in images[1:]:
         image.unlink()
@@ -556,37 +438,6 @@ def test_a_sample_that_changes_while_it_is_packed_is_bad(photos: Path, tmp_path:
 
 
 # --- splits ---
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shares"),
-    [
-        ([5] * 40, [0.9, 0.1]),
-        ([4] * 40, [0.9, 0.1]),
-        ([3] * 40, [0.8, 0.2]),
-        ([1] * 40, [0.8, 0.1, 0.1]),
-        ([15] * 20, [0.7, 0.15, 0.1, 0.05]),
-        ([*range(1, 30)], [1 / 3, 1 / 3, 1 / 3]),
-        ([1, 1, 2, 7, 100], [0.5, 0.25, 0.15, 0.1]),
-    ],
-)
-def test_stratified_shares_are_right_in_each_class_and_in_total(
-    tmp_path: Path, sizes: list[int], shares: list[float]
-) -> None:
-    """Classes and total have exact shares, rounded up or down, but not all rounded alike."""
-    samples = [
-        {"__key__": f"{c}_{i}", "cls": c, "txt": ""}
-        for c, size in enumerate(sizes)
-        for i in range(size)
-    ]
-    split = {f"part{number}": share for number, share in enumerate(shares)}
-    index = wt.pack(samples, tmp_path / "out", split=split, stratify="label")
-    sample_counts = index.info["samples"]
-    assert sum(sum(counts.values()) for counts in sample_counts.values()) == sum(sizes)
-    for name, share in split.items():
-        assert abs(sum(sample_counts[name].values()) - share * sum(sizes)) < 1 + 1e-9
-        for c, size in enumerate(sizes):
-            assert abs(sample_counts[name].get(str(c), 0) - share * size) < 1 + 1e-9
 
 
 def test_groups_are_not_divided_and_splits_have_their_shares(
@@ -713,7 +564,7 @@ def test_foreign_shards_are_not_mixed_with_new_ones(photos: Path, tmp_path: Path
         )
     with pytest.raises(UsageError, match="holds train-000000.tar, which no index lists"):
         wt.convert_folder(photos, tmp_path / "out", overwrite=True)
-    assert sorted(files(tmp_path / "out")) == [
+    assert sorted(files_of(tmp_path / "out")) == [
         "train-000000.tar",
         "train-000001.tar",
         "train-000002.tar",
@@ -731,13 +582,6 @@ def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
     for urls in (str(out), f"{out}/*.tar"):
         with pytest.raises(ShardError, match="was not finished"):
             wt.Loader(urls)
-
-
-def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'train' and 'train-clean' cannot be told apart"):
-        wt.convert_folder(photos, tmp_path / "out", split={"train": 0.5, "train-clean": 0.5})
-    with pytest.raises(UsageError, match="there are no classes to stratify by"):
-        wt.pack([{"txt": "x"}] * 9, tmp_path / "out", split={"a": 0.5, "b": 0.5}, stratify="label")
 
 
 def test_an_interrupt_at_any_moment_is_reported_or_too_late(tmp_path: Path) -> None:
@@ -764,27 +608,39 @@ def test_an_interrupt_at_any_moment_is_reported_or_too_late(tmp_path: Path) -> N
     wt.convert_folder(
         tmp_path / "in", tmp_path / "out", max_shard_samples=40, resize=16, resume=True
     )
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_shards_are_not_converted_into_their_own_folder(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "set"
     rows = [{"__key__": f"k{n:02d}", "txt": f"t{n}"} for n in range(40)]
     wt.pack(rows, folder, split={"train": 0.5, "val": 0.5}, max_shard_samples=10)
-    before = files(folder)
+    before = files_of(folder)
     refusal = r"holds (train|val)-000000\.tar, which is being converted"
     for options in ({"overwrite": True}, {"append": True}, {"resume": True}, {"dry_run": True}):
         with pytest.raises(UsageError, match=refusal):
             wt.convert_tars(folder / "train-*.tar", folder, **options)  # type: ignore[arg-type]
     assert main(["convert", "tars", str(folder), f"{folder}/", "--overwrite"]) == 2
     assert re.search(refusal, capsys.readouterr().err)
-    assert files(folder) == before
+    assert files_of(folder) == before
 
 
-@pytest.mark.parametrize("name", ["t.x", "a/b", "a b", "-a", ".a", "", "a\n", "a*"])
-def test_split_names_must_be_valid_file_names(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be the name of a split"):
-        wt.pack([{"txt": "x"}] * 40, tmp_path / "out", split={name: 0.5, "b": 0.5})
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split": {"train": 0.5, "train-clean": 0.5}}, "'train' and 'train-clean' cannot be told"),
+        ({"split": {"a": 0.5, "b": 0.5}, "stratify": "label"}, "no classes to stratify by"),
+        *(
+            ({"split": {name: 0.5, "b": 0.5}}, "cannot be the name of a split")
+            for name in ("t.x", "a/b", "a b", "-a", ".a", "", "a\n", "a*")
+        ),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        wt.pack([{"txt": "x"}] * 40, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 

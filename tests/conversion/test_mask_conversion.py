@@ -196,22 +196,19 @@ def described_by_any_command(
     return capsys.readouterr().out
 
 
-_NOT_STORED = known_fault("conversion/mask_class_names_not_stored")
-
-
-@_NOT_STORED
-def test_names_of_mask_classes_are_stored_in_the_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@known_fault("conversion/mask_class_names_not_stored")
+@pytest.mark.parametrize(
+    ("options", "described"),
+    [
+        ([("--mask-classes", ",".join(NAMES)), ("--classes", ",".join(NAMES))], NAMES),
+        ([("--ignore", "2")], (r'ignored?\w*": \[?2\b',)),
+    ],
+)
+def test_classes_and_the_ignored_value_of_masks_are_stored_in_the_set(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[tuple[str, str]],
+    described: tuple[str, ...],
 ) -> None:
-    names = ",".join(NAMES)
-    options = [("--mask-classes", names), ("--classes", names)]
-    described = described_by_any_command(tmp_path, capsys, *options)
-    assert all(f'"{name}"' in described for name in NAMES)
-
-
-@_NOT_STORED
-def test_the_ignored_value_of_masks_is_stored_in_the_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    described = described_by_any_command(tmp_path, capsys, ("--ignore", "2"))
-    assert re.search(r'"ignored?\w*": \[?2\b', described)
+    text = described_by_any_command(tmp_path, capsys, *options)
+    assert all(re.search(f'"{words}', text) for words in described)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,9 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset, write_class_folder
+from tests.conftest import files_of, picture, write_class_folder
+from tests.support.os_faults import small_files
+from tests.support.tables import read_samples
 from wdstrain.conversion.listing import Keys
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.runner import Step, convert
@@ -24,14 +24,6 @@ from wdstrain.shards.resolve import open_index
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     return write_class_folder(tmp_path / "photos", {"dog": 13, "cat": 9})
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file of a folder."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-    }
 
 
 def pack(source: Path, out: Path, **options: Any) -> wt.Index:
@@ -76,7 +68,7 @@ def test_names_with_dots_and_equal_names_get_distinct_keys(tmp_path: Path) -> No
     for name in ("x.v1.png", "x.v2.png", "x_v2.png", "y.png", "y.jpg", "grüße.PNG"):
         (folder / name).write_bytes(picture(len(name)))
     index = pack(tmp_path / "in", tmp_path / "out", shuffle=False)
-    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    by_key = read_samples(tmp_path / "out")
     assert set(by_key) == {"a/grüße", "a/x_v1", "a/x_v2", "a/x_v2-2", "a/y", "a/y-2"}
     assert len(index) == 6
     assert by_key["a/grüße"]["png"] == picture(len("grüße.PNG"))
@@ -131,28 +123,6 @@ def test_shards_are_not_written_into_their_source(photos: Path) -> None:
     assert not (photos / "shards").exists()
 
 
-# --- tables ---
-
-
-def write_table(folder: Path, header: str, rows: list[str], name: str = "log.csv") -> str:
-    (folder / "IMG").mkdir(exist_ok=True)
-    for i in range(len(rows)):
-        (folder / "IMG" / f"{i}.png").write_bytes(picture(i))
-    (folder / name).write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
-    return str(folder / name)
-
-
-def json_of(out: Path) -> dict[str, Any]:
-    by_key = dict(read_with_webdataset(sorted(out.glob("*.tar"))))
-    return {key: json.loads(fields["json"]) for key, fields in by_key.items()}
-
-
-def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
-    file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
-    wt.convert_table(file, tmp_path / "out", image="file", label=[])
-    assert json_of(tmp_path / "out")["IMG/0"] == {"a": "1_000", "b": "00123", "c": 5.0}
-
-
 # --- bad input ---
 
 
@@ -179,52 +149,6 @@ def test_an_unusable_folder_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("header", "rows", "words"),
-    [
-        ("path,n", ["IMG/0.png,1"], "has no column 'file'. Use one of its columns: path, n"),
-        ("file,m", ["IMG/0.png,1"], "has no column 'n'. Use one of its columns: file, m"),
-        ("file,n", ["IMG/0.png,1", "IMG/zzz.png,1"], "row 3: IMG/zzz.png: the image is not there"),
-        (
-            "file,n",
-            ["IMG/0.png,1", "IMG/1.png"],
-            "row 3: it has 1 cells, but the table has 2 columns",
-        ),
-        (
-            "file,n",
-            ["IMG/0.png,1", "IMG/1.png,"],
-            "row 3: IMG/1.png: the label column 'n' is empty",
-        ),
-        ("file,n", [], "has no rows that can be read"),
-        ("file,file", ["IMG/0.png,1"], "names a column twice"),
-        ("IMG/9.png,3", ["IMG/0.png,1"], "its first line looks like data"),
-        ("file,n", ["", ""], "has no rows that can be read"),
-        ("file,n", ["IMG/0.png,0.5", "IMG/1.png,nan"], "row 3: .* 'n' holds 'nan'"),
-        (
-            "file,n",
-            ["IMG/0.png,5", "IMG/1.png,40000000"],
-            "2 different numbers from 5 to 40000000, .*n:class.*n:number",
-        ),
-    ],
-)
-def test_an_unusable_table_is_refused(
-    tmp_path: Path, header: str, rows: list[str], words: str
-) -> None:
-    with pytest.raises((SourceError, UsageError), match=words):
-        wt.convert_table(
-            write_table(tmp_path, header, rows), tmp_path / "out", image="file", label="n"
-        )
-    with pytest.raises(UsageError, match="a column is named twice: file, file"):
-        wt.convert_table(
-            write_table(tmp_path, "file,n", ["IMG/0.png,1"]),
-            tmp_path / "out",
-            image="file",
-            label="file",
-        )
-    with pytest.raises(UsageError, match="nothing.csv: there is no such file"):
-        wt.convert_table(tmp_path / "nothing.csv", tmp_path / "out", image="file", label="n")
-
-
 def test_an_empty_image_is_refused_before_any_write(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"")
     (photos / "cat" / "zero.png").write_bytes(b"")
@@ -235,10 +159,10 @@ def test_an_empty_image_is_refused_before_any_write(photos: Path, tmp_path: Path
 
 def test_an_existing_folder_is_refused_and_unchanged(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out")
-    before = digest(tmp_path / "out")
+    before = files_of(tmp_path / "out")
     with pytest.raises(UsageError, match="holds 3 files.*overwrite=True"):
         pack(photos, tmp_path / "out", seed=1)
-    assert digest(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
 
 
 def test_overwriting_replaces_only_shards(photos: Path, tmp_path: Path) -> None:
@@ -282,41 +206,37 @@ def test_a_conversion_resumes_when_a_removed_source_is_back(
         Options(max_shard_samples=1, num_workers=jobs, shuffle=False, resume=True),
     )
     assert 0 < done.kept < 22
-    assert digest(out) == digest(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("kind", ["folder", "stream"])
 def test_a_full_disk_is_one_error_and_the_conversion_can_resume(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, kind: str
 ) -> None:
-    import resource
+    def convert_photos(out: str, **options: Any) -> wt.Index:
+        if kind == "folder":
+            return pack(photos, tmp_path / out, **options)
+        paths = sorted(photos.rglob("*.png"))
+        rows = ({"__key__": f"{n}", "png": path.read_bytes()} for n, path in enumerate(paths))
+        return wt.pack(rows, tmp_path / out, **options)
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
-
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (8192, limits[1])
-    )  # writes beyond this size fail, as on a full disk
-    try:
-        with pytest.raises(
-            StorageError, match="train-000000.tar cannot be written: File too large.*resume=True"
-        ):
-            pack(photos, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, old)
-    assert len(pack(photos, tmp_path / "out", overwrite=True)) == 22
+    words = r"cannot be written: File too large.*resume=True"
+    with small_files(8192), pytest.raises(StorageError, match=words):
+        convert_photos("out")
+    assert len(convert_photos("out", resume=True)) == 22
+    convert_photos("whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_a_failed_overwrite_leaves_the_old_set_intact(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out")
     (tmp_path / "out" / "backup-202401.tar").write_text("mine")
-    before = digest(tmp_path / "out")
+    before = files_of(tmp_path / "out")
     listing = list_folder(str(photos))
     (photos / "dog" / "010.png").unlink()
     with pytest.raises(SourceError):
         convert(listing, str(tmp_path / "out"), Options(overwrite=True, max_shard_samples=2))
-    assert digest(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
     assert wt.verify(tmp_path / "out" / "index.json").samples == 22
     pack(photos, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "backup-202401.tar").read_text() == "mine"

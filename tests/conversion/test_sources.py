@@ -28,19 +28,10 @@ from tests.conftest import (
     write_shards,
     write_tar,
 )
+from tests.support.tables import read_samples, skipped_rows, write_pictures
 from wdstrain.cli import main
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
-
-
-def samples(out: Path) -> dict[str, dict[str, bytes]]:
-    return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
-
-
-def skipped(out: Path) -> dict[int, str]:
-    """{row: reason} of the skipped samples."""
-    rows = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
-    return {row["row"]: row["reason"] for row in rows}
 
 
 def array(data: bytes) -> Any:
@@ -52,9 +43,7 @@ def array(data: bytes) -> Any:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    (tmp_path / "IMG").mkdir()
-    for number in range(6):
-        (tmp_path / "IMG" / f"{number}.png").write_bytes(picture(number))
+    write_pictures(tmp_path / "IMG", range(6))
     return tmp_path
 
 
@@ -63,7 +52,7 @@ def test_images_may_be_bytes_in_the_table(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [{"bytes": some, "path": None} for some in data]})
     frame.to_parquet(tmp_path / "t.parquet")
     wt.convert_table(tmp_path / "t.parquet", tmp_path / "out", image="image")
-    assert samples(tmp_path / "out") == {
+    assert read_samples(tmp_path / "out") == {
         f"row-00000000{n}": {field: some}
         for n, field, some in zip((1, 2, 3), ("png", "jpg", "webp"), data, strict=True)
     }
@@ -76,7 +65,7 @@ def test_unusable_rows_are_skipped_with_their_numbers(pictures: Path) -> None:
     words = ["convert", "table", str(table), str(out), *["--image", "file", "--label", "n:class"]]
     assert main(words) == 1
     assert main([*words, "--on-error", "skip"]) == 0
-    assert {row: reason.split(";")[0] for row, reason in skipped(out).items()} == {
+    assert {row: reason.split(";")[0] for row, reason in skipped_rows(out).items()} == {
         3: "the image is not there",
         4: "it has 1 cells, but the table has 2 columns",
         5: "there is no path of an image",
@@ -84,10 +73,10 @@ def test_unusable_rows_are_skipped_with_their_numbers(pictures: Path) -> None:
         7: "the path has no extension of an image",
     }
     assert (out / "skipped.jsonl").read_text().count('"source": "t.csv"') == 5
-    assert len(samples(out)) == 2
+    assert len(read_samples(out)) == 2
     (pictures / "t.jsonl").write_text('{"file": "IMG/0.png"}\nnot json\n[1]\n')
     index = wt.convert_table(pictures / "t.jsonl", pictures / "json", image="file", on_error="skip")
-    assert (list(skipped(pictures / "json")), len(index)) == ([2, 3], 1)
+    assert (list(skipped_rows(pictures / "json")), len(index)) == ([2, 3], 1)
 
 
 def test_a_split_column_must_name_a_split_in_every_row(pictures: Path) -> None:
@@ -117,30 +106,11 @@ def test_columns_of_a_table_without_a_header_are_numbers(
     assert main(words) == 1
     words += ["--no-header", "--root", str(folder), "--limit", "300"]
     assert main([*words, "--max-shard-samples", "100"]) == 0
-    packed = samples(out)
+    packed = read_samples(out)
     assert len(packed) == 300
     key, fields = next(iter(packed.items()))
     assert fields["jpg"] == (folder / f"{key}.jpg").read_bytes()
     assert set(json.loads(fields["json"])) == {"1", "2", "3", "4", "5", "6"}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("t.parquet", b"PAR1 no", "cannot be read as Parquet"),
-        ("t.jsonl", b"", "has no rows that can be read"),
-        ("t.csv", b'file,n\n0.png,"1\n1.png,2\n2.png,3\n', "a quote that is not closed"),
-    ],
-)
-def test_a_file_that_is_not_a_table_is_refused(
-    tmp_path: Path, name: str, content: bytes, words: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SourceError, match=words):
-        wt.convert_table(tmp_path / name, tmp_path / "out", image="file")
-    twice = pandas.DataFrame([[1, 2]], columns=["a", "a"])
-    with pytest.raises(SourceError, match="names a column twice"):
-        wt.convert_table(twice, tmp_path / "out", image="file")
 
 
 # --- HDF5 and arrays ---
@@ -193,7 +163,7 @@ def test_hdf5_data_sets_are_packed_row_by_row_and_read_by_chunks(
     assert index.info["samples"]["train"] == {
         name: int((labels == i).sum()) for i, name in enumerate("abcd")
     }
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     for i in (0, 1, 124, 249):
         assert (array(packed[f"n {i}"]["image.npy"]) == images[i]).all()
         assert (packed[f"n {i}"]["cls"], packed[f"n {i}"]["note.txt"]) == (
@@ -219,7 +189,7 @@ def test_pytables_files_with_blosc_and_tables_are_read(
     words += ["--label", "energy,kind"]
     places += [f"{name}=/events/table/{name}" for name in ("energy", "hits", "kind")]
     assert main([*words, *(word for place in places for word in ("--field", place))]) == 0
-    packed = list(samples(out).values())
+    packed = list(read_samples(out).values())
     assert [float(array(fields["energy.npy"])) for fields in packed] == [i / 8 for i in range(1000)]
     assert (array(packed[7]["image.npy"]) == images[7]).all()
     assert array(packed[7]["hits.npy"]).tolist() == [21, 22, 23]
@@ -270,7 +240,7 @@ def test_field_names_decide_if_arrays_become_images_classes_or_arrays(
     for pair in ("png={0}/x.npy", "cls={0}/y.npz:y", "raw={0}/x.npy"):
         words += ["--field", pair.format(tmp_path)]
     assert main(words) == 0
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     assert list(packed) == [f"{i:09d}" for i in range(100)]
     for i, fields in enumerate(packed.values()):
         assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == images[i]).all()
@@ -346,7 +316,7 @@ def test_a_map_style_data_set_is_packed_with_its_classes(tmp_path: Path) -> None
         wt.pack(Digits(), out)
     index = wt.pack(Digits(), out, on_error="skip", overwrite=True, shuffle=False)
     assert (index.labels[0].classes, len(index)) == (("zero", "one", "two"), 6)
-    for number, fields in zip((0, 1, 2, 4, 5, 6), samples(out).values(), strict=True):
+    for number, fields in zip((0, 1, 2, 4, 5, 6), read_samples(out).values(), strict=True):
         assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == number).all()
         assert fields["cls"] == str(number % 3).encode()
 
@@ -362,7 +332,7 @@ def test_samples_of_webdataset_round_trip(tmp_path: Path) -> None:
         shards = sorted(map(str, (tmp_path / "in").glob("*.tar")))
         wt.pack(webdataset.WebDataset(shards, shardshuffle=False), tmp_path / "out")
         gc.collect()
-    assert samples(tmp_path / "out") == samples(tmp_path / "in")
+    assert read_samples(tmp_path / "out") == read_samples(tmp_path / "in")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +367,7 @@ def test_samples_that_cannot_be_packed_are_named_or_skipped(
 def test_repeated_keys_are_renamed_and_recorded(tmp_path: Path) -> None:
     names = ["a", "b", "A", "a", "a-2", "../up", "x.y"]
     wt.pack([{"__key__": key, "txt": str(n)} for n, key in enumerate(names)], tmp_path / "out")
-    by_text = {int(fields["txt"]): key for key, fields in samples(tmp_path / "out").items()}
+    by_text = {int(fields["txt"]): key for key, fields in read_samples(tmp_path / "out").items()}
     keys = [by_text[number] for number in range(7)]
     assert keys == ["a", "b", "A-2", "a-3", "a-2-2", "up", "x_y"]
     renamed = map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
@@ -408,7 +378,7 @@ def test_repeated_keys_are_renamed_and_recorded(tmp_path: Path) -> None:
 def test_an_endless_stream_is_read_up_to_the_limit(tmp_path: Path) -> None:
     stream = ({"x.npy": torch.arange(3) * n, "txt": str(n)} for n in itertools.count())
     index = wt.pack(stream, tmp_path / "out", limit=50)
-    packed = samples(tmp_path / "out").values()
+    packed = read_samples(tmp_path / "out").values()
     read = sorted((int(fields["txt"]), array(fields["x.npy"]).tolist()) for fields in packed)
     assert read == [(n, [0, n, 2 * n]) for n in range(50)]
     assert (index.info["listed"], len(index)) == (50, 50)
@@ -422,7 +392,7 @@ def test_field_names_keep_their_capitals_before_a_lowered_ending(tmp_path: Path)
 
 def test_class_names_as_text_need_no_declaration(tmp_path: Path) -> None:
     wt.pack([{"txt": "x", "cls": b"cat"}, {"txt": "y", "cls": b"dog"}], tmp_path / "out")
-    packed = samples(tmp_path / "out").values()
+    packed = read_samples(tmp_path / "out").values()
     assert sorted(fields["cls"] for fields in packed) == [b"cat", b"dog"]
 
 
@@ -436,7 +406,7 @@ def test_declared_class_numbers_are_accepted(tmp_path: Path) -> None:
     assert label.kind == "number"
     names = [f"person {number}" for number in range(20_000)]
     wt.pack([{"__key__": n, "cls": n} for n in names[::97]], tmp_path / "d", classes=names)
-    assert {key: fields["cls"] for key, fields in samples(tmp_path / "d").items()} == {
+    assert {key: fields["cls"] for key, fields in read_samples(tmp_path / "d").items()} == {
         name: str(number).encode() for number, name in enumerate(names) if number % 97 == 0
     }
 
@@ -507,7 +477,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shards_are_repacked_with_their_labels_and_splits(old: Path, tmp_path: Path) -> None:
     before = wt.index(old)
     index = wt.convert_tars(old, tmp_path / "new", max_shard_samples=100, seed=3)
-    assert samples(tmp_path / "new") == samples(old)
+    assert read_samples(tmp_path / "new") == read_samples(old)
     assert (index.labels, index.splits, len(index.shards)) == (before.labels, ("train", "val"), 2)
     assert index.info["samples"]["train"].keys() == {"cat", "dog"}
     split_index = wt.convert_tars(old, tmp_path / "split", split={"a": 0.5, "b": 0.5})
@@ -562,7 +532,7 @@ def test_sets_are_merged_and_equal_keys_are_renamed(tmp_path: Path) -> None:
             tmp_path / name / "s.tar", [(f"k{i}", {"txt": f"{name}{i}".encode()}) for i in range(5)]
         )
     wt.convert_tars([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     assert sorted(fields["txt"].decode() for fields in packed.values()) == [
         f"{name}{i}" for name in "ab" for i in range(5)
     ]
@@ -603,16 +573,16 @@ def test_sets_that_number_their_classes_differently_are_not_merged(
     assert main([*command, *words]) == 2
     assert "a class number would mean two classes" in capsys.readouterr().err
     assert main([*command, "--keep", "jpg"]) == 0  # without classes the sets do not differ
-    assert len(samples(tmp_path / "out")) == 12
+    assert len(read_samples(tmp_path / "out")) == 12
 
 
 def test_shards_are_filtered_by_keys_and_fields_are_kept(old: Path, tmp_path: Path) -> None:
-    everything, keys = samples(old), tmp_path / "keys.txt"
+    everything, keys = read_samples(old), tmp_path / "keys.txt"
     index = wt.convert_tars(old, tmp_path / "b", drop=["cls"])
     assert (index.fields, index.labels) == (("png",), ())
     keys.write_text("\n".join(sorted(everything)[:5]))
     wt.convert_tars(old, tmp_path / "c", keys=str(keys), keep=["png"])
-    assert samples(tmp_path / "c") == {
+    assert read_samples(tmp_path / "c") == {
         key: {"png": everything[key]["png"]} for key in sorted(everything)[:5]
     }
     keys.write_text("cat/000\nnobody\n")
@@ -637,7 +607,7 @@ def test_changed_bytes_of_packed_shards_are_bad_samples(old: Path, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "skipped.jsonl").read_text())["path"] == index.key(2)
     keys.write_text(f"{index.key(0)}\n{index.key(3)}\n")
     wt.convert_tars(tmp_path / "set", tmp_path / "good", keys=str(keys))
-    assert set(samples(tmp_path / "good")) == {index.key(0), index.key(3)}
+    assert set(read_samples(tmp_path / "good")) == {index.key(0), index.key(3)}
     keys.write_text(f"{index.key(0)}\n{index.key(2)}\n")
     some = wt.convert_tars(tmp_path / "set", tmp_path / "some", keys=str(keys), on_error="skip")
     assert (len(some), some.info["skipped"]) == (1, 1)
@@ -753,7 +723,7 @@ def test_keys_do_not_depend_on_the_folder_of_the_images(
             "file\n" + "".join(f"{root}/IMG/{n}.png\n" for n in range(6))
         )
         wt.convert_table(pictures / "t.csv", pictures / f"out{number}", image="file", root=root)
-        keys_by_folder.append(sorted(samples(pictures / f"out{number}")))
+        keys_by_folder.append(sorted(read_samples(pictures / f"out{number}")))
         assert not (pictures / f"out{number}" / "renamed.jsonl").exists()
     assert keys_by_folder == [[f"IMG/{n}" for n in range(6)]] * 2
 
@@ -783,7 +753,7 @@ def test_text_that_is_not_utf8_is_a_bad_row(pictures: Path) -> None:
         '{"file": "IMG/0.png", "a": "\\ud83d"}\n{"file": "IMG/1.png\\u0000", "a": 1}\n{"file": "IMG/2.png"}\n'
     )
     index = wt.convert_table(pictures / "t.jsonl", pictures / "out", image="file", on_error="skip")
-    assert (list(skipped(pictures / "out")), len(index)) == ([1, 2], 1)
+    assert (list(skipped_rows(pictures / "out")), len(index)) == ([1, 2], 1)
 
 
 def test_without_an_index_splits_come_from_shard_names(tmp_path: Path) -> None:
@@ -817,7 +787,7 @@ def test_pil_images_are_packed_upright_and_keep_gray_levels(
     ):
         truth = np.asarray(deep, float).mean() / 256
         wt.pack([{"__key__": "a", "jpg": lying}, {"__key__": "b", "jpg": deep}], tmp_path / "out")
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     image = Image.open(io.BytesIO(packed["a"]["jpg"]))
     assert image.size[0] > image.size[1]
     assert abs(np.asarray(Image.open(io.BytesIO(packed["b"]["jpg"])), float).mean() - truth) < 2
@@ -853,7 +823,7 @@ def test_conditions_are_checked_before_reading_and_rejected_samples_counted(
     document = json.loads(capsys.readouterr().out)
     rejected = {"samples that do not meet the condition": 12}
     assert [document[name] for name in ("samples", "skipped", "ignored")] == [9, 0, rejected]
-    assert {tuple(sorted(fields)) for fields in samples(tmp_path / "a").values()} == {
+    assert {tuple(sorted(fields)) for fields in read_samples(tmp_path / "a").values()} == {
         ("cls", "x.png")
     }
 
@@ -879,7 +849,7 @@ def test_a_class_as_bytes_is_a_class_name_or_number(tmp_path: Path) -> None:
     values: list[Any] = [b"cat", b"dog", "cat", 1, b"0", b" dog\n", np.int64(1), b"7"]
     rows, classes = [{"txt": "x", "cls": value} for value in values], ["cat", "dog", "7"]
     index = wt.pack(rows, tmp_path / "out", classes=classes)
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     assert b"".join(packed[key]["cls"] for key in sorted(packed)) == b"01010112"
     assert [(label.name, label.classes) for label in index.labels] == [("label", tuple(classes))]
     assert index.info["samples"] == {"train": {"cat": 3, "dog": 4, "7": 1}}
@@ -912,7 +882,7 @@ def test_additional_labels_keep_the_class_in_the_index(tmp_path: Path) -> None:
 def test_bytes_in_arrays_are_kept_as_text_or_bytes(tmp_path: Path) -> None:
     values_in = [b"caf\xe9", b"\xff\xd8\x00abc", "plain é".encode()]
     wt.convert_arrays({"caption": np.array(values_in)}, tmp_path / "out", shuffle=False)
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     assert [packed[key]["caption.txt"] for key in sorted(packed)] == values_in
     assert len(wt.verify(tmp_path / "out", decode=True).findings) == 2
 
@@ -920,7 +890,7 @@ def test_bytes_in_arrays_are_kept_as_text_or_bytes(tmp_path: Path) -> None:
 def test_a_narrow_tensor_is_a_channels_first_image(tmp_path: Path) -> None:
     pixels = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 4)
     wt.pack([{"png": pixels}], tmp_path / "out")
-    (fields,) = samples(tmp_path / "out").values()
+    (fields,) = read_samples(tmp_path / "out").values()
     read = np.asarray(Image.open(io.BytesIO(fields["png"])))
     assert read.tolist() == pixels.permute(1, 2, 0).tolist()
 
@@ -951,7 +921,7 @@ def test_rows_of_variable_length_and_enums_are_arrays(tmp_path: Path) -> None:
         )
     fields = {"small": "/small", "wide": "/wide", "enum": "/enum"}
     wt.convert_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, shuffle=False)
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     for number, row in enumerate(rows):
         sample = {name: np.load(io.BytesIO(data)) for name, data in packed[f"{number:09d}"].items()}
         np.testing.assert_array_equal(sample["small.npy"], row)

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pandas
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset
+from tests.conftest import picture
+from tests.support.tables import read_samples, write_pictures, write_table
 from wdstrain.cli.main import main
 from wdstrain.errors import SourceError, UsageError
 
@@ -21,25 +20,13 @@ from wdstrain.errors import SourceError, UsageError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with IMG/0.png to IMG/8.png."""
-    (tmp_path / "IMG").mkdir()
-    for number in range(9):
-        (tmp_path / "IMG" / f"{number}.png").write_bytes(picture(number))
+    write_pictures(tmp_path / "IMG", range(9))
     return tmp_path
-
-
-def samples(out: Path) -> dict[str, dict[str, bytes]]:
-    return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
 
 
 def entries(out: Path, name: str) -> dict[str, Any]:
     """{key: the json entry `name`}"""
-    return {key: json.loads(fields["json"])[name] for key, fields in samples(out).items()}
-
-
-def write_parquet(path: Path, **columns: list[Any]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return path
+    return {key: json.loads(fields["json"])[name] for key, fields in read_samples(out).items()}
 
 
 # --- several files ---
@@ -81,8 +68,8 @@ def test_a_bad_row_is_named_with_its_file_and_line(folder: Path) -> None:
 def test_parquet_files_with_other_schemas_are_one_clear_error(
     tmp_path: Path, other: dict[str, list[Any]], words: str
 ) -> None:
-    write_parquet(tmp_path / "t" / "a.parquet", y=[0], image=[picture(1)])
-    write_parquet(tmp_path / "t" / "b.parquet", **other)
+    write_table(tmp_path / "t" / "a", "parquet", y=[0], image=[picture(1)])
+    write_table(tmp_path / "t" / "b", "parquet", **other)
     with pytest.raises(SourceError, match=words):
         wt.convert_table(tmp_path / "t", tmp_path / "out", image="image")
     assert not (tmp_path / "out").exists()
@@ -91,16 +78,16 @@ def test_parquet_files_with_other_schemas_are_one_clear_error(
 def test_a_null_column_of_a_file_takes_the_type_of_the_others(tmp_path: Path) -> None:
     images = [[{"bytes": picture(n), "path": path}] for n, path in enumerate([None, "x.png"])]
     boxes: list[Any] = [[{"at": None, "of": [None]}], [{"of": [1], "at": 2}]]
-    write_parquet(tmp_path / "t" / "a.parquet", n=[None], image=images[0], box=boxes[0])
-    write_parquet(tmp_path / "t" / "b.parquet", n=[7], image=images[1], box=boxes[1])
+    write_table(tmp_path / "t" / "a", "parquet", n=[None], image=images[0], box=boxes[0])
+    write_table(tmp_path / "t" / "b", "parquet", n=[7], image=images[1], box=boxes[1])
     wt.convert_table(tmp_path / "t", tmp_path / "out", image="image")
     assert entries(tmp_path / "out", "n") == {"a/row-000000001": None, "x": 7}
     assert entries(tmp_path / "out", "box") == {"a/row-000000001": boxes[0][0], "x": boxes[1][0]}
 
 
 def test_files_named_after_splits_give_the_splits(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "t" / "train-0.parquet", image=[picture(1), picture(2)])
-    write_parquet(tmp_path / "t" / "validation-0.parquet", image=[picture(3)])
+    write_table(tmp_path / "t" / "train-0", "parquet", image=[picture(1), picture(2)])
+    write_table(tmp_path / "t" / "validation-0", "parquet", image=[picture(3)])
     index = wt.convert_table(tmp_path / "t", tmp_path / "out", image="image")
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 2, "val": 1}
     assert "splits: those in the names of the files" in index.info["source"]["decided"][1]
@@ -137,7 +124,7 @@ def test_a_template_builds_image_paths_from_columns_and_keeps_the_columns(folder
     (folder / "t.csv").write_text("id,part\n007,a\n010,a\n")
     index = wt.convert_table(folder / "t.csv", folder / "out", image="IMG/{part}-{id}.png")
     assert "2 of 2 paths exist" in index.info["source"]["decided"][0]
-    assert {key: fields["png"] for key, fields in samples(folder / "out").items()} == {
+    assert {key: fields["png"] for key, fields in read_samples(folder / "out").items()} == {
         "IMG/a-007": picture(7),
         "IMG/a-010": picture(10),
     }
@@ -148,18 +135,18 @@ def test_a_template_builds_image_paths_from_columns_and_keeps_the_columns(folder
 
 def test_bytes_and_paths_are_not_mixed_in_one_table(folder: Path) -> None:
     images = [{"bytes": picture(1), "path": "a.png"}, {"bytes": None, "path": "IMG/2.png"}]
-    write_parquet(folder / "t.parquet", image=images)
+    write_table(folder / "t", "parquet", image=images)
     index = wt.convert_table(folder / "t.parquet", folder / "out", image="image", on_error="skip")
     assert len(index) == 1
     row = json.loads((folder / "out" / "skipped.jsonl").read_text())
     assert (row["row"], row["reason"]) == (2, "there are no bytes of an image")
-    write_parquet(folder / "t.parquet", image=images[1:])
+    write_table(folder / "t", "parquet", image=images[1:])
     index = wt.convert_table(folder / "t.parquet", folder / "out", image="image", overwrite=True)
-    assert samples(folder / "out")["IMG/2"]["png"] == picture(2)
+    assert read_samples(folder / "out")["IMG/2"]["png"] == picture(2)
 
 
 def test_a_table_with_bytes_is_resumed_only_with_the_same_rows(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "t.parquet", n=[1, 2], image=[picture(1), picture(2)])
+    path = write_table(tmp_path / "t", "parquet", n=[1, 2], image=[picture(1), picture(2)])
     wt.convert_table(path, tmp_path / "out", image="image", where="n > 0")
     wt.convert_table(path, tmp_path / "out", image="image", where="n > 0", resume=True)
     with pytest.raises(UsageError, match="where was 'n > 0', is 'n > 1'"):
@@ -196,7 +183,7 @@ def test_where_selects_the_rows_of_index_where(
     table: Any = folder / "t.csv" if form == "csv" else frame
     root = str(folder)
     index = wt.convert_table(table, folder / "out", image="file", where=where, root=root)
-    assert set(samples(folder / "out")) == {f"IMG/{n}" for n in chosen}
+    assert set(read_samples(folder / "out")) == {f"IMG/{n}" for n in chosen}
     rejected = index.info["ignored"]["rows that do not meet the condition"]
     assert (rejected, index.info["listed"]) == (9 - len(chosen), len(chosen))
     complete = wt.convert_table(table, folder / "whole", image="file", root=root)
@@ -243,7 +230,7 @@ def test_declared_classes_fix_the_class_numbers(
     frame = pandas.DataFrame({"image": [picture(0), picture(1)], "y": cells})
     index = wt.convert_table(frame, tmp_path / "out", image="image", label="y", classes=classes)
     assert index.labels[0].classes == tuple(classes)
-    packed = samples(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     assert [int(packed[f"row-00000000{n}"]["cls"]) for n in (1, 2)] == numbers
 
 
@@ -289,7 +276,7 @@ def test_class_folders_use_declared_classes_and_similar_names_are_reported(
     words = ["convert", "folder", str(tmp_path / "in"), str(tmp_path / "new")]
     assert main([*words, "--like", str(tmp_path / "old")]) == 0
     assert "'Pants' and 'Pants ' look alike" in capsys.readouterr().err
-    assert {key: fields["cls"] for key, fields in samples(tmp_path / "new").items()} == {
+    assert {key: fields["cls"] for key, fields in read_samples(tmp_path / "new").items()} == {
         "Pants /0": b"1",
         "hat/0": b"2",
     }
@@ -303,7 +290,7 @@ def test_like_names_the_classes_of_arrays_and_samples(tmp_path: Path) -> None:
     wt.pack([{"txt": "a", "cls": 0}], old, classes=names)
     packed = wt.pack([{"txt": "b", "cls": "owl"}], tmp_path / "a", like=old)
     assert packed.labels[0].classes == names
-    assert samples(tmp_path / "a")["000000000"]["cls"] == b"2"
+    assert read_samples(tmp_path / "a")["000000000"]["cls"] == b"2"
     arrays = {"cls": np.array([1]), "x": np.zeros((1, 2))}
     assert wt.convert_arrays(arrays, tmp_path / "b", like=old).labels[0].classes == names
 
@@ -315,7 +302,7 @@ def test_copies_of_an_image_in_two_groups_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = [picture(n % 6) for n in range(12)]  # each image is in both groups
-    path = write_parquet(tmp_path / "t.parquet", image=images, g=["a"] * 6 + ["b"] * 6)
+    path = write_table(tmp_path / "t", "parquet", image=images, g=["a"] * 6 + ["b"] * 6)
     words = ["convert", "table", str(path), str(tmp_path / "out"), "--image", "image"]
     assert main([*words, "--group-by", "g", "--split", "train=0.5,val=0.5"]) == 0
     assert "6 images are in two splits or more" in " ".join(capsys.readouterr().out.split())

@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset
-from tests.support.tables import write_table
+from tests.conftest import picture
+from tests.support.tables import read_samples, skipped_rows, write_pictures, write_table
 from wdstrain.cli.main import main
 from wdstrain.errors import SourceError, UsageError
 
@@ -33,9 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_pictures(folder: Path, numbers: Any) -> Path:
-    (folder / "IMG").mkdir(parents=True, exist_ok=True)
-    for number in numbers:
-        (folder / "IMG" / f"{number}.png").write_bytes(picture(number))
+    write_pictures(folder / "IMG", numbers)
     return folder
 
 
@@ -55,17 +53,6 @@ def labelled(folder: Path, cells: list[Any]) -> str:
     """Write a table with one image for each cell."""
     with_pictures(folder, range(len(cells)))
     return table(folder, [[f"IMG/{number}.png", cell] for number, cell in enumerate(cells)])
-
-
-def read(out: Path) -> dict[str, dict[str, bytes]]:
-    """{key: {field: bytes}} of every shard."""
-    return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
-
-
-def bad_rows(out: Path) -> dict[int, str]:
-    """{row: reason} of the skipped rows."""
-    lines = (out / "skipped.jsonl").read_text() if (out / "skipped.jsonl").exists() else ""
-    return {row["row"]: row["reason"] for row in map(json.loads, lines.splitlines())}
 
 
 def sides(index: wt.Index) -> dict[str, str]:
@@ -92,8 +79,8 @@ def test_an_existing_absolute_path_is_used_and_a_missing_one_is_an_error(
     index = wt.convert_table(
         file, tmp_path / "out", image="file", label="y", on_error="skip", **options
     )  # type: ignore[arg-type]
-    assert [fields["png"] for fields in read(tmp_path / "out").values()] == [picture(1)]
-    assert "the image is not there" in bad_rows(tmp_path / "out")[3]
+    assert [fields["png"] for fields in read_samples(tmp_path / "out").values()] == [picture(1)]
+    assert "the image is not there" in skipped_rows(tmp_path / "out")[3]
     assert index.info["skipped"] == 1
     assert "1 of 2 paths exist" in index.info["source"]["decided"][0]
 
@@ -115,7 +102,7 @@ def test_paths_of_another_machine_are_resolved_by_their_longest_suffix(
     with pytest.raises(SourceError, match=r"row 2: .*0.png: the image is not there; root"):
         wt.convert_table(file, folder / "out", image="file", label="y")
     index = wt.convert_table(file, folder / "out", image="file", label="y", root=folder)
-    assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {
+    assert {key: fields["png"] for key, fields in read_samples(folder / "out").items()} == {
         f"IMG/{n}": picture(n) for n in (0, 1)
     }
     assert "2 of 2 paths exist" in index.info["source"]["decided"][0]
@@ -128,8 +115,8 @@ def test_one_prefix_is_removed_from_all_paths(folder: Path) -> None:
     index = wt.convert_table(
         file, folder / "out", image="file", label="y", root=folder, on_error="skip"
     )
-    assert set(read(folder / "out")) == {"IMG/0", "IMG/1"}
-    assert list(bad_rows(folder / "out")) == [4]
+    assert set(read_samples(folder / "out")) == {"IMG/0", "IMG/1"}
+    assert list(skipped_rows(folder / "out")) == [4]
     assert index.info["source"]["decided"][0].startswith(
         "images: 2 of 3 paths exist; paths are read below the root"
     )
@@ -157,7 +144,7 @@ def test_the_rule_and_the_kinds_are_printed(
 def test_backslashes_in_the_name_of_an_existing_file_are_kept(folder: Path) -> None:
     (folder / "IMG\\0.png").write_bytes(picture(8))
     wt.convert_table(table(folder, [["IMG\\0.png", "a"]]), folder / "out", image="file", label="y")
-    assert [fields["png"] for fields in read(folder / "out").values()] == [picture(8)]
+    assert [fields["png"] for fields in read_samples(folder / "out").values()] == [picture(8)]
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -175,7 +162,10 @@ def test_an_additional_row_changes_no_key_and_no_split(tmp_path: Path, absolute:
         )
         splits = sides(index)
         packed.append(
-            {(key, splits[key], fields["png"]) for key, fields in read(tmp_path / name).items()}
+            {
+                (key, splits[key], fields["png"])
+                for key, fields in read_samples(tmp_path / name).items()
+            }
         )
     assert len(packed[1]) == 42
     assert packed[0] < packed[1]
@@ -192,7 +182,7 @@ def test_rows_of_one_image_are_in_one_split(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(folder)
     index = wt.convert_table("t.csv", "out", image="file", label="y", split=HALVES)
     splits, places = sides(index), {}
-    for key, fields in read(folder / "out").items():
+    for key, fields in read_samples(folder / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
     assert [len(sides_) for sides_ in places.values()] == [1] * 30
     assert index.info["divided"] == 0
@@ -228,9 +218,9 @@ def test_one_bad_cell_does_not_turn_numbers_into_classes(
     with pytest.raises(SourceError, match="row 4"):
         wt.convert_table(file, out, image="file", label=label)
     index = wt.convert_table(file, out, image="file", label=label, on_error="skip")
-    assert (index.labels[0].kind, len(index), list(bad_rows(out))) == ("number", 5, [4])
+    assert (index.labels[0].kind, len(index), list(skipped_rows(out))) == ("number", 5, [4])
     assert "5 of 6 values fit" in index.info["source"]["decided"][1]
-    assert {key: json.loads(fields["json"])["y"] for key, fields in read(out).items()} == {
+    assert {key: json.loads(fields["json"])["y"] for key, fields in read_samples(out).items()} == {
         f"IMG/{n}": float(cell) for n, cell in zip((0, 1, 3, 4, 5), _NUMBERS, strict=True)
     }
 
@@ -269,8 +259,8 @@ def test_the_kind_of_a_label_follows_nearly_all_cells(
     index = wt.convert_table(file, tmp_path / "out", image="file", label=label, on_error="skip")
     kind = "flag" if classes == ("False", "True") else "class"
     assert (index.labels[0].kind, index.labels[0].classes) == (kind, classes)
-    assert list(bad_rows(tmp_path / "out")) == bad
-    for key, fields in read(tmp_path / "out").items():
+    assert list(skipped_rows(tmp_path / "out")) == bad
+    for key, fields in read_samples(tmp_path / "out").items():
         cell = cells[int(key.rpartition("/")[2])].strip()
         assert classes[int(fields["cls"])].lower() == cell.lower()
 
@@ -326,7 +316,7 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_minus_one_is_missing(
         tmp_path / "t.parquet", out, image="image", label=labels, on_error="skip"
     )
     assert index.labels[0].classes == ("1", "0", "bird")
-    assert bad_rows(out) == {3: "the label column 'y' holds -1, which means no label"}
+    assert skipped_rows(out) == {3: "the label column 'y' holds -1, which means no label"}
     field = wt.label("json.y") if several else wt.label()
     batch = next(iter(wt.Loader(index, {"y": field}, batch_size=3, shuffle=False)))
     numbers = dict(zip(batch["__key__"], batch["y"].tolist(), strict=True))
@@ -369,7 +359,7 @@ def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
     before = csv.field_size_limit()
     file = table(folder, [["IMG/0.png", "a", "n" * 200_000]], ("file", "y", "note"))
     wt.convert_table(file, folder / "out", image="file", label="y")
-    assert json.loads(read(folder / "out")["IMG/0"]["json"])["note"] == "n" * 200_000
+    assert json.loads(read_samples(folder / "out")["IMG/0"]["json"])["note"] == "n" * 200_000
     assert csv.field_size_limit() == before
 
 
@@ -392,7 +382,7 @@ def test_bytes_in_columns_lists_and_objects_become_fields(tmp_path: Path) -> Non
     }
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "t.parquet")
     wt.convert_table(tmp_path / "t.parquet", tmp_path / "out", image="image")
-    first, second = (read(tmp_path / "out")[f"row-00000000{n}"] for n in (1, 2))
+    first, second = (read_samples(tmp_path / "out")[f"row-00000000{n}"] for n in (1, 2))
     assert json.loads(first.pop("json")) == {
         "crops": ["crops.0.png", "crops.1.bin"],
         "a/b": {"mask": "a_b.mask.png", "n": 1},
@@ -411,7 +401,7 @@ def test_values_that_text_cannot_represent_are_refused(tmp_path: Path) -> None:
     day = datetime.datetime(2024, 1, 2, 3)
     cells = [Decimal("1.10"), day, Path("a/b"), np.datetime64("2024-01-02"), bytearray(b"\0x")]
     wt.convert_table(frame(cells), tmp_path / "out", image="image")
-    packed = read(tmp_path / "out")
+    packed = read_samples(tmp_path / "out")
     texts = ["1.10", "2024-01-02 03:00:00", "a/b", "2024-01-02"]
     for number, text in enumerate(texts, 1):
         assert json.loads(packed[f"row-00000000{number}"]["json"])["x"] == text
@@ -428,7 +418,7 @@ def test_blanks_at_the_beginning_of_a_cell_are_kept_inside_quotes(folder: Path) 
     ):
         (folder / "t.csv").write_text(text)
         wt.convert_table(folder / "t.csv", folder / "out", image="file", overwrite=True)
-        packed = sorted(read(folder / "out").items())
+        packed = sorted(read_samples(folder / "out").items())
         assert [json.loads(fields["json"])["said"] for _, fields in packed] == expected
 
 
@@ -471,8 +461,8 @@ def test_an_object_with_a_repeated_key_is_a_bad_row(folder: Path) -> None:
     ]
     (folder / "t.jsonl").write_text("\n".join(rows))
     wt.convert_table(folder / "t.jsonl", folder / "out", image="file", on_error="skip")
-    assert set(read(folder / "out")) == {"IMG/0"}
-    reasons = bad_rows(folder / "out")
+    assert set(read_samples(folder / "out")) == {"IMG/0"}
+    reasons = skipped_rows(folder / "out")
     assert set(reasons) == {2, 3}
     assert "names 'y' twice" in reasons[2]
     assert "names 'a' twice" in reasons[3]
@@ -524,4 +514,55 @@ def test_non_finite_numbers_outside_labels_are_counted_and_printed(folder: Path)
         index = wt.convert_table(source, folder / "out", image="file", root=folder, overwrite=True)
         decided = index.info["source"]["decided"]
         assert [line for line in decided if line.startswith("column")] == expected
-    assert json.loads(read(folder / "out")["IMG/3"]["json"])["depth"] == "inf"
+    assert json.loads(read_samples(folder / "out")["IMG/3"]["json"])["depth"] == "inf"
+
+
+# --- refusals ---
+
+_TWO = "file,n\nIMG/0.png,1\n"  # with a second row
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("path,n\nIMG/0.png,1\n", "has no column 'file'. Use one of its columns: path, n"),
+        ("file,m\nIMG/0.png,1\n", "has no column 'n'. Use one of its columns: file, m"),
+        (f"{_TWO}IMG/zzz.png,1\n", "row 3: IMG/zzz.png: the image is not there"),
+        (f"{_TWO}IMG/1.png\n", "row 3: it has 1 cells, but the table has 2 columns"),
+        (f"{_TWO}IMG/1.png,\n", "row 3: IMG/1.png: the label column 'n' is empty"),
+        ("file,n\n", "has no rows that can be read"),
+        ("file,n\n\n\n", "has no rows that can be read"),
+        ("file,file\nIMG/0.png,1\n", "names a column twice"),
+        ("IMG/9.png,3\nIMG/0.png,1\n", "its first line looks like data"),
+        ("file,n\nIMG/0.png,0.5\nIMG/1.png,nan\n", "row 3: .* 'n' holds 'nan'"),
+        (
+            "file,n\nIMG/0.png,5\nIMG/1.png,40000000\n",
+            "2 different numbers from 5 to 40000000, .*n:class.*n:number",
+        ),
+        ('file,n\n0.png,"1\n1.png,2\n2.png,3\n', "a quote that is not closed"),
+    ],
+)
+def test_an_unusable_table_is_refused(folder: Path, content: str, words: str) -> None:
+    (folder / "t.csv").write_text(content, encoding="utf-8-sig")
+    with pytest.raises((SourceError, UsageError), match=words):
+        wt.convert_table(folder / "t.csv", folder / "out", image="file", label="n")
+
+
+@pytest.mark.parametrize(
+    ("table", "label", "words"),
+    [
+        ("t.parquet", "n", "cannot be read as Parquet"),
+        ("t.jsonl", "n", "has no rows that can be read"),
+        ("t.csv", "file", "a column is named twice: file, file"),
+        ("nothing.csv", "n", "nothing.csv: there is no such file"),
+        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), "n", "names a column twice"),
+    ],
+)
+def test_an_object_that_is_no_table_is_refused(
+    folder: Path, table: Any, label: str, words: str
+) -> None:
+    for name, content in (("t.parquet", "PAR1 no"), ("t.jsonl", ""), ("t.csv", _TWO)):
+        (folder / name).write_text(content)
+    table = folder / table if isinstance(table, str) else table
+    with pytest.raises((SourceError, UsageError), match=words):
+        wt.convert_table(table, folder / "out", image="file", label=label)

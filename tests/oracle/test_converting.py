@@ -79,9 +79,17 @@ def draw_options(rng: random.Random, source: Source) -> dict[str, Any]:
     return options
 
 
+SPLITS: tuple[dict[str, float], ...] = (
+    {"train": 0.8, "val": 0.2},
+    {"a": 0.5, "b": 0.3, "c": 0.2},
+    {"a": 0.9, "b": 0.1},
+    {"a": 0.5, "b": 0.25, "c": 0.15, "d": 0.1},
+)
+
+
 def draw_split(rng: random.Random, source: Source, count: int) -> dict[str, Any]:
     """Options of a split of `count` samples: by a hash, stratified, or by groups."""
-    split = rng.choice(({"train": 0.8, "val": 0.2}, {"a": 0.5, "b": 0.3, "c": 0.2}))
+    split = rng.choice(SPLITS)
     kind = rng.choice(("hash", "stratify", "stratify", "group", "both"))
     if kind in ("group", "both") and source.grouping and count == len(source.items):
         if splits_of_groups(groups_of(source), split) is None:
@@ -329,8 +337,19 @@ def check_kill(
         process.join(rng.random() * took)
         process.kill()
         process.join()
+        check_unfinished(other)
+    finished = {path.name: path.stat().st_ino for path in other.glob(".unfinished/shards/*.tar")}
     source.convert(str(other), **options, resume=True)
     assert contents(other) == contents(out)
+    kept = {path.name: path.stat().st_ino for path in other.glob("*.tar")}
+    assert finished.items() <= kept.items(), "a complete shard was written again"
+
+
+def check_unfinished(out: Path) -> None:
+    """Check that a killed conversion left nothing that reads as a set before it is resumed."""
+    if (out / ".unfinished").exists() and not list(out.glob("*.tar")):
+        with pytest.raises(wt.ShardError, match="--resume"):
+            wt.Loader(str(out))
 
 
 def check_jobs(

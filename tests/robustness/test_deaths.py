@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import ROOT, picture, write_class_folder, write_shards
+from tests.conftest import ROOT, files_of, picture, write_class_folder, write_shards
 from tests.support.children import ended
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
@@ -99,10 +99,6 @@ def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
 # --- conversions ---
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Path) -> None:
     """Both streams were spilled, and no shard was written; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
@@ -120,7 +116,7 @@ def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Pa
         pack("two", "out")
     pack("one", "out")
     pack("one", "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path: Path) -> None:
@@ -137,7 +133,7 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
         wt.convert_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
     wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
     wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_a_finished_conversion_does_not_remove_the_staging_directory_of_the_next(
@@ -178,7 +174,7 @@ def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, ho
     """It creates no staging directory in place of the removed one."""
     out = str(tmp_path / "out")
     wt.pack([{"txt": "one"}], out)
-    before = files(tmp_path / "out")
+    before = files_of(tmp_path / "out")
     (tmp_path / "out" / ".unfinished").mkdir()
     held = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -201,7 +197,7 @@ def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, ho
             with Staging(out, overwrite=True):
                 pass
         ended.result()
-    assert files(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
 
 
 def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,3 +95,16 @@ def ended_at(name: str, pattern: str) -> Iterator[None]:
 
     with watched_calls(name, pattern, end), pytest.raises(ProcessEndedError):
         yield
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Let writes beyond this size of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 
 import wdstrain as wt
-from tests.conftest import picture
+from tests.conftest import picture, read_with_webdataset
 
 Result = TypeVar("Result")
 
@@ -31,9 +31,14 @@ def attempt(convert: Callable[[], Result]) -> Result | str:
 
 def write_images(folder: Path, count: int) -> Path:
     """Write <folder>/0.png, 1.png, ..., which all differ."""
+    return write_pictures(folder, range(count), size=(4, 4))
+
+
+def write_pictures(folder: Path, numbers: Iterable[int], **options: Any) -> Path:
+    """Write <folder>/<number>.png for each number. options: of `picture`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        (folder / f"{number}.png").write_bytes(picture(number, size=(4, 4)))
+    for number in numbers:
+        (folder / f"{number}.png").write_bytes(picture(number, **options))
     return folder
 
 
@@ -65,6 +70,18 @@ def read_members(out: Path) -> dict[str, bytes]:
                 assert member.name not in members
                 members[member.name] = file.read()
     return members
+
+
+def read_samples(out: Path) -> dict[str, dict[str, bytes]]:
+    """Return {key: {field: bytes}} of every shard of a folder, by webdataset."""
+    return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
+
+
+def skipped_rows(out: Path) -> dict[int, str]:
+    """Return {row: reason} of the samples that a conversion skipped."""
+    path = out / "skipped.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["row"]: row["reason"] for row in map(json.loads, lines)}
 
 
 def read_json(out: Path) -> list[dict[str, Any]]:
