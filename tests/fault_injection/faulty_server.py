@@ -1,5 +1,4 @@
-"""HTTP server of `stress.py`: serves a folder by ranges, with random faults that readers must
-survive.
+"""Server of `stress.py`: a folder by ranges, with random faults that readers must survive.
 
 A seed decides which response gets which fault. Faults that no reader can detect are left out: a
 damaged or shortened index, and damage to the second read of a sample. Responses below LARGE bytes
@@ -8,205 +7,167 @@ are never damaged, because a sample that is read again has a request of its own.
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import mmap
-import os
 import random
-import re
-import socket
-import struct
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
+from tests.support.servers import (
+    Fault,
+    Handler,
+    Served,
+    cut,
+    end_in_headers,
+    in_chunks,
+    serving,
+    status,
+)
 from wdstrain.runtime import child_process
 
 LARGE = 256 << 10  # bytes of an answer that may be damaged, at least
 OFTEN, SELDOM = 0.16, 0.004  # share of the answers with one of the faults below
 _HUNG = 24.0  # seconds without a byte: longer than our readers wait
 
-FAULTS = (
-    "cut off in the body",
-    "reset in the body",
-    "cut off in the head",
-    "reset in the head",
-    "no answer",
-    "nonsense for a head",
-    "late",
-    "stalls for a while",
-    "trickles",
-    "in chunks",
-    "busy: 503, 429, 500",
-    "length too long",
-    "length too short",
-    "a byte damaged",
-)
-RARE = ("range ignored", "hangs")  # what slows a reader down for long
+
+def _busy(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    after = random.choice(["0", "1", formatdate(time.time() + 1, usegmt=True)])
+    code = random.choice([503, 429, 500])
+    return status(code, b"busy", Retry_After=after)(handler, path, start, stop)
+
+
+def _cut_in_body(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    after = random.randrange(stop - start)
+    return cut(after, reset=random.random() < 0.5)(handler, path, start, stop)
+
+
+def _cut_in_head(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    after, reset = random.randrange(1, 90), random.random() < 0.5
+    return end_in_headers(after, reset=reset)(handler, path, start, stop)
+
+
+def _no_answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    handler.drop(reset=False)
+    return True
+
+
+def _nonsense(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    handler.wfile.write(random.randbytes(100))
+    return _no_answer(handler, path, start, stop)
+
+
+def _chunked(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    return in_chunks(random.randrange(1000, 100_000))(handler, path, start, stop)
+
+
+def _of_wrong_length(sign: int) -> Fault:
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        wrong = stop + sign * random.randrange(1, stop - start)
+        data = path.read_bytes()[start:stop]
+        handler.begin(path, start, wrong)
+        handler.wfile.write(data)
+        handler.drop(reset=False)
+        return True
+
+    return fault
+
+
+def _late(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    time.sleep(random.uniform(0.05, 1.0))
+    return False
+
+
+def _pausing(least: float, most: float) -> Fault:
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data, at = handler.begin(path, start, stop), random.randrange(stop - start)
+        handler.wfile.write(data[:at])
+        time.sleep(random.uniform(least, most))
+        handler.wfile.write(data[at:])
+        return True
+
+    return fault
+
+
+def _trickling(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    data = handler.begin(path, start, stop)
+    for place in range(min(100, len(data))):
+        handler.wfile.write(data[place : place + 1])
+        time.sleep(0.005)
+    handler.wfile.write(data[100:])
+    return True
+
+
+def _damaged(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    if stop - start < LARGE:
+        return False
+    data = bytearray(handler.begin(path, start, stop))
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    handler.wfile.write(data)
+    return True
+
+
+def _range_ignored(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    handler.answer(200, path.read_bytes(), {})
+    return True
+
+
+FAULTS: dict[str, Fault] = {
+    "cut off or reset in the body": _cut_in_body,
+    "cut off or reset in the head": _cut_in_head,
+    "no answer": _no_answer,
+    "nonsense for a head": _nonsense,
+    "late": _late,
+    "stalls for a while": _pausing(0.1, 1.5),
+    "trickles": _trickling,
+    "in chunks": _chunked,
+    "busy: 503, 429, 500": _busy,
+    "length too long": _of_wrong_length(1),
+    "length too short": _of_wrong_length(-1),
+    "a byte damaged": _damaged,
+}
+# What slows a reader down for long.
+RARE: dict[str, Fault] = {"range ignored": _range_ignored, "hangs": _pausing(_HUNG, _HUNG)}
 _OF_SHARDS = {"length too short", "a byte damaged", "range ignored"}  # what is not done to an index
 
 
-class _Gone(Exception):
-    """Raised when the server closes the connection on purpose."""
+@dataclass
+class Faulty(Served):
+    """A server that draws a fault for some of the responses, and counts them."""
 
+    rng: random.Random = field(default_factory=random.Random)
+    counts: Counter[str] = field(default_factory=Counter)
 
-class _Counts(Counter[str]):
-    """Counters of requests and faults."""
+    def next_fault(self) -> Fault:
+        return self.draw
 
-    lock = threading.Lock()
-
-    def count(self, description: str, number: int = 1) -> None:
+    def draw(self, handler: Handler, path: Path, start: int, stop: int) -> bool:
+        """Answer with a random fault; return False if the response is to be right."""
         with self.lock:
-            self[description] += number
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    root: str
-    rng: random.Random
-    counts: _Counts
-
-    def do_GET(self) -> None:
-        if self.path == "/.counts":  # asked by whoever runs the load
-            self._send(200, {}, repr(dict(self.counts)).encode())
-            return
-        path = os.path.join(self.root, self.path.lstrip("/"))
-        if not re.fullmatch(r"/[\w.-]+", self.path) or not os.path.isfile(path):
-            self._send(404, {}, b"not here")
-            return
-        self.counts.count("requests")
-        with (
-            contextlib.suppress(_Gone),
-            open(path, "rb") as file,
-        ):  # mapped: what each thread reads, malloc keeps for it
-            self._give(
-                memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)),
-                path.endswith(".tar"),
-            )
-
-    def _give(self, data: memoryview, shard: bool) -> None:
-        fault, size = self._fault(shard), len(data)
-        byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if fault == "range ignored":
-            byte_range = None
-        start, stop = (
-            (int(byte_range[1]), min(size, int(byte_range[2] or size) + 1))
-            if byte_range
-            else (0, size)
-        )
-        data, headers = data[start:stop], {"ETag": f'"{size}"'}
-        if byte_range:
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        if fault == "a byte damaged" and len(data) < LARGE:
-            fault = ""
-        if fault:
-            self.counts.count(fault)
-        self._spoil(fault, 206 if byte_range else 200, headers, data)
-
-    def _fault(self, shard: bool) -> str:
-        with self.counts.lock:
             draw = self.rng.random()
-            fault = (
-                self.rng.choice(RARE)
-                if draw < SELDOM
-                else self.rng.choice(FAULTS)
-                if draw < SELDOM + OFTEN
-                else ""
-            )
-        return fault if shard or fault not in _OF_SHARDS else ""
-
-    def _spoil(self, fault: str, status: int, headers: dict[str, str], data: memoryview) -> None:
-        at = random.randrange(len(data))
-        if fault == "busy: 503, 429, 500":
-            after = random.choice(["0", "1", formatdate(time.time() + 1, usegmt=True)])
-            self._send(random.choice([503, 429, 500]), {"Retry-After": after}, b"busy")
-        elif fault in ("no answer", "nonsense for a head"):
-            self.wfile.write(random.randbytes(100) if fault == "nonsense for a head" else b"")
-            self._end(reset=False)
-        elif fault.endswith("in the head"):
-            head = self._head(status, headers, len(data))
-            self.wfile.write(head[: random.randrange(1, len(head))])
-            self._end(reset=fault.startswith("reset"))
-        elif fault == "in chunks":
-            self.wfile.write(self._head(status, headers | {"Transfer-Encoding": "chunked"}, None))
-            step = random.randrange(1000, 100_000)
-            for begin in range(0, len(data), step):
-                piece = data[begin : begin + step]
-                self._body(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-            self._body(b"0\r\n\r\n")
-        elif fault in ("length too long", "length too short"):
-            self.wfile.write(
-                self._head(status, headers, len(data) + (1 + at if fault.endswith("long") else -at))
-            )
-            self._body(data)
-            self._end(reset=False)
-        else:
-            if fault == "late":
-                time.sleep(random.uniform(0.05, 1.0))
-            self.wfile.write(self._head(status, headers, len(data)))
-            if fault in ("", "late", "range ignored"):
-                self._body(data)
-                return
-            self._body(data[:at])
-            if fault == "a byte damaged":
-                self._body(bytes([data[at] ^ 1 << random.randrange(8)]))
-                self._body(data[at + 1 :])
-                return
-            if fault.endswith("in the body"):
-                self._end(reset=fault.startswith("reset"))
-            if fault == "trickles":
-                for begin in range(at, min(len(data), at + 100)):
-                    self._body(data[begin : begin + 1])
-                    time.sleep(0.005)
-                at = min(len(data), at + 100)
-            else:
-                time.sleep(_HUNG if fault == "hangs" else random.uniform(0.1, 1.5))
-            self._body(data[at:])
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.wfile.write(self._head(status, headers, len(body)) + body)
-
-    def _head(self, status: int, headers: dict[str, str], length: int | None) -> bytes:
-        lines = [
-            f"HTTP/1.1 {status} {self.responses[status][0]}",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        lines += ["Content-Type: application/octet-stream"] + [f"Content-Length: {length}"] * (
-            length is not None
-        )
-        return "\r\n".join([*lines, "", ""]).encode()
-
-    def _body(self, data: bytes | memoryview) -> None:
-        self.wfile.write(data)
-        self.counts.count("bytes", len(data))
-
-    def _end(self, *, reset: bool) -> None:
-        if reset:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-        else:
-            self.connection.shutdown(socket.SHUT_WR)
-        self.close_connection = True
-        raise _Gone
-
-    def log_message(self, *_: object) -> None:
-        """Log no request."""
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 256
-
-    def handle_error(self, *_: object) -> None:
-        """Ignore errors of readers that close the connection or are killed."""
+            drawn = RARE if draw < SELDOM else FAULTS if draw < SELDOM + OFTEN else {}
+            name = self.rng.choice([*drawn, ""] if not drawn else [*drawn])
+            if path.suffix != ".tar" and name in _OF_SHARDS:
+                name = ""
+            self.counts["requests"] += 1
+            self.counts["bytes"] += stop - start
+            self.counts[name] += 1
+        return bool(name) and drawn[name](handler, path, start, stop)
 
 
 def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:
-    """Serve a folder for a limited time and send the port through the pipe. Runs as a process."""
+    """Serve a folder, send the address, and then the counts whenever the pipe asks for them.
+
+    Runs as a process, which ends when nothing was asked for some seconds.
+    """
     child_process.set_up_worker()
-    words = {"root": root, "rng": random.Random(seed), "counts": _Counts()}
-    with _Server(("127.0.0.1", 0), type("Served", (Handler,), words)) as server:
-        pipe.send(server.server_address[1])
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        time.sleep(seconds)
+    options: dict[str, Any] = {"faulty": (".tar", ".json", ".arrow"), "rng": random.Random(seed)}
+    options |= {name: deque(maxlen=0) for name in ("requests", "headers", "sent")}
+    with serving(Path(root), kind=Faulty, **options) as served:
+        assert isinstance(served, Faulty)
+        pipe.send(served.url)
+        while pipe.poll(seconds):
+            pipe.recv()
+            pipe.send(dict(served.counts))

@@ -17,14 +17,13 @@ have the same digests.
 
 Process trees are measured from their first epoch after a start: Pss of anonymous and shared memory,
 descriptors, threads. The 90th percentiles of the first and the last third are compared: of all
-readers, of the server, and of each tree with enough measurements. The exit status is 1 if anything
+readers, and of each tree with enough measurements. The exit status is 1 if anything
 is wrong, also if a process does not end when asked. `docs/robustness.md` has the last results.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import io
@@ -43,7 +42,6 @@ import tempfile
 import textwrap
 import time
 import traceback
-import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -248,19 +246,19 @@ class Load:
     def __init__(self, place: Path, seconds: float, count: int, workers: int, seed: int) -> None:
         self.place, self.seconds, self.workers = place, seconds, workers
         self.rng, self.wrong, self.cache_most = random.Random(seed), list[str](), 0
-        self.server_measured, self.counts = list[Measured](), dict[str, int]()
+        self.counts: dict[str, int] = {}
         self.begun = self.ended = 0.0
         self.shards = make(place, seed)
         self.limit = sum(path.stat().st_size for path in self.shards) // 2
         (place / "cache").mkdir()
-        parent_end, child_end = _SPAWN.Pipe()
+        self.server_pipe, child_end = _SPAWN.Pipe()
         longest = seconds + 3 * STARTED + 2 * ENDED
         words = (str(place / "shards"), seed, longest, child_end)
         self.server = _SPAWN.Process(target=serve, args=words)
         self.server.start()
-        if not parent_end.poll(60):
+        if not self.server_pipe.poll(60):
             raise TimeoutError("the server did not begin")
-        self.url = f"http://127.0.0.1:{parent_end.recv()}"
+        self.url = self.server_pipe.recv()
         self.running = list[Running]()
         for number in range(count):
             way = WAYS[number % len(WAYS)]
@@ -327,11 +325,8 @@ class Load:
         (self.place / "stop").touch()
         processes = [item.process for item in self.running]
         pids = [pid for process in processes for pid in tree(process.pid)]
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{self.url}/.counts", timeout=60) as answer,
-        ):
-            self.counts = ast.literal_eval(answer.read().decode())
+        self.server_pipe.send("counts")
+        self.counts = self.server_pipe.recv()
         self._wait(ENDED, "end", lambda: not any(process.is_alive() for process in processes))
         self._wait(10, "end with their readers", lambda: not any(map(is_alive, pids)))
         statuses = [process.exitcode for process in processes if process.exitcode]
@@ -354,7 +349,6 @@ class Load:
             is_warm = any(line.get("pid") == item.process.pid for line in item.reader.lines())
             if is_warm and len(pids) == 1 + self.workers:
                 item.measured += measured(pids)
-        self.server_measured += measured(tree(self.server.pid))
         self.cache_most = max(self.cache_most, bytes_in(self.place / "cache"))
 
 
@@ -476,7 +470,7 @@ def report(load: Load) -> int:
     total = {name: sum(line[name] for line in passes) for name in COSTS}
     epochs = sum(bool(line["chain"]) for line in passes)
     kills = sum(item.kills for item in load.running)
-    faults = {name: load.counts.get(name, 0) for name in FAULTS + RARE}
+    faults = {name: load.counts.get(name, 0) for name in (*FAULTS, *RARE)}
     minutes = (load.ended - load.begun) / 60
     print(f"{len(load.running)} readers x {load.workers} workers, {minutes:.1f} minutes")
     served = f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}"
@@ -533,9 +527,6 @@ def _growth(load: Load, epochs: int, kills: int) -> Iterator[str]:
         grown = _compared(name, f"{own:>7}{item.kills:>6}", thirds)
         yield from grown if len(item.measured) >= 3 * MANY else ()
     yield from _compared("all readers", f"{epochs:>7}{kills:>6}", sums)
-    # its connections are those of the readers that run: few measurements tell who was killed when
-    grown = _compared("server", "", _thirds(load.server_measured))
-    yield from grown if len(load.server_measured) >= 3 * MANY else ()
 
 
 def _thirds(samples: list[Measured]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-import json
 import os
 import pickle
 import random
@@ -169,36 +168,6 @@ def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
 PICTURE = {"image": wt.image(size=8), "label": wt.label()}
 
 
-def test_bad_samples_are_replaced_equally_by_any_worker_and_counted(tmp_path: Path) -> None:
-    folder = damaged(tmp_path, {3, 4, 17})
-
-    def epoch(workers: int) -> tuple[list[Any], dict[str, Any]]:
-        loader = wt.Loader(
-            folder, PICTURE, batch_size=8, num_workers=workers, on_error="replace", max_errors=0.1
-        )
-        actual = [
-            (batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader
-        ]
-        loader.close()
-        return actual, loader.report()
-
-    in_threads, report = epoch(0)
-    in_processes, _ = epoch(2)
-    for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(
-        in_threads, in_processes, strict=True
-    ):
-        assert keys_a == keys_b
-        assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
-        assert len(keys_a) == 8
-        assert torch.equal(image_a, image_b)
-    delivered = {key for keys, _, _ in in_threads for key in keys}
-    assert delivered == {f"k{i:03d}" for i in range(40)} - {"k003", "k004", "k017"}
-    assert report["bad"] == 3
-    assert sum(report["bad_reasons"].values()) == 3
-    assert {bad["key"] for bad in report["bad_samples"]} == {"k003", "k004", "k017"}
-    assert json.loads(json.dumps(report)) == report
-
-
 def picky(sample: dict[str, Any]) -> dict[str, Any]:
     if int(sample["cls"]) % 3 == 0:
         raise ValueError("a third is bad")
@@ -240,53 +209,6 @@ def test_the_error_for_all_bad_samples_names_requested_and_existing_fields(tmp_p
         SampleError, match="'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found"
     ):
         keys(loader)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_batch_of_only_bad_samples_is_replaced_by_the_next_good_sample(
-    tmp_path: Path, size: int
-) -> None:
-    bad = {
-        0,
-        1,
-        2,
-        7,
-        38,
-        39,
-    }  # runs longer than a batch, at the start and at the end, before the first good sample
-    good = damaged(tmp_path, bad)
-
-    def epoch(workers: int, start: int = 0) -> tuple[list[Any], dict[str, Any]]:
-        options: dict[str, Any] = {
-            "batch_size": size,
-            "num_workers": workers,
-            "on_error": "replace",
-            "max_errors": 0.2,
-        }
-        loader = wt.Loader(good, PICTURE, shuffle=False, **options)
-        actual = [
-            (batch["__key__"], batch["label"].tolist(), batch["image"].clone())
-            for batch in loader.epoch(0, start=start)
-        ]
-        loader.close()
-        return actual, loader.report()
-
-    in_threads, report = epoch(0)
-    assert (
-        [key for keys, _, _ in in_threads for key in keys][:4] == ["k003"] * 4
-        if size == 1
-        else ["k003"] * 2 + ["k003"] * 2
-    )
-    assert in_threads[-1][0] == ["k003"] * size
-    assert report["bad"] == 6
-    for start, workers in ((0, 2), (1, 0)):
-        resumed = epoch(workers, start)[0]
-        for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(
-            in_threads[start:], resumed, strict=True
-        ):
-            assert keys_a == keys_b
-            assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
-            assert torch.equal(image_a, image_b)
 
 
 def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Path) -> None:
@@ -420,6 +342,15 @@ def test_an_exception_of_a_transform_names_the_sample(shards: Path) -> None:
         ({"collate_fn": list}, "Give transform too"),
         ({"collate_fn": list, "fields": {"label": wt.label()}}, "Give transform too"),
         ({"collate_fn": 3, "transform": double}, "collate_fn=3: must be a function"),
+        ({"patience": None}, "patience=None: must be a number of seconds >= 0"),
+        ({"patience": float("nan")}, "patience=nan"),
+        ({"patience": "60"}, "patience='60'"),
+        ({"max_errors": None}, "max_errors=None"),
+        ({"max_errors": "1%"}, "max_errors='1%'|max_errors=1%"),
+        ({"max_errors": float("nan")}, "max_errors=nan"),
+        ({"batch_size": None}, "batch_size=None: must be an integer >= 1"),
+        ({"seed": None}, "seed=None: must be an integer"),
+        ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
 def test_wrong_arguments_are_refused_at_construction(
@@ -493,29 +424,6 @@ def test_an_image_field_reads_mixed_and_upper_case_extensions(tmp_path: Path) ->
     )
     assert batch["image"].shape == (4, 3, 8, 8)
     assert len({int(image.sum()) for image in batch["image"]}) == 4
-
-
-def test_a_state_resumes_on_another_number_of_ranks(shards: Path) -> None:
-    def loaders(world: int) -> list[wt.Loader]:
-        return [
-            wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world)
-            for r in range(world)
-        ]
-
-    def steps(ranks: list[wt.Loader]) -> list[list[str]]:
-        return [
-            sorted(key for batch in batches for key in batch)
-            for batches in zip(*map(keys, ranks), strict=True)
-        ]
-
-    uninterrupted = steps(loaders(2))
-    (first,) = loaders(1)
-    next(iter(first))
-    for world in (1, 2, 4):
-        ranks = loaders(world)
-        for rank in ranks:
-            rank.load_state_dict(first.state_dict())
-        assert steps(ranks) == uninterrupted[1:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

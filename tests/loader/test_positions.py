@@ -270,27 +270,6 @@ def test_values_that_are_not_integers_are_refused(
         wt.Loader(shards, batch_size=4).set_epoch(value)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"patience": None}, "patience=None: must be a number of seconds >= 0"),
-        ({"patience": float("nan")}, "patience=nan"),
-        ({"patience": "60"}, "patience='60'"),
-        ({"max_errors": None}, "max_errors=None"),
-        ({"max_errors": "1%"}, "max_errors='1%'|max_errors=1%"),
-        ({"max_errors": float("nan")}, "max_errors=nan"),
-        ({"batch_size": None}, "batch_size=None: must be an integer >= 1"),
-        ({"seed": None}, "seed=None: must be an integer"),
-        ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
-    ],
-)
-def test_values_that_are_not_numbers_are_refused(
-    shards: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(wt.UsageError, match=words):
-        wt.Loader(shards, **{"batch_size": 4, **options})
-
-
 def test_set_epoch_refuses_a_wrong_epoch(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     with pytest.raises(wt.UsageError, match="epoch=-1: must be an integer >= 0"):

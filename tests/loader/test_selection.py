@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 from contextlib import closing
@@ -54,33 +55,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [n for batch in batches for n in batch]
 
 
-WHERE = "kind != 'rare' and year >= 2020"
-
-
-def test_a_state_belongs_to_its_selection_and_weights(packed: Path) -> None:
-    options: list[dict[str, Any]] = [
-        {},
-        {"where": WHERE},
-        {"where": "kind == 'rare' or year >= 2020"},
-        {"weights": "often"},
-        {"balance": "kind"},
-    ]
-    states = [
-        wt.Loader(packed, batch_size=2, **loader_options).state_dict() for loader_options in options
-    ]
-    for i, loader_options in enumerate(options):
-        for j, state in enumerate(states):
-            loader = wt.Loader(packed, batch_size=2, **loader_options)
-            if i == j:
-                loader.load_state_dict(state)
-            else:
-                with pytest.raises(wt.UsageError, match="another order"):
-                    loader.load_state_dict(state)
-
-
 def test_a_shard_without_selected_samples_is_never_opened(packed: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(packed, copy)
     index = wt.open(copy)
@@ -97,8 +72,6 @@ def test_a_changed_byte_of_a_selected_sample_is_detected(
     packed: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Reads that pass over samples outside the selection detect it too, up to the last sample."""
-    import shutil
-
     for number in (0, 2, 119, 239):
         copy = tmp_path / str(number)
         shutil.copytree(packed, copy)

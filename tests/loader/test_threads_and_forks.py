@@ -108,36 +108,6 @@ class Child:
         self._process.join()
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [("landing", 0), ("decoded", 2)])
-def test_a_forked_child_begins_its_own_pass_and_its_parent_continues(
-    numbered: Path, kind: str, num_workers: int
-) -> None:
-    options: dict[str, Any] = {
-        "batch_size": 12,
-        "shuffle_buffer": 60,
-        "seed": 3,
-        "num_workers": num_workers,
-    }
-    plain = wt.Loader(numbered, FIELDS[kind], **options)
-    expected = [[check(batch) for batch in plain.epoch(number)] for number in (0, 1)]
-    plain.close()
-    loader = wt.Loader(numbered, FIELDS[kind], **options)
-    batches = iter(loader)
-    first = next(batches)
-
-    def epochs() -> list[list[list[str]]]:
-        actual = [[check(batch) for batch in loader.epoch(number)] for number in (1, 0)]
-        loader.close()
-        return actual
-
-    child = Child(epochs)
-    assert [check(first)] + [check(batch) for batch in batches] == expected[0]
-    assert child.result() == [expected[1], expected[0]]
-    assert [check(batch) for batch in loader] == expected[1]
-    check(first)
-    loader.close()
-
-
 def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
     """The child inherits locks in the state of that moment."""
     loader, stopping = wt.Loader(numbered, batch_size=20), threading.Event()

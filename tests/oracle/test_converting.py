@@ -326,8 +326,11 @@ def contents(out: Path) -> dict[str, str]:
 def check_kill(
     rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
 ) -> None:
-    """Check that a conversion killed at a random moment and resumed writes the same bytes."""
-    other = out.with_name("killed")
+    """Check that a conversion killed at a random moment and resumed writes the same bytes.
+
+    If its source changes meanwhile, it writes the bytes of a new conversion.
+    """
+    other, is_changed = out.with_name("killed"), False
     fork = multiprocessing.get_context("fork")
     for _ in range(rng.choice((1, 1, 2))):
         process = fork.Process(
@@ -338,11 +341,16 @@ def check_kill(
         process.kill()
         process.join()
         check_unfinished(other)
+    is_finished = (other / "index.json").exists() and not (other / ".unfinished").exists()
+    if source.change is not None and not is_finished and rng.random() < 0.4:
+        source.change()
+        out, is_changed = out.with_name("changed"), True
+        source.convert(str(out), **options)
     finished = {path.name: path.stat().st_ino for path in other.glob(".unfinished/shards/*.tar")}
     source.convert(str(other), **options, resume=True)
     assert contents(other) == contents(out)
     kept = {path.name: path.stat().st_ino for path in other.glob("*.tar")}
-    assert finished.items() <= kept.items(), "a complete shard was written again"
+    assert is_changed or finished.items() <= kept.items(), "a complete shard was written again"
 
 
 def check_unfinished(out: Path) -> None:

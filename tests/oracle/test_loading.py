@@ -317,12 +317,30 @@ def check_ranks(case: Case) -> None:
     sizes = [size for size in range(1, lanes + 1) if lanes % size == 0 and total % size == 0]
     world_size = case.rng.choice(sizes)
     ranks = {"lanes": lanes, "world_size": world_size, "batch_size": total // world_size}
-    others = check_epoch(replace(case, options=case.options | ranks), case.source)
+    other = replace(case, options=case.options | ranks)
+    others = check_epoch(other, case.source)
     for step in range(len(case.orders[0])):
         global_batch = sorted(number for rank in case.orders for number in rank[step])
         assert global_batch == sorted(number for rank in others for number in rank[step]), (
             f"step {step}"
         )
+    check_state_of_ranks(case, other, others)
+
+
+def check_state_of_ranks(case: Case, other: Case, orders: Orders) -> None:
+    """The state of any rank continues on every rank of another number of ranks."""
+    stop = case.rng.randrange(len(orders[0]))
+    loader = case.loader(case.draw_rank())
+    loader.set_epoch(case.epoch)
+    delivered = list(islice(loader, stop)) if stop else []
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    assert len(delivered) == stop
+    for rank in range(other.world_size):
+        resumed = other.loader(rank)
+        resumed.load_state_dict(state)
+        assert other.numbers(list(resumed)) == orders[rank][stop:], f"rank {rank}, step {stop}"
+        resumed.close()
 
 
 def broken(field: str, sample: Sample) -> bytes:
@@ -357,7 +375,10 @@ def check_bad_samples(case: Case) -> None:
     view = rng.choice([view for view in DECODED if view not in ("raw", "tensors")])
     view = rng.choice((view, "raw" if case.data.raw else "tensors"))
     field = rng.choice(DECODED[view])
-    chosen = rng.sample(samples, min(len(samples) // 2, rng.randrange(1, 4)))
+    count = min(len(samples) // 2, rng.randrange(1, 8))
+    first = rng.randrange(len(samples) - count + 1)
+    run = samples[first : first + count]  # longer than a small batch
+    chosen = rng.choice((run, rng.sample(samples, count)))
     victims = {sample.number for sample in chosen}
     if not victims:
         return
@@ -387,8 +408,17 @@ def check_bad_samples(case: Case) -> None:
             is_victim = planned_number in victims
             count += is_victim
             assert number not in victims if is_victim else number == planned_number
+    report = loader.report()
+    assert json.loads(json.dumps(report)) == report
+    assert sum(report["bad_reasons"].values()) == report["bad"]
+    assert {bad["key"] for bad in report["bad_samples"]} <= {sample.key for sample in chosen}
     if case.options["tail"] != "pad":
-        assert loader.report()["bad"] == count
+        assert report["bad"] == count
+    start = rng.randrange(len(planned)) if planned else 0
+    again = damaged.loader(rank, num_workers=1 - workers, on_error="replace", max_errors=1.0)
+    rest = list(again.epoch(case.epoch, start=start)) if planned else []
+    again.close()
+    assert damaged.numbers(rest) == damaged.numbers(replaced)[start:], "another substitute"
 
 
 def check_part(case: Case) -> None:
@@ -492,9 +522,10 @@ def check_mixture(case: Case) -> None:
 
 
 def check_fork(case: Case) -> None:
-    """Check that a forked child delivers the same batches or raises, and its parent continues."""
-    rank = case.draw_rank()
-    loader = case.loader(rank)
+    """Check that a forked child delivers the same batches, and its parent continues."""
+    rank, workers = case.draw_rank(), case.rng.choice((0, 0, 1))
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = case.loader(rank, **options)
     batches = loader.epoch(case.epoch)
     before = list(islice(batches, case.rng.randrange(len(case.orders[rank]) + 1)))
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -504,11 +535,10 @@ def check_fork(case: Case) -> None:
         try:
             delivered = list(loader.epoch(case.epoch))
             case.compare(delivered)
+            loader.close()
             sender.send(case.numbers(delivered))
-        except wt.WdstrainError as error:
-            sender.send(str(error))
         except BaseException as error:
-            sender.send({"failed": repr(error)})
+            sender.send(repr(error))
         finally:
             os._exit(0)
     sender.close()
@@ -519,7 +549,7 @@ def check_fork(case: Case) -> None:
     finally:
         os.waitpid(child, 0)
         receiver.close()
-    assert isinstance(answer, str) or answer == case.orders[rank]
+    assert answer == case.orders[rank], "in the child"
     assert case.numbers(before + after) == case.orders[rank]
     case.compare(before + after)
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import http.server
 import io
 import json
 import os
 import struct
 import subprocess
 import sys
-import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
+from tests.support.servers import Fault, Handler, serving
 from wdstrain.decode.codecs import decode_image
 from wdstrain.errors import (
     SampleError,
@@ -273,21 +272,14 @@ def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
     return [(path, "") for path in sorted(folder.glob("*.tar"))]
 
 
-def check_walks(cases: list[tuple[Path, str]]) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("members", [60_000, 1_000_000])
+def test_memory_of_a_scan_is_bounded_by_its_headers(tmp_path: Path, members: int) -> None:
+    cases = bombs(tmp_path / "bombs", members)
     for (name, _), (peak, message) in probed(cases).items():
         size = next(path for path, _ in cases if path.name == name).stat().st_size
         assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, message)
-
-
-@pytest.mark.slow
-def test_memory_of_a_scan_is_bounded_by_its_headers(tmp_path: Path) -> None:
-    check_walks(bombs(tmp_path / "bombs", 60_000))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_memory_of_a_scan_over_a_million_members_is_bounded(tmp_path: Path) -> None:
-    check_walks(bombs(tmp_path / "bombs", 1_000_000))
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -487,44 +479,19 @@ def test_memory_of_decoded_values_is_a_bounded_multiple_of_their_size(tmp_path: 
         assert peak < most * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
 
 
-@contextlib.contextmanager
-def answering(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # the client closed the connection
-                answer(self)
-
-        def log_message(self, *_: Any) -> None:
-            """Log no request."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def _without_end(handler: http.server.BaseHTTPRequestHandler) -> None:
+def _without_end(handler: Handler, path: Path, start: int, stop: int) -> bool:
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(1 << 14):  # 16 GB, unless the client closes the connection
-        handler.wfile.write(bytes(1 << 20))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client closes it
+        for _ in range(1 << 14):  # 16 GB
+            handler.wfile.write(bytes(1 << 20))
+    return True
 
 
-def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
+def _unfolding(handler: Handler, path: Path, start: int, stop: int) -> bool:
     data = gzip.compress(bytes(200 << 20), 1)  # about 200 KB
-    handler.send_response(200)
-    handler.send_header("Content-Encoding", "gzip")
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
+    handler.answer(200, data, {"Content-Encoding": "gzip"})
+    return True
 
 
 def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -536,15 +503,16 @@ def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.mark.parametrize("answer", [_without_end, _unfolding])
 def test_an_endless_index_is_refused(
-    answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    answer: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine of 256 MB, so that the test is quick."""
     machine_memory(monkeypatch, 256 << 20)
+    (tmp_path / "index.json").touch()
     with (
-        answering(answer) as address,
+        serving(tmp_path, faults=[answer], faulty=(".json",)) as server,
         pytest.raises(StorageError, match="has more than 67108864 bytes, too many to hold at once"),
     ):
-        wt.Loader(f"{address}/index.json")
+        wt.Loader(f"{server.url}/index.json")
 
 
 def test_an_index_is_parsed_only_if_it_fits_into_memory(
@@ -559,8 +527,6 @@ def test_an_index_is_parsed_only_if_it_fits_into_memory(
 
 def test_an_index_with_a_shard_larger_than_any_disk_is_refused(tmp_path: Path) -> None:
     """With a cache, which would allocate space for such a shard."""
-    from tests.support.servers import serving
-
     folder = write_shards(tmp_path / "set", [8])
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())

@@ -133,13 +133,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.served.sent.append((self.path, len(body)))
         self.wfile.write(body)
 
-    def begin(self, path: Path, start: int, stop: int) -> bytes:
+    def begin(self, path: Path, start: int, stop: int, *, chunked: bool = False) -> bytes:
         """Send the header of a range response; return the bytes that should follow."""
-        ranged = self.served.ranges and self.headers.get("Range") is not None
-        self.send_response(206 if ranged else 200)
-        if ranged:
+        self.send_response(206 if self.is_ranged else 200)
+        if self.is_ranged:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
-        self.send_header("Content-Length", str(stop - start))
+        if chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(stop - start))
         self.end_headers()
         return path.read_bytes()[start:stop]
 
@@ -171,17 +173,11 @@ def cut(after: int, *, reset: bool = False) -> Fault:
 
 def cut_in_headers() -> Fault:
     """Reset the connection in the middle of the response header."""
-
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Ra")
-        handler.drop(reset=True)
-        return True
-
-    return fault
+    return end_in_headers(44, reset=True)
 
 
-def end_in_headers(after: int, *, tagged: bool = True) -> Fault:
-    """Close the connection cleanly after this many bytes of the response header."""
+def end_in_headers(after: int, *, tagged: bool = True, reset: bool = False) -> Fault:
+    """Close the connection after this many bytes of the response header."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         lines = [
@@ -191,7 +187,7 @@ def end_in_headers(after: int, *, tagged: bool = True) -> Fault:
             *([f'ETag: "{path.stat().st_size}"'] if tagged else []),
         ]
         handler.wfile.write("\r\n".join(lines).encode()[:after])
-        handler.drop(reset=False)
+        handler.drop(reset=reset)
         return True
 
     return fault
@@ -312,13 +308,7 @@ def in_chunks(size: int) -> Fault:
     """Send the body in chunks, without a length."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        data = path.read_bytes()[start:stop]
-        ranged = handler.served.ranges and handler.headers.get("Range") is not None
-        handler.send_response(206 if ranged else 200)
-        if ranged:
-            handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
-        handler.send_header("Transfer-Encoding", "chunked")
-        handler.end_headers()
+        data = handler.begin(path, start, stop, chunked=True)
         for at in range(0, len(data), size):
             piece = data[at : at + size]
             handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
@@ -340,10 +330,12 @@ def serving(
     tls: ssl.SSLContext | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
+    kind: type[Served] = Served,
+    handled_by: type[Handler] = Handler,
     **options: object,
 ) -> Iterator[Served]:
-    served = Served(root, **options)  # type: ignore[arg-type]
-    handler = type("OneHandler", (Handler,), {"served": served})
+    served = kind(root, **options)  # type: ignore[arg-type]
+    handler = type("OneHandler", (handled_by,), {"served": served})
     server = http.server.ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may close
