@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
     from wdstrain.training.evaluate import evaluate, predict
-    from wdstrain.training.export import export
     from wdstrain.training.state import Callback
     from wdstrain.training.train import train
+    from wdstrain.training.weights import export
     from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
     from wdstrain.webdataset.stream import Stream, stream, to_example
@@ -146,7 +146,7 @@ _NAMES = {
     "storage.remote": "gopen renew_addresses",
     "training.evaluate": "evaluate predict",
     "training.state": "Callback",
-    "training.export": "export",
+    "training.weights": "export",
     "training.train": "train",
     "tuning.bench": "Bench bench",
 }

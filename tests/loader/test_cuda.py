@@ -17,8 +17,8 @@ from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.heads import ClassHead
 from wdstrain.training.inputs import Normalization, normalize
-from wdstrain.training.state import EpochSums
 from wdstrain.training.tasks import Task
+from wdstrain.training.validation import EpochSums
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),

@@ -762,7 +762,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "training/data.py": [
         ("fold-number", "list(folds)[part - 1]", "list(folds)[part - 2]"),
-        ("batch-of-processes", "config.batch_size // distributed.size,", "config.batch_size,"),
+        ("batch-of-processes", "config.batch_size // size,", "config.batch_size,"),
     ],
 }
 

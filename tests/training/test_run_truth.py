@@ -20,7 +20,6 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 from tests.support.small_runs import (
     SMALL,
     Bias,
@@ -360,8 +359,6 @@ def test_balance_and_class_weights_do_not_correct_the_same_twice(
 
 # --- selections -----------------------------------------------------------------------------------
 
-WHERE = known_fault("training/classes_without_samples_by_where")
-
 
 @pytest.fixture(scope="module")
 def tens(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -375,7 +372,6 @@ def tens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@WHERE
 def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
     tens: Path, tmp_path: Path
 ) -> None:

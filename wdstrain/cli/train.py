@@ -22,8 +22,8 @@ from wdstrain.report.terminal import Reporter, print_message, print_result, tabl
 from wdstrain.training.config import (
     CONFIG,
     Config,
-    EvaluateOptions,
-    PredictOptions,
+    EvaluateArguments,
+    PredictArguments,
     is_made,
     read_config,
 )
@@ -83,7 +83,7 @@ def add_evaluate(verbs: Any, text: str) -> None:
     parser = _of_checkpoint(verbs, "evaluate", _evaluate, text, example)
     urls(parser)
     where(parser)
-    add_options(parser, EvaluateOptions)
+    add_options(parser, EvaluateArguments)
 
 
 def add_compare(verbs: Any, text: str) -> None:
@@ -103,7 +103,7 @@ def add_predict(verbs: Any, text: str) -> None:
     table = "table to write, .csv or .parquet, one row per image"
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help=table)
     where(parser)
-    add_options(parser, PredictOptions)
+    add_options(parser, PredictArguments)
 
 
 def add_export(verbs: Any, text: str) -> None:
@@ -160,8 +160,8 @@ def _train(arguments: argparse.Namespace) -> int:
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped
+    from wdstrain.training.results import metric_rows, metric_text
     from wdstrain.training.train import train
-    from wdstrain.training.words import metric_rows, metric_text
 
     try:
         for out, fold in parts.items():
@@ -209,12 +209,10 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
-    from wdstrain.training.words import metric_rows
+    from wdstrain.training.results import metric_rows
 
-    options = given(arguments, EvaluateOptions)
-    _, metrics = evaluate(
-        arguments.checkpoint, selected(arguments), model=arguments.model, **options
-    )
+    options = {**given(arguments, EvaluateArguments), "urls": selected(arguments)}
+    _, metrics = evaluate(**options)
     if DistributedContext().leads:
         files = [(name, options[name]) for name in ("report", "predictions") if name in options]
         result(arguments, metrics, [*metric_rows(metrics), *files])
@@ -229,7 +227,7 @@ def _print_runs(
     arguments: argparse.Namespace, runs: list[str], title: str, report: str | None = None
 ) -> int:
     """Print results of runs. title: in JSON; with "folds" their means and deviations, too."""
-    from wdstrain.training.compare import compare, spread, spread_lines, table
+    from wdstrain.training.results import compare, spread, spread_lines, table
 
     rows = compare(runs, report)
     figures = spread(rows) if title == "folds" else {}
@@ -249,20 +247,14 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     chosen = selected(arguments)
     addresses = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else chosen
-    done = predict(
-        arguments.checkpoint,
-        addresses,
-        arguments.out,
-        model=arguments.model,
-        **given(arguments, PredictOptions),
-    )
+    done = predict(**{**given(arguments, PredictArguments), "urls": addresses})
     rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", arguments.out)]
     result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
     return 1 if done.bad else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.export import export
+    from wdstrain.training.weights import export
 
     written = export(arguments.checkpoint, arguments.out, model=arguments.model)
     result(arguments, {"written": written}, [("written", path) for path in written])

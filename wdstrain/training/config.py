@@ -183,38 +183,6 @@ def _override(name: str, *, trained: bool = False) -> Any:
     return option(None, help, metavar=field.metadata["metavar"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """Options of predictions; the checkpoint has all others. None: see the help text."""
-
-    batch_size: int | None = _override("batch_size", trained=True)
-    amp: str | None = _override("amp", trained=True)
-    device: str | None = _override("device")
-    num_workers: int | None = _override("num_workers")
-    cache_dir: str | None = _override("cache_dir")
-    cache_limit: str | None = _override("cache_limit")
-    probabilities: bool = option(False, "add a column of predictions for each class")
-    embeddings: bool = option(
-        False, "add a column with the input of the last layer: lists, or JSON in a CSV file"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(PredictOptions):
-    """Options of evaluation; the checkpoint has all others. None: see the help text."""
-
-    on_error: str | None = _override("on_error")
-    max_errors: float | None = _override("max_errors")
-    report: str | os.PathLike[str] | None = option(
-        None,
-        "page to write: all metrics, numbers of each class, confusion matrix, worst samples",
-        metavar="FILE",
-    )
-    predictions: str | os.PathLike[str] | None = option(
-        None, "table to write, .csv or .parquet, as of predict", metavar="FILE"
-    )
-
-
 # --- arguments of the public functions -------------------------------------------------------------
 
 
@@ -293,44 +261,70 @@ class TrainArguments(RunOptions):
 
 @dataclass(frozen=True)
 class TrainedArguments:
-    """Arguments of all functions for a trained model."""
+    """Arguments of all functions for a trained model; the checkpoint has all others.
+
+    None: see the help text. The shell has the last eight as flags.
+    """
 
     checkpoint: str | os.PathLike[str] = option(
-        REQUIRED, "file of a run, such as RUN/checkpoints/best.pt"
+        REQUIRED, "file of a run, such as RUN/checkpoints/best.pt", flag=None
     )
     urls: Urls | Index = option(
-        REQUIRED, "shards of one split; for predict also a folder of images, or an image file"
+        REQUIRED,
+        "shards of one split; for predict also a folder of images, or an image file",
+        flag=None,
     )
     _: KW_ONLY
     model: Callable[[int], nn.Module] | nn.Module | str | None = option(
         None,
         "as it was given to train. A function that the checkpoint names is not imported unless it "
         "is named here",
+        flag=None,
     )
     fields: Mapping[str, Field] | None = option(
-        None, "as for train (for validation), if an input is a field of your own"
+        None, "as for train (for validation), if an input is a field of your own", flag=None
     )
-    progress: Reporter | None = option(None, _PROGRESS)
+    progress: Reporter | None = option(None, _PROGRESS, flag=None)
+    batch_size: int | None = _override("batch_size", trained=True)
+    amp: str | None = _override("amp", trained=True)
+    device: str | None = _override("device")
+    num_workers: int | None = _override("num_workers")
+    cache_dir: str | None = _override("cache_dir")
+    cache_limit: str | None = _override("cache_limit")
+    probabilities: bool = option(False, "add a column of predictions for each class")
+    embeddings: bool = option(
+        False, "add a column with the input of the last layer: lists, or JSON in a CSV file"
+    )
 
 
-@dataclass(frozen=True)
-class EvaluateArguments(TrainedArguments, EvaluateOptions):
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(TrainedArguments):
     """Arguments of `wt.evaluate`."""
 
-    _: KW_ONLY
-    criterion: Criterion | Mapping[str, Criterion] | None = option(None, "as it was given to train")
-    metrics: Mapping[str, Any] | None = option(None, "as for train")
+    on_error: str | None = _override("on_error")
+    max_errors: float | None = _override("max_errors")
+    report: str | os.PathLike[str] | None = option(
+        None,
+        "page to write: all metrics, numbers of each class, confusion matrix, worst samples",
+        metavar="FILE",
+    )
+    predictions: str | os.PathLike[str] | None = option(
+        None, "table to write, .csv or .parquet, as of predict", metavar="FILE"
+    )
+    criterion: Criterion | Mapping[str, Criterion] | None = option(
+        None, "as it was given to train", flag=None
+    )
+    metrics: Mapping[str, Any] | None = option(None, "as for train", flag=None)
 
 
 @dataclass(frozen=True)
-class PredictArguments(TrainedArguments, PredictOptions):
+class PredictArguments(TrainedArguments):
     """Arguments of `wt.predict`."""
 
-    out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet")
-    _: KW_ONLY
+    out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet", flag=None)
 
 
-def given_options(arguments: PredictOptions) -> dict[str, Any]:
+def given_options(arguments: TrainedArguments) -> dict[str, Any]:
     """Return the options of a run in `arguments` that are not None."""
     values = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
     return {name: value for name, value in values.items() if value is not None}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -48,6 +50,7 @@ from wdstrain.training.tasks import Task
 _COUNTED_LABELS, _AVERAGED_LABELS, _COUNTED_MASKS = 10_000, 2_000, 200
 _MASK_NUMBERS = 1 << 16  # class numbers in masks that are told apart
 _FEW_SAMPLES = 4  # that are tried before a run
+_LOADER_OPTIONS = ("num_workers", "on_error", "max_errors", "cache_dir", "cache_limit")
 _COMPARED_EPOCHS = 4  # that tell whether inputs are augmented
 
 
@@ -122,14 +125,41 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
         index = with_mask(index, field, classes or ())
     elif label is not None and not index.labels and not index.differing:
         index = with_label(index, label, classes)
-    elif classes is not None:
-        raise UsageError(
-            "classes= names the classes of a field that no index declares as a label.",
-            "Leave it out, or name such a field with label=.",
-        )
     else:
-        return index, label
+        return index if classes is None else _with_some_classes(index, label, classes), label
     return index, index.labels[0].name
+
+
+def _with_some_classes(index: Index, name: str | None, classes: Sequence[str]) -> Index:
+    """Return the samples of some classes of a label, which has no other classes any more.
+
+    name: of the label; None: the only one. Raises UsageError for classes that it does not have.
+    """
+    labels = [own for own in index.labels if name in (None, own.name)]
+    label = labels[0] if len(labels) == 1 else None
+    column = complete_column(index, label) if label is not None else None
+    if label is None or column is None or label.kind != "class":
+        raise UsageError(
+            "classes= chooses classes of a single label that has one class for each sample, or names "
+            "those of a field that no index declares as a label.",
+            "Leave it out, or name such a label or field with label=.",
+        )
+    unknown = [own for own in classes if own not in label.classes]
+    refuse(
+        (
+            unknown,
+            f"classes: the label {label.name!r} has no class {unknown[:1]}.",
+            f"Use some of: {', '.join(label.classes)}.",
+        )
+    )
+    names = pa.array(classes, pa.string())
+    numbers = pc.index_in(column.values.cast(pa.string()), names)
+    values = pa.DictionaryArray.from_arrays(numbers, names).cast(column.values.type)
+    own = replace(column, classes=tuple(classes), values=values)
+    columns = [own if other.place == own.place else other for other in index.columns]
+    label = replace(label, classes=own.classes)
+    index = replace(index.with_columns(columns), labels=(label,))
+    return index.take(np.flatnonzero(numbers.is_valid()))
 
 
 def with_task_labels(index: Index, task: Task, config: Config) -> Index:
@@ -143,6 +173,8 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     for target in targets:
         if target.kind == "mask":
             index = with_mask(index, target.field, target.classes)
+        elif is_declared and config.classes is not None:
+            index = _with_some_classes(index, target.name, target.classes)
         elif not is_declared:
             name = f"{target.stored_as}:{target.kind}"
             index = with_label(index, name, target.classes or None)
@@ -156,15 +188,15 @@ def run_loader(
     index: Index,
     fields: Mapping[str, Field],
     config: Config,
-    distributed: DistributedContext,
-    **order: Any,
+    distributed: DistributedContext | None = None,
+    **options: Any,
 ) -> Loader:
-    """Return the part of this process in a loader of a run.
+    """Return the part of this process in a loader of a run; all of it without `distributed`.
 
-    order: options of a shuffled loader. Without any it delivers every sample once, in order. The
-    batch_size of a run is that of all processes together.
+    It delivers every sample once, in order, unless `options` of Loader say otherwise. The batch_size
+    of a run is that of all processes together.
     """
-    size = distributed.size
+    rank, size = (distributed.rank, distributed.size) if distributed is not None else (0, 1)
     refuse(
         (
             config.batch_size % size,
@@ -172,49 +204,22 @@ def run_loader(
             f"Use a multiple of {size}.",
         )
     )
-    return Loader(
-        index,
-        fields,
-        **{"on_error": config.on_error, **(order or {"shuffle": False, "tail": "keep"})},
-        batch_size=config.batch_size // distributed.size,
-        num_workers=config.num_workers,
-        rank=distributed.rank,
-        world_size=size,
-        max_errors=config.max_errors,
-        cache_dir=config.cache_dir,
-        cache_limit=config.cache_limit,
-    )
-
-
-def whole_loader(
-    index: Index,
-    fields: Mapping[str, Field],
-    config: Config,
-    batch_size: int,
-    num_workers: int = 0,
-    on_error: Literal["replace", "mark"] = "replace",
-) -> Loader:
-    """Return a loader for one process, which goes on at bad samples."""
-    return Loader(
-        index,
-        fields,
-        on_error=on_error,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        shuffle=False,
-        tail="keep",
-        rank=0,
-        world_size=1,
-        max_errors=1.0,
-        cache_dir=config.cache_dir,
-        cache_limit=config.cache_limit,
-    )
+    shared: dict[str, Any] = {
+        "batch_size": config.batch_size // size,
+        "shuffle": False,
+        "tail": "keep",
+        "rank": rank,
+        "world_size": size,
+        **{name: getattr(config, name) for name in _LOADER_OPTIONS},
+    }
+    return Loader(index, fields, **shared | options)
 
 
 def few_samples(index: Index, fields: Mapping[str, Field], config: Config, epoch: int = 0) -> Batch:
     """Return a batch of the first samples. Raises SampleError if all are bad."""
     few = index.take(np.arange(min(_FEW_SAMPLES, len(index))))
-    with closing(whole_loader(few, fields, config, len(few))) as loader:
+    config = replace(config, num_workers=0, on_error="replace", max_errors=1.0)
+    with closing(run_loader(few, fields, config, batch_size=len(few))) as loader:
         return next(loader.epoch(epoch))
 
 

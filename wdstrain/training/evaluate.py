@@ -11,10 +11,10 @@ import codecs
 import csv
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -33,7 +33,6 @@ from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.loader.device import to_device
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
@@ -43,7 +42,7 @@ from wdstrain.storage.files import check_file_output, put_whole
 from wdstrain.training.config import (
     EvaluateArguments,
     PredictArguments,
-    PredictOptions,
+    TrainedArguments,
     given_options,
     refuse,
 )
@@ -51,7 +50,6 @@ from wdstrain.training.data import (
     count_pixels,
     label_column,
     run_loader,
-    whole_loader,
     with_task_labels,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
@@ -61,7 +59,16 @@ from wdstrain.training.metrics import classes_of
 from wdstrain.training.models import last_layer
 from wdstrain.training.report import write_evaluation
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import MaskFolder, PictureSize, Setup, evaluate_pass, upright_size
+from wdstrain.training.validation import (
+    MaskFolder,
+    PictureSize,
+    Scored,
+    Setup,
+    drain,
+    evaluate_pass,
+    run_model,
+    upright_size,
+)
 from wdstrain.training.weights import LoadedCheckpoint
 
 _TABLES = (".csv", ".parquet")
@@ -76,24 +83,24 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
     """Return (task, metrics) of a checkpoint on shards; every sample counts once.
 
     "classes" among the metrics has count, precision, recall and the like of each class by label.
+    Page and table of predictions come from the same pass. A sample that cannot be read has a row
+    with the error in the table.
 
-    Under torchrun all processes share the samples. The predictions, which one process writes, are
-    made first, by a pass of their own.
+    Under torchrun all processes share the samples.
     """
+    distributed = DistributedContext()
     if arguments.report is not None:
         check_file_output(os.fspath(arguments.report))
     if arguments.predictions is not None:
-        inputs = ("model", "fields", "progress", *PredictOptions.__dataclass_fields__)
-        same = {name: getattr(arguments, name) for name in inputs}
-        predict(arguments.checkpoint, arguments.urls, arguments.predictions, **same)
-    loaded, distributed = _loaded(arguments), DistributedContext()
+        _check_table(os.fspath(arguments.predictions), distributed)
+    loaded = _loaded(arguments)
     config, task = loaded.config, loaded.task
     index = with_task_labels(open_shards(arguments.urls), task, config)
     task.check(index)
     if isinstance(task.heads[0], MaskHead) and config.on_error == "raise":
         count_pixels(index, task.heads[0], is_strict=True)
     fields = with_targets(loaded.fields(arguments.fields, index), task)
-    loader = run_loader(index, fields, config, distributed)
+    loader = run_loader(index, _sized(fields, loaded), config, distributed)
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)
@@ -105,17 +112,33 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
             criterion=arguments.criterion,
             metrics=arguments.metrics or {},
         )
-        metrics, details = evaluate_pass(loaded.model.to(setup.device), loader, setup, "evaluating")
+        model = loaded.model.to(setup.device)
+        consume: Callable[[Iterator[Scored]], object] = drain
+        if arguments.predictions is not None:
+            true = _true_columns(index, loaded, reporter)
+            table = _Table(setup, model, os.fspath(arguments.predictions), arguments, true)
+            consume = partial(table.write_index, index)
+        metrics, details = evaluate_pass(model, loader, setup, "evaluating", consume=consume)
     if arguments.report is not None and distributed.leads:
         write_evaluation(os.fspath(arguments.report), loaded, index, metrics, details)
     return task, metrics | classes_of(details)
 
 
-def _loaded(arguments: EvaluateArguments | PredictArguments) -> LoadedCheckpoint:
-    """Return the model that the arguments name."""
-    return LoadedCheckpoint.of(
-        arguments.checkpoint, model=arguments.model, options=given_options(arguments)
+def _loaded(arguments: TrainedArguments) -> LoadedCheckpoint:
+    """Return the model that the arguments name. Raises UsageError for columns that masks lack."""
+    options = given_options(arguments)
+    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
+    refuse(
+        *(
+            (
+                getattr(arguments, option) and loaded.task.is_dense,
+                f"{option}: not available for masks.",
+                "Leave it out.",
+            )
+            for option in ("probabilities", "embeddings")
+        )
     )
+    return loaded
 
 
 def _setup(
@@ -131,6 +154,14 @@ def _setup(
         reporter=reporter,
         **own,
     )
+
+
+def _sized(fields: Fields, loaded: LoadedCheckpoint) -> Fields:
+    """Return the fields, for masks with one of the sizes of the pictures."""
+    image = loaded.inputs.image
+    if not loaded.task.is_dense or image is None:
+        return fields
+    return {**fields, _SIZE: PictureSize(image.names)}
 
 
 @dataclass(frozen=True)
@@ -152,6 +183,28 @@ def predict(arguments: PredictArguments) -> PredictResult:
     folder named like `out` without its ending; a column has their paths in it.
     """
     path, distributed = os.fspath(arguments.out), DistributedContext()
+    _check_table(path, distributed)
+    loaded = _loaded(arguments)
+    with reporting(arguments.progress, True) as reporter, torch.inference_mode():
+        images = _image_paths(arguments.urls, reporter)
+        index = None if images else open_shards(arguments.urls)
+        fields = loaded.fields(arguments.fields, index)
+        setup = _setup(loaded, distributed, reporter)
+        model = loaded.model.to(setup.device)
+        true = {} if index is None else _true_columns(index, loaded, reporter)
+        table = _Table(setup, model, path, arguments, true)
+        if index is None:
+            table.write(_scored_images(images, fields, setup, model))
+        else:
+            config = replace(loaded.config, on_error="replace", max_errors=1.0)
+            loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
+            with closing(loader):
+                table.write_index(index, run_model(model, loader, setup, "predicting"))
+    return PredictResult(table.count, table.bad)
+
+
+def _check_table(path: str, distributed: DistributedContext) -> None:
+    """Raise UsageError for a table that cannot be written."""
     refuse(
         (
             os.path.splitext(path)[1].lower() not in _TABLES,
@@ -164,31 +217,6 @@ def predict(arguments: PredictArguments) -> PredictResult:
         ),
     )
     check_file_output(path)
-    loaded = _loaded(arguments)
-    refuse(
-        *(
-            (
-                getattr(arguments, option) and loaded.task.is_dense,
-                f"{option}: not available for masks.",
-                "Leave it out.",
-            )
-            for option in ("probabilities", "embeddings")
-        )
-    )
-    with reporting(arguments.progress, True) as reporter:
-        images = _image_paths(arguments.urls, reporter)
-        index = None if images else open_shards(arguments.urls)
-        fields = loaded.fields(arguments.fields, index)
-        setup = _setup(loaded, distributed, reporter)
-        if index is None:
-            batches, true = _batches_of_images(images, fields, loaded), {}
-        else:
-            batches = _batches_of_shards(index, fields, loaded, setup.device)
-            true = _true_columns(index, loaded, reporter)
-        table = _Table(setup, loaded.model.to(setup.device), arguments, true)
-        with closing(batches), torch.inference_mode():
-            _write(path, table.schema(), table.rows(batches, len(images or index or ())))
-    return PredictResult(table.count, table.bad)
 
 
 def _true_columns(
@@ -199,9 +227,10 @@ def _true_columns(
     if loaded.task.is_dense or not any(head.target.field in index.fields for head in heads):
         return {}
     try:
-        index = with_task_labels(index, loaded.task, loaded.config)
-        loaded.task.check(index)
-        return {head.name: label_column(index, head.label).values for head in heads}
+        labeled = with_task_labels(index, loaded.task, loaded.config)
+        loaded.task.check(labeled)
+        refuse((len(labeled) < len(index), "some samples have classes that are not learned."))
+        return {head.name: label_column(labeled, head.label).values for head in heads}
     except UsageError as difference:
         reporter.line(f"The targets are left out: {difference}")
         return {}
@@ -215,70 +244,81 @@ class _Sample(NamedTuple):
     size: tuple[int, int] | None = None
 
 
-# inputs of a batch, zeros for samples with an error, and its samples
-Batches = Generator[tuple[Mapping[str, Tensor], list[_Sample]], None, None]
+Batches = Iterable[tuple[Tensor, list[_Sample]]]  # outputs of the model, and their samples
 Column = tuple[str, pa.DataType, list[Any]]  # name, type, cells
 
 # --- the table ------------------------------------------------------------------------------------
 
 
 class _Table:
-    """Rows of a table of predictions, of one batch after the other. true: targets by label.
-
-    count, bad: rows so far, and those with an error.
-    """
+    """A table of predictions. count, bad: rows so far, and those with an error."""
 
     def __init__(
         self,
         setup: Setup,
         model: nn.Module,
-        arguments: PredictArguments,
+        path: str,
+        options: TrainedArguments,
         true: Mapping[str, pa.Array],
     ) -> None:
-        self._setup, self._model, self._true, self._arguments = setup, model, true, arguments
-        path = os.fspath(arguments.out)
+        """true: targets by label."""
+        self._task, self._true, self._options, self._path = setup.task, true, options, path
         self._masks = MaskFolder(setup.inputs, path) if setup.task.is_dense else None
         self.count = self.bad = 0
         self._embedding = torch.zeros(0, 0)
-        if arguments.embeddings:
+        if options.embeddings:
             last_layer(model)[1].register_forward_pre_hook(self._keep_input)
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def schema(self) -> pa.Schema:
+    def write(self, batches: Batches) -> None:
+        """Write the file, which appears when it is complete."""
+        schema, rows = self._schema(), self._rows(batches)
+        with put_whole(self._path) as file:
+            if self._path.lower().endswith(".csv"):
+                text = codecs.getwriter("utf-8")(file, "surrogateescape")
+                writer = csv.writer(text, lineterminator="\n")
+                writer.writerow(schema.names)
+                writer.writerows(map(_csv_cell, row) for row in rows)
+                return
+            with pq.ParquetWriter(file, schema) as parquet:
+                while group := list(islice(rows, _GROUP_ROWS)):
+                    cells = [list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)]
+                    parquet.write_table(pa.table(cells, schema))
+
+    def write_index(self, index: Index, scored: Iterable[Scored]) -> None:
+        """Write the predictions of all samples of an index."""
+        self.write(_with_samples(index, scored))
+
+    def _schema(self) -> pa.Schema:
         """Return names that SQL and data frames take without quotes, each once, and types."""
         plain: dict[str, pa.DataType] = {}
-        for column, kind, _ in self._columns({}, []):
+        nothing = torch.zeros(0, *self._task.output_shape((0, 1, 1)))
+        for column, kind, _ in self._columns(nothing, []):
             name = re.sub(r"^(?=\d)|\W", "_", column)
             while name in plain:
                 name += "_"
             plain[name] = kind
         return pa.schema(plain)
 
-    def rows(self, batches: Batches, count: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the cells of each row. count: samples."""
-        for inputs, samples in batches:
-            columns = [cells for *_, cells in self._columns(inputs, samples)]
+    def _rows(self, batches: Batches) -> Iterator[tuple[Any, ...]]:
+        """Yield the cells of each row."""
+        for outputs, samples in batches:
+            columns = [cells for *_, cells in self._columns(outputs.cpu(), samples)]
             yield from zip(*columns, strict=True)
             self.count += len(samples)
             self.bad += sum(error is not None for error in columns[-1])
-            self._setup.reporter.step("predicting", self.count, count, unit="samples")
 
-    def _columns(self, inputs: Mapping[str, Tensor], samples: list[_Sample]) -> Iterator[Column]:
+    def _columns(self, outputs: Tensor, samples: list[_Sample]) -> Iterator[Column]:
         """Yield the columns of some samples. The last holds their errors."""
-        task, setup = self._setup.task, self._setup
-        outputs = torch.zeros(0, *task.output_shape((0, 1, 1)))
-        if samples:
-            on_device = {name: inputs[name].to(setup.device) for name in setup.inputs.specs}
-            outputs = setup.call(self._model, on_device).float().cpu()
         is_finite = outputs.flatten(1).isfinite().all(1).tolist()
         samples = [
             own if own.error or is_good else own._replace(error=_NOT_FINITE)
             for own, is_good in zip(samples, is_finite, strict=True)
         ]
         yield "key", pa.string(), [sample.key for sample in samples]
-        for head, scores in zip(task.heads, task.split(outputs), strict=True):
+        for head, scores in zip(self._task.heads, self._task.split(outputs), strict=True):
             for name, kind, values in self._predictions(head, scores, samples):
                 yield name, kind, _without_bad(values, samples)
             if head.name in self._true:
@@ -286,9 +326,12 @@ class _Table:
                 is_number = head.kind == "number"
                 cells = [x if is_number or x is None else head.text(x) for x in true]
                 yield f"{head.name}_true", pa.float64() if is_number else pa.string(), cells
-        if self._arguments.embeddings:
-            rows = self._embedding.tolist()
-            yield "embedding", pa.list_(pa.float32()), _without_bad(rows, samples)
+        if self._options.embeddings:
+            yield (
+                "embedding",
+                pa.list_(pa.float32()),
+                _without_bad(self._embedding.tolist(), samples),
+            )
         yield "error", pa.string(), [sample.error or None for sample in samples]
 
     def _predictions(self, head: Head, scores: Tensor, samples: list[_Sample]) -> Iterator[Column]:
@@ -305,7 +348,7 @@ class _Table:
         yield head.name, pa.string(), [head.text(value) for value in values]
         shares = head.probabilities(scores.double())
         columns = [("probability", shares.amax(1))] if head.has_accuracy else []
-        if self._arguments.probabilities:
+        if self._options.probabilities:
             columns += zip(head.classes, shares.T, strict=True)
         for name, column in columns:
             digits = [float(f"{share:.9g}") for share in column.tolist()]
@@ -316,21 +359,6 @@ def _without_bad(values: list[Any], samples: list[_Sample]) -> list[Any]:
     """Return the values, with None for samples that have an error."""
     pairs = zip(values, samples, strict=True)
     return [None if sample.error else value for value, sample in pairs]
-
-
-def _write(path: str, schema: pa.Schema, rows: Iterator[tuple[Any, ...]]) -> None:
-    """Write a table. The file appears when it is complete."""
-    with put_whole(path) as file:
-        if path.lower().endswith(".csv"):
-            text = codecs.getwriter("utf-8")(file, "surrogateescape")
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(schema.names)
-            writer.writerows(map(_csv_cell, row) for row in rows)
-            return
-        with pq.ParquetWriter(file, schema) as parquet:
-            while group := list(islice(rows, _GROUP_ROWS)):
-                cells = [list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)]
-                parquet.write_table(pa.table(cells, schema))
 
 
 def _csv_cell(cell: Any) -> str:
@@ -347,45 +375,38 @@ def _parquet_cell(cell: Any) -> Any:
 # --- samples --------------------------------------------------------------------------------------
 
 
-def _batches_of_shards(
-    index: Index, fields: Fields, loaded: LoadedCheckpoint, device: torch.device
-) -> Batches:
-    """Yield the samples of shards, a batch at a time. Masks get the sizes of the pictures."""
-    config, image = loaded.config, loaded.inputs.image
-    if loaded.task.is_dense and image is not None:
-        fields = {**fields, _SIZE: PictureSize(image.names)}
-    loader = whole_loader(index, fields, config, config.batch_size, config.num_workers, "mark")
+def _with_samples(index: Index, scored: Iterable[Scored]) -> Batches:
+    """Yield outputs and samples of a whole index, a batch at a time."""
     keys = map(index.key, count())
-    with closing(loader):
-        batches = loader.epoch(0, until=1)
-        for batch in to_device(batches, device):
-            bad = iter(batches.delivered.bad)
-            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
-            yield (
-                batch,
-                [
-                    _Sample(next(keys), "" if is_own else next(bad).reason, size)
-                    for is_own, size in zip(batches.delivered.own.tolist(), sizes, strict=False)
-                ],
-            )
+    for batch, outputs, delivered in scored:
+        bad = iter(delivered.bad)
+        sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
+        samples = [
+            _Sample(next(keys), "" if is_own else next(bad).reason, size)
+            for is_own, size in zip(delivered.own.tolist(), sizes, strict=False)
+        ]
+        yield outputs, samples
 
 
-def _batches_of_images(
-    images: Sequence[tuple[str, str]], fields: Fields, loaded: LoadedCheckpoint
+def _scored_images(
+    images: Sequence[tuple[str, str]], fields: Fields, setup: Setup, model: nn.Module
 ) -> Batches:
-    """Yield image files, a batch at a time. images: (key, path)."""
+    """Yield outputs and samples of image files, a batch at a time. images: (key, path)."""
     if len(fields) > 1:
         raise UsageError(
             f"image files give one input, and the model has {len(fields)}: {', '.join(fields)}.",
             "Convert the files to shards.",
         )
     ((name, field),) = fields.items()
-    sized, size = loaded.task.is_dense and isinstance(field, Image), loaded.config.batch_size
+    sized, size = setup.task.is_dense and isinstance(field, Image), setup.config.batch_size
     read = partial(_read_image, field=field, sized=sized)
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
         for first in range(0, len(images), size):
             inputs, samples = zip(*pool.map(read, images[first : first + size]), strict=True)
-            yield {name: torch.stack(inputs)}, list(samples)
+            outputs = setup.call(model, {name: torch.stack(inputs).to(setup.device)})
+            yield outputs.float(), list(samples)
+            done = first + len(samples)
+            setup.reporter.step("predicting", done, len(images), unit="samples")
 
 
 def _read_image(image: tuple[str, str], field: Field, sized: bool) -> tuple[Tensor, _Sample]:

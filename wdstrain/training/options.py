@@ -106,8 +106,9 @@ class RunOptions:
     )
     classes: str | None = option(
         None,
-        "for such a field, names of its classes in the order of their numbers (default: sorted); "
-        "of masks also their number alone",
+        "classes of the label to learn, in this order (default: all); for a field without a declared "
+        "label, the names of its classes in the order of their numbers (default: sorted); of masks "
+        "also their number alone",
         metavar="FILE|A,B,...",
         parse=parse_classes,
     )

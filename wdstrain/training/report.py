@@ -23,12 +23,7 @@ from wdstrain.storage.files import write_whole
 from wdstrain.training.config import Config
 from wdstrain.training.heads import Head
 from wdstrain.training.metrics import Classes, classes_of
-from wdstrain.training.run import Run
-from wdstrain.training.state import STAGES, Monitor
-from wdstrain.training.tasks import Task
-from wdstrain.training.validation import PALETTE, Preview
-from wdstrain.training.weights import LoadedCheckpoint
-from wdstrain.training.words import (
+from wdstrain.training.results import (
     curves,
     heading,
     metric_rows,
@@ -36,6 +31,11 @@ from wdstrain.training.words import (
     metric_title,
     metric_value,
 )
+from wdstrain.training.run import Run
+from wdstrain.training.state import STAGES, Monitor
+from wdstrain.training.tasks import Task
+from wdstrain.training.validation import PALETTE, Preview
+from wdstrain.training.weights import LoadedCheckpoint
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _BARS = 30  # classes with bars

@@ -41,9 +41,9 @@ from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, make_optimizer, rate_factor
 from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
-from wdstrain.training.state import EpochSums, Monitor, TrainerState, check_objects
+from wdstrain.training.state import Monitor, TrainerState, check_objects
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import Setup
+from wdstrain.training.validation import EpochSums, Setup
 
 
 class Diverged(WdstrainError):
@@ -104,6 +104,8 @@ class Run:
             with_targets(train_fields, task),
             config,
             distributed,
+            shuffle=True,
+            tail="drop",
             seed=config.seed,
             shuffle_buffer=config.shuffle_buffer,
             balance=config.balance,

@@ -28,13 +28,12 @@ from wdstrain.training.run_dir import (
 )
 from wdstrain.training.state import STAGES
 
-_STEP_VALUES = ("loss", "lr", "samples_per_second")
 _ON_DEVICE = ("compute", "optimizer")
 _SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
 
 
-def open_log(run: Run, stack: ExitStack) -> RunLog:
-    """Open the folder of a run, and return its log. stack: closes both."""
+def open_folder(run: Run, stack: ExitStack) -> RunDir:
+    """Return the folder of a run, opened for this process. stack: closes it."""
     arguments, head = run.arguments, run.task.heads[0]
     if isinstance(head, MaskHead):
         is_strict = run.config.on_error == "raise"
@@ -44,96 +43,38 @@ def open_log(run: Run, stack: ExitStack) -> RunLog:
             count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None
     text = run.config.toml({"train": addresses(arguments.urls), "val": val})
-    run_dir = RunDir(run.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
-    stack.callback(run_dir.close)
-    run.checkpoints = Checkpoints(run_dir.path(CHECKPOINTS), run.config.keep)
-    log = RunLog(run_dir, run)
-    stack.callback(log.close)
-    return log
+    folder = RunDir(run.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
+    stack.callback(folder.close)
+    run.checkpoints = Checkpoints(folder.path(CHECKPOINTS), run.config.keep)
+    return folder
 
 
 class RunLog:
-    """Writes to the folder of a run. Steps of events count from the start of the run."""
+    """Shows the progress of a run, checks its losses, and writes to its folder.
 
-    def __init__(self, run_dir: RunDir, run: Run) -> None:
-        """Remove lines and events after the position of the run."""
-        state = run.state
-        run_dir.rewind(state.history, (state.epoch, state.step))
-        self._dir, self._run = run_dir, run
-        self._board: Any = None  # opened with the first event, and again after a failure
-        self._next = state.epoch * run.steps + state.step + 1  # step of the next event
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Write the figures of the last second or so: position, loss, rates."""
-        with self._going_on():
-            self._dir.log(STEPS, line)
-        seconds = {stage: line[f"{stage}_seconds"] for stage in STAGES}
-        whole = max(1e-9, sum(seconds.values()))
-        values = {f"step/{name}": line[name] for name in _STEP_VALUES}
-        values |= {f"time/{stage}": spent / whole for stage, spent in seconds.items()}
-        self._add_events(values, line["epoch"] * self._run.steps + line["step"])
-
-    def epoch(self, details: Mapping[str, Any], best: str) -> None:
-        """Write the metrics of the last epoch and the report.
-
-        details: of its validation. best: sentence on the best epoch.
-        """
-        metrics = self._run.state.history[-1]
-        with self._going_on():
-            self._dir.log(METRICS, metrics)
-        parts = {"train": metrics, **{n: metrics.get(n, {}) for n in ("val", "val_raw")}}
-        values = {
-            f"{part}/{name}": value
-            for part, figures in parts.items()
-            for name, value in figures.items()
-            if isinstance(value, (int, float)) and name not in ("epoch", "lr", "is_best")
-        }
-        self._add_events(values, (metrics["epoch"] + 1) * self._run.steps, flush=True)
-        with self._going_on():
-            write_report(self._dir.path(REPORT), self._run, best, self._dir.lines(STEPS), details)
-
-    def close(self) -> None:
-        """Write the last events."""
-        if self._board is not None:
-            with suppress(OSError):
-                self._board.close()
-
-    def _add_events(self, values: Mapping[str, float], step: int, *, flush: bool = False) -> None:
-        board, self._board = self._board, None  # a failed one writes no more
-        with self._going_on():
-            if board is None:
-                from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-                board = SummaryWriter(self._dir.path(BOARD), purge_step=self._next)
-            for name, value in values.items():
-                board.add_scalar(name, value, step)
-            if flush:
-                board.flush()
-            self._board, self._next = board, step + 1
-
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Report errors of writing."""
-        try:
-            yield
-        except (OSError, StorageError) as error:
-            cause = getattr(error, "strerror", None) or str(error).rstrip(".")
-            self._run.setup.reporter.line(
-                f"{self._dir.folder} cannot be written: {cause}. Training goes on."
-            )
-
-
-class StepLog:
-    """Looks at the sums of an epoch now and then: progress, lines of steps.jsonl, checks.
-
-    seconds: by stage since the epoch was started here, as the loader's report has them.
+    It looks at the sums of an epoch now and then, not at every step. seconds: by stage since the
+    epoch was started here, as the loader's report has them. Steps of events count from the start of
+    the run.
     """
 
-    def __init__(self, run: Run, log: RunLog | None) -> None:
-        self._run, self._log = run, log
-        self.timer = StageTimer(run.setup.device)
+    def __init__(self, run: Run, stack: ExitStack) -> None:
+        """Only the first process writes. It removes lines and events after the position of the run.
+
+        stack: closes the folder.
+        """
+        self._run, state = run, run.state
+        self._dir: Any = open_folder(run, stack) if run.is_leader else None
+        if self._dir is not None:
+            self._dir.rewind(state.history, (state.epoch, state.step))
+        self._board: Any = None  # opened with the first event, and again after a failure
+        self._next = state.epoch * run.steps + state.step + 1  # step of the next event
+        stack.callback(self._close_board)
+
+    def start_epoch(self) -> None:
+        """Begin to measure."""
+        self.timer = StageTimer(self._run.setup.device)
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._at, self._sums, self._text = time.monotonic(), run.sums.read(), ""
+        self._at, self._sums, self._text = time.monotonic(), self._run.sums.read(), ""
 
     def update(self) -> None:
         """Show progress; look at the sums if enough time passed."""
@@ -146,27 +87,26 @@ class StepLog:
         run.setup.reporter.step("training", done, total, text, "")
 
     def _look(self, now: float) -> None:
+        """Check the sums, and write the figures of the last second or so."""
         run, state = self._run, self._run.state
         window = self.timer.window(run.loader.report()["copy_seconds"])
         for seconds in (state.seconds, self.seconds):
             for name in STAGES:
                 seconds[name] += window[name]
-        sums = run.sums.read()
+        sums, whole = run.sums.read(), max(1e-9, sum(window.values()))
         self._check(sums)
         new = {name: sums[name] - self._sums[name] for name in sums}
-        rate = new["samples"] * run.setup.distributed.size / max(1e-9, sum(window.values()))
+        rate = new["samples"] * run.setup.distributed.size / whole
         self._at, self._sums = now, sums
         self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f}/s"
-        if self._log is None:
+        if self._dir is None:
             return
-        line = {
-            "epoch": state.epoch,
-            "step": state.step,
-            "loss": mean_loss(new),
-            "lr": run.lr,
-            "samples_per_second": rate,
-        }
-        self._log.step(line | {f"{name}_seconds": round(s, 6) for name, s in window.items()})
+        values = {"loss": mean_loss(new), "lr": run.lr, "samples_per_second": rate}
+        spent = {f"{name}_seconds": round(seconds, 6) for name, seconds in window.items()}
+        self._write(STEPS, {"epoch": state.epoch, "step": state.step} | values | spent)
+        events = {f"step/{name}": value for name, value in values.items()}
+        events |= {f"time/{name}": window[name] / whole for name in STAGES}
+        self._add_events(events, state.epoch * run.steps + state.step)
 
     def _check(self, sums: Mapping[str, float]) -> None:
         """Raise Diverged if the loss is not finite, or no scale fits into 16 bits."""
@@ -178,6 +118,57 @@ class StepLog:
                 f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
                 f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
                 f"checkpoints are intact."
+            )
+
+    def epoch(self, details: Mapping[str, Any], best: str) -> None:
+        """Write the metrics of the last epoch and the report.
+
+        details: of its validation. best: sentence on the best epoch.
+        """
+        metrics = self._run.state.history[-1]
+        self._write(METRICS, metrics)
+        parts = {"train": metrics, **{n: metrics.get(n, {}) for n in ("val", "val_raw")}}
+        values = {
+            f"{part}/{name}": value
+            for part, figures in parts.items()
+            for name, value in figures.items()
+            if isinstance(value, (int, float)) and name not in ("epoch", "lr", "is_best")
+        }
+        self._add_events(values, (metrics["epoch"] + 1) * self._run.steps)
+        with self._going_on():
+            steps = self._dir.lines(STEPS)
+            write_report(self._dir.path(REPORT), self._run, best, steps, details)
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
+        with self._going_on():
+            self._dir.log(name, line)
+
+    def _add_events(self, values: Mapping[str, float], step: int) -> None:
+        board, self._board = self._board, None  # a failed one writes no more
+        with self._going_on():
+            if board is None:
+                from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+                board = SummaryWriter(self._dir.path(BOARD), purge_step=self._next)
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+            board.flush()
+            self._board, self._next = board, step + 1
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with suppress(OSError):
+                self._board.close()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Report errors of writing."""
+        try:
+            yield
+        except (OSError, StorageError) as error:
+            cause = getattr(error, "strerror", None) or str(error).rstrip(".")
+            self._run.setup.reporter.line(
+                f"{self._dir.folder} cannot be written: {cause}. Training goes on."
             )
 
 

@@ -1,4 +1,4 @@
-"""Position of a run, the sums of its epoch, the metric that chooses the best, and callbacks."""
+"""Position of a run, the metric that chooses the best, and the objects of the user: callbacks, losses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from wdstrain.errors import UsageError
 from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments, is_made, refuse
-from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.tasks import Task
 
 # Stages of a step: data, copy to the device, forward and backward, optimizer, other.
@@ -43,50 +39,6 @@ class TrainerState:
         self.history.append(metrics)
         self.epoch, self.step = self.epoch + 1, 0
         self.seconds = dict.fromkeys(STAGES, 0.0)
-
-
-class EpochSums:
-    """Sums of the epoch so far on this process. values: of `names`, in float64.
-
-    They stay on the device, so that a step does not wait for it. Names: loss (of finite losses),
-    samples, overflowed (losses that are not finite), "head NAME", skipped (steps whose gradient 16
-    bits could not hold), bad (samples that cannot be read).
-    """
-
-    def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
-        """has_outputs: `add` gets outputs, so there are sums of heads."""
-        self._task = task
-        heads = [f"head {head.name}" for head in task.heads if has_outputs and head.has_accuracy]
-        self.names = ["loss", "samples", "overflowed", *heads, "skipped", "bad"]
-        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-
-    @torch.no_grad()
-    def add(self, outputs: Tensor | None, targets: Sequence[Tensor], losses: Tensor) -> None:
-        """Add a batch."""
-        is_finite = losses.isfinite()
-        # len(losses) would be copied from the host, which waits for the device
-        parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
-        if outputs is not None:
-            columns = self._task.split(outputs.detach())
-            heads = zip(self._task.heads, columns, targets, strict=True)
-            parts += [head.right(own, true) for head, own, true in heads if head.has_accuracy]
-        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
-        self.values[: len(sums)] += sums
-
-    def count(self, name: str, number: int | Tensor) -> None:
-        """Add to "bad" or "skipped". number: on the device, or 0 as a rule."""
-        if isinstance(number, Tensor) or number:
-            self.values[self.names.index(name)] += number
-
-    def read(self, distributed: DistributedContext | None = None) -> dict[str, float]:
-        """Return the sums by name, of this process or of all. Waits for the device."""
-        values = self.values if distributed is None else distributed.reduce(self.values)
-        return dict(zip(self.names, values.tolist(), strict=True))
-
-    def load(self, sums: Mapping[str, float]) -> None:
-        """Set the sums, of all processes together, on one of them."""
-        values = [sums.get(name, 0.0) for name in self.names]
-        self.values.copy_(torch.tensor(values, dtype=torch.float64))
 
 
 class Monitor:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +47,9 @@ from wdstrain.training.report import (
     verdict,
 )
 from wdstrain.training.run import Diverged, Run, resume
-from wdstrain.training.run_log import RunLog, StepLog, open_log
+from wdstrain.training.run_log import RunLog
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import evaluate_pass
+from wdstrain.training.validation import Scored, evaluate_pass
 from wdstrain.training.weights import set_trainable, train_mode
 
 
@@ -100,8 +99,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         for line in _start_lines(run):
             reporter.line(textwrap.fill(line, 79, subsequent_indent="  "))
         resume(run)
-        log = open_log(run, stack) if distributed.leads else None
-        _fit(run, signals, log)
+        _fit(run, signals, RunLog(run, stack))
         distributed.gather(None)  # waits until the last checkpoint is there
         reporter.line(f"training ended: {run.stop_reason}")
         if run.state.history:
@@ -155,7 +153,7 @@ def _set_arithmetic(config: Config, device: torch.device, stack: ExitStack) -> N
 # --- epochs ---------------------------------------------------------------------------------------
 
 
-def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
+def _fit(run: Run, signals: SignalHandler, log: RunLog) -> None:
     """Train until all epochs are done, or validation stops improving, or a callback stops it.
 
     After a signal a checkpoint is written and Stopped raised. After an error, such as one of the
@@ -189,7 +187,7 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     run.call("on_train_end")
 
 
-def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
+def _train_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
     """Train the rest of an epoch."""
     state, config, device = run.state, run.config, run.setup.device
     if state.step >= run.steps:  # only the validation is missing
@@ -202,23 +200,24 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     run.setup.criterion_modules.train()
     epoch = run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
     augmentation = batch_augmentation(run.task, run.setup.inputs, config, state.epoch)
-    batches, progress = to_device(epoch, device, augmentation), StepLog(run, log)
+    batches = to_device(epoch, device, augmentation)
+    log.start_epoch()
     plateaus = run.monitor.plateaus(state.history)
     while state.step < run.steps:
-        state.step += _take_step(run, epoch, batches, signals, progress, plateaus)
-        progress.update()
+        state.step += _take_step(run, epoch, batches, signals, log, plateaus)
+        log.update()
         run.call("on_step_end")
         if run.is_stopped:
             break
         if state.step < run.steps and _checkpoint_is_due(run, signals):
             run.save()
     consumer = "GPU" if device.type == "cuda" else "model"
-    state.verdict = verdict(run.loader.report(), progress.seconds, consumer)
+    state.verdict = verdict(run.loader.report(), log.seconds, consumer)
     if state.step == len(run.loader):
         next(batches, None)  # the loader compares what was planned and what was delivered
 
 
-def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
+def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
     """Validate, record the metrics of the epoch, write a checkpoint, and report."""
     state, title, report = run.state, run.title, run.setup.reporter.line
     begin = time.monotonic()
@@ -231,7 +230,7 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog | None) -> None:
     state.finish_epoch(metrics)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.waits(state.history, run.config.min_delta)[-1]
-    if log is not None:
+    if run.is_leader:
         best = best_sentence(state.history, state.best, run.monitor)
         log.epoch(passes["val"][1] if passes else {}, best)
     for line in epoch_lines(title, state.history, run.monitor.name):
@@ -267,6 +266,11 @@ def _validate(run: Run, signals: SignalHandler) -> Passes:
     if run.average is not None:
         models["val_raw"] = (run.model, "validating without averaging")
     passes, distributed = {}, run.setup.distributed
+
+    def until_stopped(batches: Iterator[Scored]) -> None:
+        for _ in batches:
+            raise_stopped(signals, distributed)
+
     for name, (model, title) in models.items():
         # Batch norms of each process saw other images.
         distributed.broadcast([*model.buffers(), *run.setup.criterion_modules.buffers()])
@@ -276,7 +280,7 @@ def _validate(run: Run, signals: SignalHandler) -> Passes:
             run.setup,
             title,
             limit=run.config.limit_val_batches,
-            check_stop=partial(raise_stopped, signals, distributed),
+            consume=until_stopped,
         )
     return passes
 
@@ -289,7 +293,7 @@ def _take_step(
     epoch: EpochBatches,
     batches: Iterator[dict[str, Any]],
     signals: SignalHandler,
-    progress: StepLog,
+    log: RunLog,
     plateaus: int,
 ) -> int:
     """Take one step of the optimizer, and return the number of batches that it used.
@@ -311,14 +315,14 @@ def _take_step(
             batch = next(batches)
         run.in_step = True  # sums and buffers change from here on
         run.sums.count("bad", len(epoch.delivered.bad))
-        progress.timer.lap("data")
+        log.timer.lap("data")
         with nullcontext() if turn == group - 1 else distributed.accumulating(run.net):
             _backward(run, batch, group)
         del batch
-        progress.timer.lap("compute")
+        log.timer.lap("compute")
     _update_weights(run, update)
     run.in_step = False
-    progress.timer.lap("optimizer")
+    log.timer.lap("optimizer")
     return group
 
 

@@ -1,6 +1,6 @@
 """One pass over samples without learning: metrics of a model, and some of its predictions.
 
-Also here: predicted masks as pictures.
+Also here: the sums of an epoch of training, and predicted masks as pictures.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, compress, islice
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
 from wdstrain.decode.fields import IGNORED, Example
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import center_crop
+from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter
@@ -97,6 +99,30 @@ class Setup:
         return losses.float().expand(len(batch["__key__"]))
 
 
+Scored = tuple[dict[str, Any], Tensor, TakenBatch]  # batch, outputs, its ids and bad samples
+drain = partial(deque[Any], maxlen=0)  # exhausts an iterator
+
+
+def run_model(
+    model: nn.Module, loader: Loader, setup: Setup, title: str, limit: int | None = None
+) -> Iterator[Scored]:
+    """Yield each batch of a pass over a loader, with the outputs [b, ...] of the model, float32.
+
+    Call it without gradients. limit: most batches. FSDP needs all processes for a call, so a
+    process whose last batch holds no sample calls the model with a blank one.
+    """
+    model.eval()
+    total, batches = len(loader), loader.epoch(0, until=1)
+    steps = min(limit or total, total)
+    # a pass that is not cut short goes on to its end, where planned and delivered are compared
+    some = islice(to_device(batches, setup.device), steps if steps < total else None)
+    for step, batch in enumerate(some, 1):
+        rows = len(batch["__key__"])
+        outputs = setup.call(model, batch if rows else setup.inputs.blank(1, setup.device))
+        yield batch, outputs.float()[:rows], batches.delivered
+        setup.reporter.step(title, step, steps)
+
+
 def evaluate_pass(
     model: nn.Module,
     loader: Loader,
@@ -104,44 +130,82 @@ def evaluate_pass(
     title: str,
     *,
     limit: int | None = None,
-    check_stop: Callable[[], object] = lambda: None,
+    consume: Callable[[Iterator[Scored]], object] = drain,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return (metrics, details) of one pass over a loader, of all processes together.
 
     Each sample counts once. A sample that cannot be read counts as bad, and its substitute not at
-    all. details: "heads" with confusion matrices and the like, "worst" with
-    predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
+    all. details: "heads" with confusion matrices and the like, "worst" with predictions. limit:
+    most batches. consume: takes all batches, as they are.
     """
     task, distributed = setup.task, setup.distributed
-    model.eval()
     setup.criterion_modules.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
     previews = _Previews(task, setup.inputs.picture)
-    steps = len(loader) if limit is None else min(limit, len(loader))
-    # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
-    is_split = is_sharded(model)
-    with torch.no_grad() if is_split else torch.inference_mode():
-        batches = loader.epoch(0, until=1)
-        for step, batch in enumerate(to_device(batches, setup.device)):
-            if not batches.delivered.own.all():
-                batch = _select_rows(batch, torch.from_numpy(batches.delivered.own))
-            if len(batch["__key__"]):  # the last batch of a process may hold none
-                targets, outputs = task.targets(batch), setup.call(model, batch).float()
+
+    def measured() -> Iterator[Scored]:
+        for scored in run_model(model, loader, setup, title, limit):
+            own = _select_rows(*scored)
+            if len(own["__key__"]):
+                outputs, targets = own["__outputs__"], task.targets(own)
                 losses = task.losses(outputs, targets, criterion=setup.criterion)
                 metrics.update(outputs, targets, losses)
-                previews.add(batch, outputs, targets, losses)
-            elif is_split:  # the processes complete the tensors of the model together
-                setup.call(model, setup.inputs.blank(1, setup.device))
-            setup.reporter.step(title, step + 1, steps)
-            check_stop()
-            if step + 1 == steps < len(loader):
-                break
+                previews.add(own, outputs, targets, losses)
+            yield scored
+
+    # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
+    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        consume(measured())
     values, details = metrics.compute(distributed.reduce)
     values["bad"] = sum(distributed.gather(loader.report()["bad"]))
     for name, points in previews.points.items():
         details[name]["points"] = list(chain(*distributed.gather(points)))
     worst = _worst(chain(*distributed.gather(previews.worst)))
     return values, {"heads": details, "worst": worst}
+
+
+class EpochSums:
+    """Sums of the epoch so far on this process. values: of `names`, in float64.
+
+    They stay on the device, so that a step does not wait for it. Names: loss (of finite losses),
+    samples, overflowed (losses that are not finite), "head NAME", skipped (steps whose gradient 16
+    bits could not hold), bad (samples that cannot be read).
+    """
+
+    def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
+        """has_outputs: `add` gets outputs, so there are sums of heads."""
+        self._task = task
+        heads = [f"head {head.name}" for head in task.heads if has_outputs and head.has_accuracy]
+        self.names = ["loss", "samples", "overflowed", *heads, "skipped", "bad"]
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, outputs: Tensor | None, targets: Sequence[Tensor], losses: Tensor) -> None:
+        """Add a batch."""
+        is_finite = losses.isfinite()
+        # len(losses) would be copied from the host, which waits for the device
+        parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
+        if outputs is not None:
+            columns = self._task.split(outputs.detach())
+            heads = zip(self._task.heads, columns, targets, strict=True)
+            parts += [head.right(own, true) for head, own, true in heads if head.has_accuracy]
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        self.values[: len(sums)] += sums
+
+    def count(self, name: str, number: int | Tensor) -> None:
+        """Add to "bad" or "skipped". number: on the device, or 0 as a rule."""
+        if isinstance(number, Tensor) or number:
+            self.values[self.names.index(name)] += number
+
+    def read(self, distributed: DistributedContext | None = None) -> dict[str, float]:
+        """Return the sums by name, of this process or of all. Waits for the device."""
+        values = self.values if distributed is None else distributed.reduce(self.values)
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+    def load(self, sums: Mapping[str, float]) -> None:
+        """Set the sums, of all processes together, on one of them."""
+        values = [sums.get(name, 0.0) for name in self.names]
+        self.values.copy_(torch.tensor(values, dtype=torch.float64))
 
 
 class EvalMetrics:
@@ -187,15 +251,18 @@ class EvalMetrics:
             for name, value in values.items():
                 if not (head.classes and value.isnan()):
                     metrics[self._task.metric_name(head, name)] = value.item()
-        own = {name: float(metric.compute()) for name, metric in self._user.items()}
-        return metrics | own, details
+        metrics |= {name: float(metric.compute()) for name, metric in self._user.items()}
+        return metrics, details
 
 
-def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Return some rows of a batch. rows: bool[b]."""
+def _select_rows(batch: dict[str, Any], outputs: Tensor, delivered: TakenBatch) -> dict[str, Any]:
+    """Return a batch with its outputs, without substitutes of bad samples."""
+    batch, own = batch | {"__outputs__": outputs}, delivered.own
+    if own.all():
+        return batch
+    rows, keys = torch.from_numpy(own), compress(batch["__key__"], own)
     tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
-    keys = [key for key, keep in zip(batch["__key__"], rows.tolist(), strict=True) if keep]
-    return {name: value[rows.to(value.device)] for name, value in tensors} | {"__key__": keys}
+    return {name: value[rows.to(value.device)] for name, value in tensors} | {"__key__": list(keys)}
 
 
 # --- samples for the report -----------------------------------------------------------------------
@@ -267,9 +334,10 @@ class _Previews:
             is_wrong = isinstance(predicted, (str, list)) and predicted != true
             said[head.name] = (head.text(predicted) + share, head.text(true), is_wrong)
             if head.kind == "mask" and panels:
-                edge = np.full((len(panels[0]), 1, 3), 255, np.uint8)
+                image, edge = panels[0], np.full((len(panels[0]), 1, 3), 255, np.uint8)
                 for numbers in (predicted, true):
-                    panels += [edge, _overlay(panels[0], numbers.numpy())]
+                    colored = image.astype(np.uint16) + PALETTE[numbers.numpy()]
+                    panels += [edge, (colored // 2).astype(np.uint8)]
         pixels = np.concatenate(panels, axis=1) if panels else None
         return Preview(loss, batch["__key__"][row], said, pixels)
 
@@ -283,12 +351,6 @@ def mask_png(numbers: Pixels) -> bytes:
     image.putpalette(PALETTE.tobytes())
     image.save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def _overlay(pixels: Pixels, numbers: npt.NDArray[np.integer]) -> Pixels:
-    """Return the image with the colors of the classes laid over it. uint8[h, w, 3]"""
-    mixed: Pixels = ((pixels.astype(np.uint16) + PALETTE[numbers]) // 2).astype(np.uint8)
-    return mixed
 
 
 class MaskFolder:
