@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3315,
     "training": 3199,
-    "inspection": 1645,
+    "inspection": 1613,
     "loader": 1209,
     "shards": 2105,
     "decode": 1347,

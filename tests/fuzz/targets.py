@@ -255,12 +255,13 @@ def run_salvage(data: bytes) -> None:
         with open_source(_damaged_shard(data)) as source:
             scan = ShardScan(source, lambda count: None)
             found = list(scan.samples())
-            stops = scan.index(Shard("it.tar", 0, 0)).offsets.stop.tolist()
+            offsets = scan.index(Shard("it.tar", 0, 0)).offsets
     except CompressedError:
         return
+    starts, stops = offsets.start.tolist(), offsets.stop.tolist()
     at = 0
-    for sample, stop in zip(found, stops, strict=True):
-        start, members = sample.start, sample.members.values()
+    for (_, by_field, _), start, stop in zip(found, starts, stops, strict=True):
+        members = by_field.values()
         _must(at <= start < stop <= len(data), "samples lie apart and inside", (start, stop))
         at = stop
         for _, offset, size, crc in members:
@@ -273,16 +274,15 @@ def run_salvage(data: bytes) -> None:
         _must(at <= start <= stop <= len(data), "damages lie apart, inside", damage)
         _must(start == damage.offset and damage.reason[0] != ";", "damages have reasons", damage)
         at = stop
-    is_repeated = len({sample.key for sample in found}) < len(found)
-    faults = scan.damages or is_repeated or any(sample.twice for sample in found)
+    faults = scan.damages or scan.faults
     try:
         intact = list(samples(_reading(data), len(data), "it"))
     except ShardError as error:
         _must(bool(faults), "refused tars are damaged", error)
         return
     _must(not faults, "accepted tars are intact", faults)
-    rows = zip(found, stops, strict=True)
-    walked = [(s.key, s.start, at, [m[:3] for m in s.members.values()]) for s, at in rows]
+    rows = zip(found, starts, stops, strict=True)
+    walked = [(key, a, b, [m[:3] for m in of.values()]) for (key, of, _), a, b in rows]
     _must(walked == list(map(tuple, intact)), "both walks agree", walked)
 
 

@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.labels import known_labels
+from wdstrain.inspection.labels import known_labels, with_values
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, Size, rows_of, text_of
 from wdstrain.inspection.values import Content, described, quantiles
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
-from wdstrain.shards.columns import Column, typed
-from wdstrain.shards.declare import even_part, read_columns
+from wdstrain.shards.columns import Column
+from wdstrain.shards.declare import even_part
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_size
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
@@ -302,11 +302,10 @@ def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Inde
         return index
     ids = np.arange(len(index)) if exact else even_part(index, _LABELS)
     try:
-        read = read_columns(index.take(ids), [label.place for label in labels])
+        return with_values(index.take(ids), labels)
     except WdstrainError as error:
         errors.append(error)
         return index
-    return read.with_columns(typed(read.columns, [label for label in labels if label.classes]))
 
 
 # --- statistics -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Labels of an index that people look at, chosen by name."""
+"""Labels of an index that people look at, chosen by name, with their values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from wdstrain.errors import UsageError
+from wdstrain.shards.columns import typed
+from wdstrain.shards.declare import read_columns
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -21,12 +23,20 @@ def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
         labels = [ColumnInfo(n, "class", n) for n in ("cls", "cls2") if n in index.fields]
     if name is None:
         return labels
-    fields = [ColumnInfo(field, "class", field) for field in index.fields]
-    for label in (*labels, *fields):
-        if label.name == name:
-            return [label]
-    known = list(dict.fromkeys(label.name for label in (*labels, *fields)))
-    raise UsageError(f"there is no label {name!r}.", choices(name, known))
+    known = dict[str, ColumnInfo]()
+    for label in (*labels, *(ColumnInfo(field, "class", field) for field in index.fields)):
+        known.setdefault(label.name, label)
+    if name not in known:
+        raise UsageError(f"there is no label {name!r}.", choices(name, list(known)))
+    return [known[name]]
+
+
+def with_values(index: Index, labels: Sequence[ColumnInfo]) -> Index:
+    """Return an index with columns of these labels only, whose values are read from its shards."""
+    read = read_columns(index, [label.place for label in labels])
+    # Class numbers count in the classes of each shard, which may differ.
+    named = [label for label in labels if label.classes and not index.differing]
+    return read.with_columns(typed(read.columns, named))
 
 
 def choices(name: str, names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ only if they have the fields that most samples have. Changed bytes within a fiel
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,15 +24,14 @@ from wdstrain.conversion.staging import Staging
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
-    Found,
-    Member,
+    Entry,
     ShardScan,
     compared,
     each_shard,
     field_kind,
     is_header,
     limited,
-    lost_samples,
+    rows_of,
     shards_at,
 )
 from wdstrain.inspection.verify import HasFindings, decode_error
@@ -46,7 +45,7 @@ from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.remote import is_remote, name_of, redacted
 
-Taken = dict[str, list[Member]]  # the members of each sample that is intact
+Taken = dict[str, list[Entry]]  # the members of each sample that is intact
 Rescued = tuple[Index, list[Finding]]  # the intact samples of a shard, and what is lost
 
 
@@ -191,55 +190,55 @@ def recover(scan: ShardScan, expected: Index) -> Rescued:
     expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
     cannot be read.
     """
-    samples, listed, rows = list(scan.samples()), expected.shards[0], OffsetsBuilder()
+    deque(scan.samples(), maxlen=0)
+    listed, rows = expected.shards[0], OffsetsBuilder()
     found = scan.index(listed)
-    if expected.offsets.has_checksums and listed.sha256 != scan.sha256:
-        taken, lost = _by_checksums(scan, found, expected)
-    else:
-        taken, lost = _by_headers(scan, samples)
-        named = {*taken, *(finding.key for finding in lost)}
-        lost += [fault for fault in lost_samples(scan, found, expected) if fault.key not in named]
-        lost += scan.damages
+    by_checksums = expected.offsets.has_checksums and listed.sha256 != scan.sha256
+    taken, lost = (Taken(), list[Finding]()) if by_checksums else _by_headers(scan, found)
+    named = {*taken, *(finding.key for finding in lost)}
+    for key, members, wrong in compared(scan, found, expected):
+        if key not in named:
+            lost += wrong
+        if by_checksums and not wrong:
+            taken[key] = members
+    lost += _strangers(scan.shown, found, expected) if by_checksums else scan.damages
     for key, members in taken.items():
         rows.put(key, members[0][1], members[-1][1], members)
     shard = Shard(scan.source.path, len(rows), scan.size)
     return Index((shard,), rows.offsets()), lost
 
 
-def _by_checksums(scan: ShardScan, found: Index, expected: Index) -> tuple[Taken, list[Finding]]:
-    """Return the samples of an index whose bytes are intact, and what is lost."""
-    taken, lost = Taken(), list[Finding]()
-    for key, members, wrong in compared(scan, found, expected):
-        lost += wrong
-        if not wrong:
-            taken[key] = members
-    known = {*expected.keys(np.arange(len(expected)))}
-    strange = [key for key in found.keys(np.arange(len(found))) if key not in known]
-    if strange:  # the shard was replaced
-        reason = (
-            f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
-            f"they are not copied. Run: wdstrain index on it first"
-        )
-        lost.append(Finding(scan.shown, "", "", 0, reason))
-    return taken, lost
+def _strangers(shown: str, found: Index, expected: Index) -> list[Finding]:
+    """Return a finding for the samples that an index does not list: the shard was replaced."""
+    keys, known = (index.keys(np.arange(len(index))) for index in (found, expected))
+    listed = {*known}
+    strange = [key for key in keys if key not in listed]
+    if not strange:
+        return []
+    reason = (
+        f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
+        f"they are not copied. Run: wdstrain index on it first"
+    )
+    return [Finding(shown, "", "", 0, reason)]
 
 
-def _by_headers(scan: ShardScan, samples: Sequence[Found]) -> tuple[Taken, list[Finding]]:
+def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
     """Return the samples with valid headers, and those that are lost nevertheless.
 
     A sample whose members lie in two places becomes whole.
     """
-    taken, lost = Taken(), list[Finding]()
-    for sample in samples:
-        earlier = taken.get(sample.key, [])
-        if sample.twice or sample.members.keys() & {name for name, *_ in earlier}:
+    taken, lost, rows = Taken(), list[Finding](), list(rows_of(found))
+    doubled = {fault.key for fault in scan.faults if fault.field}
+    for (key, members), start in zip(rows, found.offsets.start.tolist(), strict=True):
+        earlier = taken.get(key, [])
+        if key in doubled or {name for name, *_ in members} & {name for name, *_ in earlier}:
             reason = "a member of this key and name came before"
-            lost.append(Finding(scan.shown, sample.key, "", sample.start, reason))
+            lost.append(Finding(scan.shown, key, "", start, reason))
         else:
-            taken[sample.key] = [*earlier, *sample.members.values()]
+            taken[key] = [*earlier, *members]
     usual = Counter(map(_kinds, taken.values())).most_common(1)
-    behind = np.searchsorted([s.start for s in samples], [d.offset for d in scan.damages], "right")
-    near = {samples[at].key for at in (*behind, *(behind - 1)) if 0 <= at < len(samples)}
+    behind = np.searchsorted(found.offsets.start, [d.offset for d in scan.damages], "right")
+    near = {rows[at][0] for at in (*behind, *(behind - 1)) if 0 <= at < len(rows)}
     for key in sorted(near & taken.keys()):
         fault = _fault_near_damage(scan, key, taken[key], usual[0][0])
         if fault is not None:
@@ -248,13 +247,13 @@ def _by_headers(scan: ShardScan, samples: Sequence[Found]) -> tuple[Taken, list[
     return taken, lost
 
 
-def _kinds(members: list[Member]) -> frozenset[str]:
+def _kinds(members: list[Entry]) -> frozenset[str]:
     """Return the kinds of the fields of a sample."""
     return frozenset(field_kind(name) for name, *_ in members)
 
 
 def _fault_near_damage(
-    scan: ShardScan, key: str, members: list[Member], usual: frozenset[str]
+    scan: ShardScan, key: str, members: list[Entry], usual: frozenset[str]
 ) -> Finding | None:
     """Return what shows that a sample next to damage is not whole. usual: kinds of its fields."""
     kinds = _kinds(members)

@@ -12,8 +12,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from typing import TypeVar
@@ -30,10 +30,8 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
 from wdstrain.shards.offsets import OffsetsBuilder
 from wdstrain.shards.resolve import picked
-from wdstrain.shards.tar import Member as TarMember
-from wdstrain.shards.tar import SkippedMembers, Window, by_key, check_plain, walk
-from wdstrain.shards.tar_headers import BLOCK, Fault, size_in
-from wdstrain.shards.tar_headers import EXTENSIONS as EXTENSION_HEADERS
+from wdstrain.shards.tar import Member, SkippedMembers, Window, by_key, check_plain, walk
+from wdstrain.shards.tar_headers import BLOCK, EXTENSIONS, Fault, size_in
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
@@ -50,25 +48,11 @@ MOST = 1000  # findings of one shard, or of one kind, that are listed
 _READ = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
 _POLL = 0.1  # seconds between reports of progress
-_KINDS = b"0\x007" + EXTENSION_HEADERS  # of headers at which a walk goes on: files, and extensions
+_KINDS = b"0\x007" + EXTENSIONS  # of headers at which a walk goes on: files, and extensions
 
-Member = tuple[str, int, int, int]  # field, offset, size, crc32
+Entry = tuple[str, int, int, int]  # of a member: field, offset, size, crc32
+Found = tuple[str, dict[str, Entry], dict[str, bytes]]  # key, members and bytes by field
 T = TypeVar("T")
-
-
-@dataclass
-class Found:
-    """A sample of a shard, whose first header begins at `start`.
-
-    members: by field, in order. values: bytes of the members that were asked for. twice: members
-    whose field the sample already has.
-    """
-
-    key: str
-    start: int = 0
-    members: dict[str, Member] = field(default_factory=dict)
-    values: dict[str, bytes] = field(default_factory=dict)
-    twice: list[Member] = field(default_factory=list)
 
 
 class ShardScan(Window):
@@ -76,13 +60,15 @@ class ShardScan(Window):
 
     Files are not mapped: a file that is truncated meanwhile would kill the process. tick: called
     with the number of bytes of each read. rows (of the index), damages (bytes without samples),
-    ignored and sha256 are complete after `samples`.
+    faults (members of one name, samples in two places), ignored and sha256 are complete after
+    `samples`.
     """
 
     def __init__(self, source: File, tick: Callable[[int], None]) -> None:
         super().__init__(self._hashed, source.size, ahead=_READ, behind=_BEHIND, skips=False)
         self.shown, self.source, self._tick = shown_path(source.path), source, tick
-        self.rows, self.damages, self.ignored = OffsetsBuilder(), list[Finding](), SkippedMembers()
+        self.rows, self.ignored = OffsetsBuilder(), SkippedMembers()
+        self.damages, self.faults = list[Finding](), list[Finding]()
         self.sha256, self._hash = "", hashlib.sha256()
 
     def _hashed(self, offset: int, length: int) -> bytes:
@@ -94,33 +80,35 @@ class ShardScan(Window):
     def samples(
         self, wants: Callable[[str, int], bool] = lambda field, size: False
     ) -> Iterator[Found]:
-        """Yield the samples in order, and read to the end of the shard.
+        """Yield key, members and wanted bytes of the samples in order, and read to the end.
 
         wants: called with field and size of each member, returns whether its bytes are needed.
         Raises StorageError or ShardError if the shard cannot be read, or is compressed.
         """
         check_plain(self.read(0, BLOCK), self.shown)
+        first = dict[str, int]()
         for key, group in by_key(self._members(), self.ignored):
-            found, stop = Found(key), 0
+            members, values, start, stop = dict[str, Entry](), dict[str, bytes](), 0, 0
             for _, name, member in group:
-                crc, parts, is_wanted = 0, list[bytes](), wants(name, member.size)
-                end = member.offset + member.size
-                for at in range(member.offset, end, _READ):
-                    part = self.read(at, min(_READ, end - at))
-                    crc = crc32(part, crc)
-                    if is_wanted:
-                        parts.append(part)
-                entry = (name, member.offset, member.size, crc)
+                offset, size = member.offset, member.size
+                value = self.read(offset, size) if wants(name, size) else None
+                crc = self._checksum(member) if value is None else crc32(value)
                 stop = min(self.size, member.stop)  # a cut may take padding alone
-                if name in found.members:
-                    found.twice.append(entry)
+                if name in members:
+                    reason = "it is the second member of this name. Pack the shard again"
+                    self.faults.append(Finding(self.shown, key, name, offset, reason))
                     continue
-                found.start = found.start if found.members else member.start
-                found.members[name] = entry
-                if is_wanted:
-                    found.values[name] = b"".join(parts)
-            self.rows.put(key, found.start, stop, list(found.members.values()))
-            yield found
+                start = start if members else member.start
+                members[name] = (name, offset, size, crc)
+                if value is not None:
+                    values[name] = value
+            before = first.setdefault(key, start)
+            if before != start:
+                reason = "its members are in two places; the fields of a sample must be adjacent"
+                where = f"{reason}, the first at offset {before}"
+                self.faults.append(Finding(self.shown, key, "", start, where))
+            self.rows.put(key, start, stop, list(members.values()))
+            yield key, members, values
         self.read(self.size, 0)
         self.sha256 = self._hash.hexdigest()
 
@@ -129,7 +117,14 @@ class ShardScan(Window):
         shard = replace(listed, path=self.source.path, samples=len(self.rows))
         return Index((shard,), self.rows.offsets())
 
-    def _members(self) -> Iterator[TarMember]:
+    def _checksum(self, member: Member) -> int:
+        """Return the crc32 of a member, which may be larger than the memory."""
+        crc, stop = 0, member.offset + member.size
+        for at in range(member.offset, stop, _READ):
+            crc = crc32(self.read(at, min(_READ, stop - at)), crc)
+        return crc
+
+    def _members(self) -> Iterator[Member]:
         """Yield the members. The damage before each is recorded when it is yielded."""
         offset, fault = 0, None
         while fault is None or offset + BLOCK <= self.size:
@@ -176,13 +171,11 @@ def each_shard(
     shards: what the index says of each, by path. failed: makes the result for a shard that cannot
     be read. An exception, also one of `progress`, ends all reads.
     """
-    stopping, lock, total, read = threading.Event(), threading.Lock(), _total_bytes(shards), 0
+    stopping, total, reads = threading.Event(), _total_bytes(shards), list[int]()
     megabytes = None if total is None else total // 10**6
 
     def tick(size: int) -> None:
-        nonlocal read
-        with lock:
-            read += size
+        reads.append(size)
         if stopping.is_set():
             raise StorageError(f"{title} was stopped.")
 
@@ -201,10 +194,10 @@ def each_shard(
             while not is_done:
                 results.wait(_POLL)
                 is_done = results.ready()
-                reporter.step(title, read // 10**6, megabytes, unit="MB")
+                reporter.step(title, sum(reads) // 10**6, megabytes, unit="MB")
         finally:
             stopping.set()
-        return results.get(), read
+        return results.get(), sum(reads)
 
 
 # --- comparing with an index ----------------------------------------------------------------------
@@ -212,18 +205,22 @@ def each_shard(
 
 def compared(
     scan: ShardScan, found: Index, expected: Index
-) -> Iterator[tuple[str, list[Member], list[Finding]]]:
-    """Yield (key, its members, what is wrong with them) of each sample of an index with checksums.
+) -> Iterator[tuple[str, list[Entry], list[Finding]]]:
+    """Yield (key, its members, what is wrong with them) of each sample of an index.
 
-    A member lies where the scan found its bytes with this key, or else where the index says.
-    found: all samples of the scan.
+    With checksums, a member lies where the scan found its bytes with this key, or else where the
+    index says. Without, a sample is there if its key is. found: all samples of the scan.
     """
     rows = [(key, *member) for key, members in rows_of(found) for member in members]
     places = {(key, name, size, crc): offset for key, name, offset, size, crc in rows}
     sums = {(offset, size): crc for _, _, offset, size, crc in rows}
+    keys, has_checksums = {key for key, *_ in rows}, expected.offsets.has_checksums
     for key, wanted in rows_of(expected):
-        members, wrong = list[Member](), list[Finding]()
-        for name, offset, size, crc in wanted:
+        members, wrong = list[Entry](), list[Finding]()
+        if not has_checksums and key not in keys:
+            reason = "it is not there, as the index says"
+            wrong.append(Finding(scan.shown, key, "", wanted[0][1], reason))
+        for name, offset, size, crc in wanted if has_checksums else ():
             place = places.get((key, name, size, crc))
             if place is None:
                 actual = sums.get((offset, size))
@@ -236,20 +233,7 @@ def compared(
         yield key, members, wrong
 
 
-def lost_samples(scan: ShardScan, found: Index, expected: Index) -> Iterator[Finding]:
-    """Yield the samples of an index that the shard does not hold: by checksums, or by keys."""
-    if expected.offsets.has_checksums:
-        for _, _, wrong in compared(scan, found, expected):
-            yield from wrong
-        return
-    keys = {key for key, _ in rows_of(found)}
-    for key, members in rows_of(expected):
-        if key not in keys:
-            reason = "it is not there, as the index says"
-            yield Finding(scan.shown, key, "", members[0][1], reason)
-
-
-def rows_of(index: Index) -> Iterator[tuple[str, list[Member]]]:
+def rows_of(index: Index) -> Iterator[tuple[str, list[Entry]]]:
     """Yield (key, (field, offset, size, crc32 or 0) of each member) of the samples of an index."""
     found = index.offsets.members
     columns = (array.tolist() for array in (found.offset, found.size, found.crc))
@@ -293,13 +277,11 @@ def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
     Of a shard without an index nothing is known but its path. What remains of a damaged index takes
     its place. Tars that an index does not list are a finding.
     """
-    shards, findings, index_at = dict[str, Index](), dict[str, Finding](), cache(_index_at)
+    shards, findings = dict[str, Index](), dict[str, Finding]()
+    index_at = cache(partial(_index_at, findings))
     for path in expand(urls):
         is_list = is_json(path)
-        where = path if is_list else beside(path, INDEX_NAME)
-        index, fault = index_at(where)
-        if fault is not None:
-            findings[where] = fault
+        index = index_at(path if is_list else beside(path, INDEX_NAME))
         if is_list and is_remote(path) and not index.shards:
             load(path)  # raises the error
         tars = [shard.path for shard in index.shards] if is_list else [path]
@@ -317,24 +299,24 @@ def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
     return shards, list(findings.values())
 
 
-def _index_at(path: str) -> tuple[Index, Finding | None]:
-    """Return the index at `path`, or what remains of a damaged one, and what is wrong with it.
+def _index_at(findings: dict[str, Finding], path: str) -> Index:
+    """Return the index at `path`, or what remains of a damaged one; without shards if there is none.
 
-    An index without shards if there is none.
+    findings: receives what is wrong with it.
     """
     if not is_remote(path):
         check_finished(os.path.dirname(path))
-    shown, fault = shown_path(path), None
     try:
         index = find_index(path)
         reason = "" if index is None else changed(path)
         if index is None and os.path.exists(beside(path, TABLE_NAME)):
             reason = f"is missing or damaged, but its {TABLE_NAME} is there"
         if reason:
-            raise ShardError(f"{shown} {reason}.")
+            raise ShardError(f"{shown_path(path)} {reason}.")
     except ShardError as error:
-        index, fault = remains(path), finding_of(shown, error)
-    return Index() if index is None else index, fault
+        index = remains(path)
+        findings[path] = finding_of(shown_path(path), error)
+    return Index() if index is None else index
 
 
 def _total_bytes(shards: Mapping[str, Index]) -> int | None:

@@ -1,43 +1,55 @@
 """`wt.peek`: samples of shards, of a loader or of a batch, decoded to look at.
 
-A `Peek` prints as a table, shows pictures in a notebook, and is saved as PNG.
+A `Peek` prints as a table, shows pictures in a notebook, and is saved as PNG. The first samples of
+shards without an index are found in the headers of these samples alone, so that looking at five
+samples of a terabyte takes a few requests. Everything else needs an index. Random choices are the
+same for the same seed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor
 
 from wdstrain.augment.gpu import RNG
 from wdstrain.decode.labels import LabelField
 from wdstrain.errors import DamageError, UsageError
-from wdstrain.inspection.choose import Selected, place_of, select
+from wdstrain.inspection.labels import choices, known_labels, listed, with_values
 from wdstrain.inspection.options import PeekOptions, check_ending
-from wdstrain.inspection.views import (
-    SampleView,
-    is_mask,
-    is_shown,
-    png_sheet,
-)
+from wdstrain.inspection.views import SampleView, is_mask, is_shown, png_sheet
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
+from wdstrain.order.rng import bits
 from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import table_text
 from wdstrain.runtime.options import format_size, takes
-from wdstrain.shards.index import Index
+from wdstrain.shards.declare import even_part
+from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.resolve import groups_of, open_index, scan_shard
+from wdstrain.shards.selection import number_of
+from wdstrain.storage.addresses import Urls, expand, folder_of
 from wdstrain.storage.files import write_whole
 
 _MAX_BAD = 3  # bad samples that are named
 _MAX_BYTES = 64 << 20  # of a member that is read
+_MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 _MAX_ROWS = 20  # of the table in a terminal
 _WIDTH = 80  # columns of a table
+
+_log = logging.getLogger("wdstrain")
 
 
 class Peek(list[SampleView]):
@@ -111,31 +123,54 @@ def peek(options: PeekOptions) -> Peek:
             f"{type(source).__name__} is used up by looking at it.",
             "Give one of its batches, next(...), or the Loader.",
         )
-    if options.where is not None:
-        source = open_index(source).where(options.where)
-    chosen = select(source, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd images that it can show
-        lines = [[_view(chosen, i) for i in ids.tolist()] for ids in chosen.lines]
-    return Peek(lines, chosen.title, chosen.notes)
+        return _peek_shards(source, options)
 
 
-def _view(chosen: Selected, number: int) -> SampleView:
+def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
+    """Return the chosen samples of shards."""
+    by_class, first = bool(options.classes) or options.order == "classes", None
+    if options.where is not None:
+        source = open_index(source).where(options.where)
+    if not (isinstance(source, Index) or by_class or options.keys or options.order == "random"):
+        first = _first_samples(source, options.n)
+    index = first or open_index(source, note=_log.warning)
+    if not len(index):
+        raise UsageError("these shards hold no samples.", "Check the address.")
+    labels, count = known_labels(index, options.label), min(options.n, len(index))
+    title, notes = f"the first {count} of {len(index)} samples", list[str]()
+    lines = [np.arange(count)]
+    if by_class:
+        labels = [label for label in labels if label.kind != "number"]
+        lines, title, notes = _by_class(index, options, labels)
+    elif options.keys:
+        lines = [_by_key(index, options.keys)]
+        title = f"{len(options.keys)} of {len(index)} samples, by key"
+    elif options.order == "random":
+        lines = [np.sort(_shuffled(np.arange(len(index)), options.seed)[:count])]
+        title = f"{count} of {len(index)} samples, at random (seed {options.seed})"
+    elif first is not None:
+        title = f"the first {count} samples (their number is unknown without an index)"
+    views = [[_view(index, labels, number) for number in ids.tolist()] for ids in lines]
+    return Peek(views, f"{_place_of(index)}: {title}", notes)
+
+
+def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView:
     """Return a sample. Only members that can be shown are read; near ones in one request."""
-    index, view = chosen.index, _stored(chosen.index, number)
-    labelled, names = {label.field for label in chosen.labels}, list[str]()
-    for name, _, size in index.members(number):
-        view.fields[name] = format_size(size)
-        if size <= _MAX_BYTES and (name in labelled or is_shown(name)):
-            names.append(name)
+    view, labelled = _stored(index, number), {label.field for label in labels}
+    sizes = {name: size for name, _, size in index.members(number)}
+    shown = [name for name in sizes if name in labelled or is_shown(name)]
+    view.fields.update((name, format_size(size)) for name, size in sizes.items())
     try:
-        values = dict(index.read([number], names))[number]
+        read = index.read([number], [name for name in shown if sizes[name] <= _MAX_BYTES])
+        values = dict(read)[number]
     except DamageError as error:
         view.add_error("", error)
         return view
     for name in sorted(values, key=is_mask):  # a mask is drawn over its image
         view.fields.pop(name)
-        view.add_bytes(name, values[name], chosen.labels)
+        view.add_bytes(name, values[name], labels)
     # The bytes of sets that number their classes differently count in other classes.
     places = [label.place for label in index.differing]
     for column in index.columns:
@@ -148,6 +183,94 @@ def _stored(index: Index, number: int) -> SampleView:
     """Return an empty view that says where a sample is stored."""
     shard, start = index.shard_with(number), int(index.offsets.start[number])
     return SampleView(index.key(number), shard.shown, start, shard.split)
+
+
+def _place_of(index: Index) -> str:
+    """Return the folder of an index, for messages."""
+    return folder_of(index.shards[0].path) or "." if index.shards else "no shards"
+
+
+# --- choice of samples ----------------------------------------------------------------------------
+
+
+def _first_samples(urls: Urls, n: int) -> Index | None:
+    """Return the index of the first n samples, from their headers; None if there is an index."""
+    parts, missing = list[Index](), n
+    for shards, index in groups_of(expand(urls)):
+        if index is not None and missing > 0:
+            return None
+        for path in shards:
+            if missing > 0:
+                parts.append(scan_shard(path, most=missing))
+                missing -= len(parts[-1])
+    return join(parts)
+
+
+def _by_class(
+    index: Index, wanted: PeekOptions, labels: Sequence[ColumnInfo]
+) -> tuple[list[Ints], str, list[str]]:
+    """Return (n samples of each wanted class, or n samples evenly over all classes; title; notes).
+
+    labels: the only label with classes.
+    """
+    if len(labels) != 1:
+        names = ", ".join(label.name for label in labels) or "none of these shards"
+        raise UsageError(f"choose the label with the classes (label): {names}.")
+    label, n, none = labels[0], wanted.n, np.zeros(0, np.int64)
+    ids_of, looked_at = _class_ids(index, label)
+    known = label.classes or sorted(ids_of, key=lambda name: (len(name), name))
+    for name in wanted.classes:
+        if name not in known:
+            problem = f"the label {label.name!r} has no class {name!r}."
+            raise UsageError(problem, choices(name, known))
+    order = wanted.classes or known
+    classes = {name: _shuffled(ids_of.get(name, none), wanted.seed, name) for name in order}
+    least = n if wanted.classes else 1
+    few = [f"{name} ({len(ids)})" for name, ids in classes.items() if len(ids) < least]
+    notes = [f"too few samples of {listed(few)}, of {looked_at} labels"] if few else []
+    taken, how = Counter(dict.fromkeys(order, n)), f"{n} of each of {listed(order)}"
+    if not wanted.classes:  # one of each class, then a second of each, and so on
+        places = _shuffled(np.arange(len(order)), wanted.seed, "classes").tolist()
+        mixed = [order[place] for place in places]
+        turns = (name for turn in range(n) for name in mixed if turn < len(classes[name]))
+        taken, how = Counter(islice(turns, n)), f"evenly over {len(order)} classes"
+    lines = [np.sort(ids[: taken[name]]) for name, ids in classes.items()]
+    lines = [ids for ids in lines if len(ids)]
+    count = sum(map(len, lines))
+    title = f"{count} of {len(index)} samples, {how} (seed {wanted.seed})"
+    return lines if count > len(lines) else [np.concatenate([none, *lines])], title, notes
+
+
+def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
+    """Return (ids of each class that has samples, ascending; number of labels looked at)."""
+    rows = np.arange(len(index))
+    columns = [known for known in index.columns if known.place == label.place]
+    if not columns:
+        rows = even_part(index, _MAX_LABELS)
+        columns = [*with_values(index.take(rows), [label]).columns]
+    values, looked_at = columns[0].values, len(rows)
+    if pa.types.is_list(values.type):
+        rows = rows[np.asarray(pc.list_parent_indices(values), np.int64)]
+        values = values.flatten()
+    coded = values.dictionary_encode()  # of classes, as it is
+    table = pa.table({"code": coded.indices, "row": rows}).filter(pc.field("code").is_valid())
+    groups = table.group_by("code", use_threads=False).aggregate([("row", "list")])
+    names = coded.dictionary.take(groups["code"].combine_chunks()).to_pylist()
+    return dict(
+        zip(map(str, names), map(np.array, groups["row_list"].to_pylist()), strict=True)
+    ), looked_at
+
+
+def _shuffled(ids: Ints, *words: int | str) -> Ints:
+    return np.asarray(ids[np.argsort(bits(ids, "look", *words), kind="stable")])
+
+
+def _by_key(index: Index, keys: Sequence[str]) -> Ints:
+    """Return the samples with these keys, in their order. Raises UsageError for a missing key."""
+    try:
+        return np.array([number_of(index, key) for key in keys], np.int64)
+    except KeyError as error:
+        raise UsageError(error.args[0], f"Use a key such as {index.key(0)!r}.") from None
 
 
 # --- rows of a loader and of a batch --------------------------------------------------------------
@@ -175,7 +298,7 @@ def _peek_loader(loader: Loader, n: int) -> Peek:
     start = f" from step {step} on" if step else ""
     title = f"the first {counted(len(views), 'sample')} of epoch {epoch}{start} of a Loader"
     notes = [f"bad: {Finding(**finding).sentence}" for finding in bad]
-    return Peek([views], f"{place_of(index)}: {title}", notes)
+    return Peek([views], f"{_place_of(index)}: {title}", notes)
 
 
 def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:

@@ -25,12 +25,11 @@ from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.scan import (
     MOST,
-    Found,
     ShardScan,
+    compared,
     each_shard,
     field_kind,
     limited,
-    lost_samples,
     shards_at,
 )
 from wdstrain.inspection.values import parsed
@@ -145,8 +144,7 @@ def _unreadable(finding: Finding) -> ShardCheck:
 def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
     check, listed, labels = ShardCheck(ignored=scan.ignored), expected.shards[0], expected.labels
-    columns = ColumnBuilder([column.place for column in expected.columns])
-    first, faults = dict[str, int](), list[Finding]()
+    columns, faults = ColumnBuilder([column.place for column in expected.columns]), scan.faults
 
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
@@ -154,15 +152,20 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
         is_compared = name in EXTENSIONS or columns.reads(name)
         return is_decoded or (size <= _LARGEST and is_compared)
 
-    for found in scan.samples(wants):
-        columns.add(found.values.items())
-        contents = sorted((name, size, crc) for name, _, size, crc in found.members.values())
-        pictures = (data for name, data in found.values.items() if name in EXTENSIONS and data)
+    for key, members, values in scan.samples(wants):
+        columns.add(values.items())
+        contents = sorted((name, size, crc) for name, _, size, crc in members.values())
+        pictures = (data for name, data in values.items() if name in EXTENSIONS and data)
         images = tuple(sorted(map(hash, pictures)))
-        check.hashes.extend((hash((found.key, images, *contents)), hash(images) if images else 0))
-        before = first.setdefault(found.key, found.start)
-        for fault in _faults(found, before, labels, decode):
-            faults.append(Finding(scan.shown, found.key, *fault))
+        check.hashes.extend((hash((key, images, *contents)), hash(images) if images else 0))
+        for name, offset, size, _ in members.values():
+            reason = ""
+            if not size and _is_needed(name, labels):
+                reason = "it has 0 bytes"
+            elif decode and name in values:
+                reason = decode_error(name, values[name], labels, is_finite=True)
+            if reason:
+                faults.append(Finding(scan.shown, key, name, offset, reason))
     check.found = scan.index(listed)
     if links := scan.ignored[LINK]:
         reason = f"holds {links} links or devices, whose data no sample has"
@@ -174,28 +177,9 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     return check
 
 
-def _faults(
-    found: Found, before: int, labels: Sequence[ColumnInfo], decode: bool
-) -> Iterator[tuple[str, int, str]]:
-    """Yield (field, offset, reason) of what is wrong with a sample.
-
-    before: offset of the first sample with its key. Images and labels must not be empty. decode:
-    what can be decoded is.
-    """
-    if before != found.start:
-        reason = "its members are in two places; the fields of a sample must be adjacent"
-        yield "", found.start, f"{reason}, the first at offset {before}"
-    for name, offset, _, _ in found.twice:
-        yield name, offset, "it is the second member of this name. Pack the shard again"
-    for name, offset, size, _ in found.members.values():
-        is_label = name == "cls" or any(label.field == name for label in labels)
-        reason = ""
-        if not size and (is_label or is_image(name)):
-            reason = "it has 0 bytes"
-        elif decode and name in found.values:
-            reason = decode_error(name, found.values[name], labels, is_finite=True)
-        if reason:
-            yield name, offset, reason
+def _is_needed(field: str, labels: Sequence[ColumnInfo]) -> bool:
+    """Return whether a field must not be empty: images and labels."""
+    return field == "cls" or is_image(field) or any(label.field == field for label in labels)
 
 
 def _changes(
@@ -220,7 +204,7 @@ def _changes(
         return
     has_checksums = expected.offsets.has_checksums
     if listed.sha256 != scan.sha256 and (differing or has_checksums):
-        lost = list(lost_samples(scan, found, expected))
+        lost = [fault for _, _, wrong in compared(scan, found, expected) for fault in wrong]
     if listed.sha256 not in ("", scan.sha256) and not (lost or scan.damages):
         note = ", though every field is as packed" if has_checksums else ""
         yield Finding(scan.shown, "", "", 0, f"has another sha256 than its index says{note}")
