@@ -621,17 +621,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("good-samples-of-limit", "if good == limit:", "if good > limit:"),
     ],
     "conversion/images.py": [
-        (
-            "shorter-side",
-            "side / min(width, height))",
-            "side / max(width, height))",
-        ),
-        (
-            "small-enough",
-            "small = self.resize is None or min(size) <= self.resize",
-            "small = self.resize is None or max(size) <= self.resize",
-        ),
-        ("turned-jpeg", "size if is_jpeg and upright", "size if is_jpeg or upright"),
+        ("shorter-side", "self.resize / min(size))", "self.resize / max(size))"),
+        ("small-enough", "self._smaller(stored) == stored", "self._smaller(stored) <= stored"),
+        ("turned-jpeg", "ImageOps.exif_transpose(picture)", "picture"),
     ],
     "conversion/staging.py": [
         ("old-index-first", "                if replaces:", "                if not replaces:"),

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import simplejpeg
 from PIL import Image, ImageOps
 
+from wdstrain.conversion.images import eight_bit, jpeg, saved
 from wdstrain.conversion.listing import field_name
 from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG
 from wdstrain.errors import SampleError
@@ -191,27 +191,20 @@ def _image(name: str, value: Any, quality: int) -> bytes:
                 f"uint8 [h, w] or [h, w, 3]; store it as {name.rpartition('.')[0] or 'image'}.npy"
             )
         if made is JPEG and pixels.ndim == 3 and pixels.shape[2] == 3:
-            return bytes(
-                simplejpeg.encode_jpeg(
-                    np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"
-                )
-            )
+            return jpeg(pixels, quality, "444")
         value = Image.fromarray(np.ascontiguousarray(pixels))
     if not isinstance(value, Image.Image):
         raise SampleError(f"its {name} is {type(value).__name__}, but must be an image")
     value = ImageOps.exif_transpose(value)
-    if made.has_quality and value.mode.startswith("I"):
-        value = Image.fromarray((np.clip(np.asarray(value), 0, 65535) >> 8).astype(np.uint8))
+    value = eight_bit(value) if made.has_quality else value
     if made is JPEG and value.mode not in ("L", "RGB"):
         value = value.convert("RGB")
-    out = io.BytesIO()
     try:
-        value.save(out, made.plugins[0], **({"quality": quality} if made.has_quality else {}))
+        return saved(value, made.plugins[0], **({"quality": quality} if made.has_quality else {}))
     except (OSError, ValueError, KeyError) as error:
         raise SampleError(
             f"its {name} cannot be written as {made.extensions[0]} ({error})"
         ) from None
-    return out.getvalue()
 
 
 def _npy(name: str, value: Any) -> bytes:

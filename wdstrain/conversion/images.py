@@ -12,7 +12,9 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +22,20 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part
-from wdstrain.conversion.options import Check, Options
-from wdstrain.decode.codecs import check_scans, decode_image, open_picture
+from wdstrain.conversion.options import Check
+from wdstrain.decode.codecs import (
+    FIRST_TRANSPOSED,
+    check_scans,
+    decode_image,
+    open_picture,
+)
 from wdstrain.decode.formats import JPEG, MAX_PIXELS, format_of, is_image
 from wdstrain.errors import SampleError, SourceError
 
 _QUALITY = 90
+_ORIENTATION = 0x0112  # tag of EXIF
+
+Size = tuple[int, int]  # width and height
 
 
 @dataclass(frozen=True)
@@ -35,12 +45,6 @@ class Recipe:
     resize: int | None
     quality: int | None
     check: Check
-
-    @classmethod
-    def of(cls, options: Options) -> Recipe:
-        if options.resize is not None:
-            import torch  # noqa: F401  once, so that forked workers need not import it
-        return cls(options.resize, options.quality, options.check)
 
     @property
     def changes(self) -> bool:
@@ -75,18 +79,16 @@ class Recipe:
                 return self._encoded(field, data)
             decode_image(data)
             if photo is not None and format_of(data) is not JPEG:
-                data = self._map(field, data, photo[1])
+                data = self._map(field, data, photo)
             return field, data
 
-    def _map(self, field: str, data: bytes, photo: bytes) -> bytes:
+    def _map(self, field: str, data: bytes, photo: Part) -> bytes:
         """Return an image of values, such as classes, in the size that its photo will have.
 
         Values are never blended. An image of another size than its photo is kept.
         """
-        with open_picture(photo) as image:
-            stored, shown = image.size, ImageOps.exif_transpose(image).size
-        small = self.resize is None or min(stored) <= self.resize
-        if small and self.quality is None:
+        stored, shown, _ = _sizes(*photo)
+        if self._keeps(stored):
             return data
         with open_picture(data) as image:
             if image.size == stored != shown:
@@ -94,79 +96,62 @@ class Recipe:
                     f"its {field} has the size of the stored photo, which is shown rotated; store "
                     f"both upright"
                 )
-            if small or image.size != shown:
+            wanted = self._smaller(shown)
+            if wanted == shown or image.size != shown:
                 return data
-            out = io.BytesIO()
-            made = image.resize(_smaller(*shown, self.resize or 1), Image.Resampling.NEAREST)
-            made.save(out, image.format)
-            return out.getvalue()
+            return saved(image.resize(wanted, Image.Resampling.NEAREST), str(image.format))
 
     def _encoded(self, field: str, data: bytes) -> Part:
-        try:
-            with open_picture(data) as image:
-                size, upright = image.size, not _is_turned(image)
-                frames = 1 if format_of(data) is JPEG else getattr(image, "n_frames", 1)
-        except Exception as error:  # Pillow's plugins raise errors of any type
-            decode_image(data)  # raises an error with the same words for the same damage
-            raise SampleError(f"its {field} is not an image of a known format") from error
-        small = self.resize is None or min(size) <= self.resize
-        if small and self.quality is None:
+        stored, shown, frames = _sizes(field, data)
+        if self._keeps(stored):
             decode_image(data)  # kept images are checked as re-encoded ones are
             return field, data
         if frames > 1:
             raise SampleError(f"its {field} has {frames} frames, and one would be left")
-        is_jpeg = format_of(data) is JPEG
+        wanted, is_jpeg = self._smaller(shown), format_of(data) is JPEG
         if is_jpeg or self.quality is not None:
-            return "jpg", self._jpeg(data, size if is_jpeg and upright else None)
-        return "png", self._png(data)
+            least = self._smaller(stored)
+            picture = _scaled(data, least) if is_jpeg else Image.fromarray(decode_image(data))
+            made = picture.resize(wanted, Image.Resampling.BICUBIC)
+            return "jpg", jpeg(np.asarray(made), self.quality or _QUALITY, "420")
+        return "png", saved(_with_alpha(data).resize(wanted, Image.Resampling.BICUBIC), "PNG")
 
-    def _jpeg(self, data: bytes, size: tuple[int, int] | None) -> bytes:
-        """size: width and height of an upright JPEG, which can be decoded at a smaller scale."""
-        pixels = self._scaled(data) if size is not None else None
-        if pixels is None or size is None:
-            pixels = decode_image(data)
-            size = pixels.shape[1], pixels.shape[0]
-        made = pixels if self.resize is None else _resized(pixels, _smaller(*size, self.resize))
-        colors = "RGB" if made.shape[2] == 3 else "Gray"
-        return bytes(
-            simplejpeg.encode_jpeg(made, self.quality or _QUALITY, colors, colorsubsampling="420")
-        )
+    def _keeps(self, stored: Size) -> bool:
+        """Return whether a photo of this size keeps its bytes."""
+        return self.quality is None and self._smaller(stored) == stored
 
-    def _scaled(self, data: bytes) -> npt.NDArray[np.uint8] | None:
-        """Return pixels of a JPEG at the smallest scale that is large enough; None if damaged."""
-        try:
-            height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-            if colors not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
-                return None
+    def _smaller(self, size: Size) -> Size:
+        """Return a size scaled so that the shorter side is short enough."""
+        factor = min(1.0, self.resize / min(size)) if self.resize is not None else 1.0
+        return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+
+
+def _scaled(data: bytes, least: Size) -> Image.Image:
+    """Return a JPEG, upright, decoded at its smallest scale of at least this stored size.
+
+    Raises SampleError for a damaged JPEG.
+    """
+    with suppress(ValueError, KeyError):  # Pillow decides about what simplejpeg refuses
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        if colors in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
             check_scans(data, height * width)
-            factor = min(height, width) / self.resize if self.resize else 1.0
-            least = (
-                {"min_height": int(height / factor), "min_width": int(width / factor)}
-                if factor > 1
-                else {}
-            )
-            pixels = simplejpeg.decode_jpeg(data, "Gray" if colors == "Gray" else "RGB", **least)
-            return np.asarray(pixels)
-        except ValueError:
-            return None
+            kind = "Gray" if colors == "Gray" else "RGB"
+            pixels = simplejpeg.decode_jpeg(data, kind, min_width=least[0], min_height=least[1])
+            picture = Image.fromarray(pixels[..., 0] if kind == "Gray" else pixels)
+            with open_picture(data) as image:
+                picture.getexif()[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
+            return ImageOps.exif_transpose(picture)
+    return Image.fromarray(decode_image(data))
 
-    def _png(self, data: bytes) -> bytes:
-        decode_image(data)  # raises for a truncated image
-        with open_picture(data) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):
-                grey = np.clip(np.asarray(upright), 0, 65535) >> 8
-                upright = Image.fromarray(grey.astype(np.uint8))
-            elif upright.mode in ("P", "PA") or "transparency" in upright.info:
-                upright = upright.convert("RGBA")
-            elif upright.mode not in ("L", "LA", "RGB", "RGBA"):
-                upright = upright.convert("RGB")
-            out = io.BytesIO()
-            if self.resize is not None and self.resize < min(upright.size):
-                size = _smaller(*upright.size, self.resize)
-                upright = upright.resize(size, Image.Resampling.BICUBIC)
-            upright.save(out, "PNG")
-            return out.getvalue()
+
+def _with_alpha(data: bytes) -> Image.Image:
+    """Return an image upright, in 8 bits, with its alpha."""
+    decode_image(data)  # raises for a truncated image
+    with open_picture(data) as image:
+        picture = eight_bit(ImageOps.exif_transpose(image))
+        if picture.mode in ("P", "PA") or "transparency" in picture.info:
+            return picture.convert("RGBA")
+        return picture if picture.mode in ("L", "LA", "RGB", "RGBA") else picture.convert("RGB")
 
 
 def _photo(parts: Sequence[Part]) -> Part | None:
@@ -184,29 +169,46 @@ def _is_map(field: str, data: bytes, photo: Part) -> bool:
         return image.mode in ("1", "L", "P") or image.mode.startswith("I")
 
 
-def _smaller(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return width and height scaled so that the shorter is at most `side`."""
-    factor = min(1.0, side / min(width, height))
-    return max(1, round(width * factor)), max(1, round(height * factor))
+def _sizes(field: str, data: bytes) -> tuple[Size, Size, int]:
+    """Return the size of an image as it is stored, that of its upright form, and its frames.
+
+    Raises SampleError for an image whose header cannot be read.
+    """
+    try:
+        with open_picture(data) as image:
+            stored, frames = image.size, getattr(image, "n_frames", 1)
+            is_turned = image.getexif().get(_ORIENTATION) in range(FIRST_TRANSPOSED, 9)
+            shown = ImageOps.exif_transpose(image).size if is_turned else stored
+            return stored, shown, 1 if format_of(data) is JPEG else frames
+    except Exception as error:  # Pillow's plugins raise errors of any type
+        decode_image(data)  # raises an error with the same words for the same damage
+        raise SampleError(f"its {field} is not an image of a known format") from error
 
 
-def _resized(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Return uint8[h, w, c] with this width and height: bicubic, as Pillow but faster."""
-    wide, high = size
-    if pixels.shape[:2] == (high, wide):
-        return pixels
-    import torch
+# --- encoders -------------------------------------------------------------------------------------
 
-    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(
-        planes, (high, wide), mode="bicubic", antialias=True, align_corners=False
+
+def jpeg(pixels: npt.NDArray[np.uint8], quality: int, subsampling: str) -> bytes:
+    """Return pixels [h, w] or [h, w, 3] as a JPEG."""
+    made, colors = (
+        np.ascontiguousarray(np.atleast_3d(pixels)),
+        "Gray" if pixels.ndim == 2 else "RGB",
     )
-    return made[0].permute(1, 2, 0).contiguous().numpy()
+    return bytes(simplejpeg.encode_jpeg(made, quality, colors, colorsubsampling=subsampling))
 
 
-def _is_turned(image: Image.Image) -> bool:
-    # Other values, such as text, mean upright, as in `exif_transpose`.
-    return image.getexif().get(0x0112) in range(2, 9)
+def saved(image: Image.Image, plugin: str, **options: Any) -> bytes:
+    """Return an image as a file of a format of Pillow."""
+    out = io.BytesIO()
+    image.save(out, plugin, **options)
+    return out.getvalue()
+
+
+def eight_bit(image: Image.Image) -> Image.Image:
+    """Return a gray image of 16 bits with its upper 8 bits, and others as they are."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
 
 
 def field_of(data: bytes) -> str:

@@ -234,7 +234,10 @@ class _Run:
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
         """Write the shards of a plan of all samples; also return the catalog of these."""
         spool = None if self.source.has_files else staging.folder("spill")
-        catalog, recipe = self._collected(spool, staging.shown), Recipe.of(self.options)
+        catalog, recipe = (
+            self._collected(spool, staging.shown),
+            Recipe(self.options.resize, self.options.quality, self.options.check),
+        )
         if recipe.changes:
             catalog = self._encoded(catalog, recipe, staging.folder("encoded"))
             recipe = Recipe(None, None, "magic")
