@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1347,
     "storage": 1075,
     "reader": 492,
-    "cli": 656,
+    "cli": 644,
     "runtime": 398,
     "tuning": 240,
     "order": 400,

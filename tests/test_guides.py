@@ -304,6 +304,8 @@ def test_messages_in_troubleshooting_exist_in_the_package() -> None:
                 if isinstance(problem[-1], ast.Constant) and isinstance(hint[0], ast.Constant)
             ]
     output = "\0".join(" ".join(constant.split()) for constant in constants)
+    output = re.sub(r"\{(resume|overwrite)\}", r"\1=True", output)
+    output = re.sub(r"\{(\w+)\}", r"\1=", output)  # an option
     guide = ROOT / "docs" / "troubleshooting.md"
     quoted = [block.code for block in blocks(guide) if block.language == "text"]
     quoted += re.findall(r"^\| `(.+?)` \|", guide.read_text(), re.MULTILINE)

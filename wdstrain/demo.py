@@ -32,8 +32,9 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
     images, shards, out = (
         os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run")
     )
-    count = _write_images(images)
-    tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {images}")
+    tell.line(
+        f"1. {_write_images(images)} scans of handwritten digits as PNG in class folders: {images}"
+    )
     options = Options(split={"train": 0.8, "val": 0.2}, max_shard_samples=400, overwrite=True)
     index = convert(list_folder(images), shards, options).index
     splits = {

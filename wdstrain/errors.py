@@ -10,27 +10,50 @@
     └── StorageError      bytes that cannot be read or written
 
 A problem states the value and the rule, with shard, key and offset where there is one; a hint says
-what to do next. The text of an exception is both, in the words of Python; the command line shows
-them in the words of the shell. One string is enough to make each of them: torch rebuilds the
-exception of a worker process from its text.
+what to do next. Where they name an option they hold {name}, so that Python shows it as a keyword
+argument and the command line as a flag. The text of an exception is both, in the words of Python.
+One string is enough to make each of them: torch rebuilds the exception of a worker process from its
+text.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def as_keyword(name: str, value: Any) -> str:
+    """Return an option as a keyword argument; without its value, if that is `...`."""
+    return f"{name}=" if value is ... else f"{name}={value!r}"
+
+
 class WdstrainError(Exception):
-    """Base class of all exceptions of this package. exit_code: of a command that ends with it."""
+    """Base class of all exceptions of this package. exit_code: of a command that ends with it.
+
+    options: values of the options that the problem and the hint name as {name}; `...` for the name
+    alone. {resume} and {overwrite} need no value.
+    """
 
     exit_code = 1
 
-    def __init__(self, problem: str, hint: str = "") -> None:
-        super().__init__(f"{problem} {hint}" if hint else problem)
-        self.problem, self.hint = problem, hint
+    def __init__(
+        self, problem: str, hint: str = "", options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._texts, self.options = (
+            (problem, hint),
+            {"resume": True, "overwrite": True, **(options or {})},
+        )
+        self.problem, self.hint = self.texts(as_keyword)
+        super().__init__(f"{self.problem} {self.hint}" if hint else self.problem)
 
-    def __reduce__(self) -> tuple[type[WdstrainError], tuple[str, str]]:
-        return type(self), (self.problem, self.hint)
+    def texts(self, words: Callable[[str, Any], str]) -> list[str]:
+        """Return the problem and the hint with each option as `words` writes its name and value."""
+        written = {name: words(name, value) for name, value in self.options.items()}
+        return [
+            re.sub(r"\{(\w+)\}", lambda match: written.get(match[1], match[0]), text)
+            for text in self._texts
+        ]
 
 
 class UsageError(WdstrainError):
@@ -41,9 +64,19 @@ class UsageError(WdstrainError):
 
     exit_code = 2
 
-    def __init__(self, rule: str, hint: str = "", *, option: str = "", value: Any = None) -> None:
-        super().__init__(f"{option}={value!r}: {rule}" if option else rule, hint)
+    def __init__(
+        self,
+        rule: str,
+        hint: str = "",
+        options: Mapping[str, Any] | None = None,
+        *,
+        option: str = "",
+        value: Any = None,
+    ) -> None:
         self.rule, self.option, self.value = rule, option, value
+        super().__init__(
+            f"{{{option}}}: {rule}" if option else rule, hint, {**(options or {}), option: value}
+        )
 
 
 class PlanError(UsageError):

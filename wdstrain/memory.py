@@ -57,7 +57,8 @@ class Memory:
         except (OSError, OverflowError, ValueError) as error:
             raise WdstrainError(
                 f"{size} bytes of memory cannot be reserved ({error}).",
-                "Lower shuffle_buffer= or batch_size=.",
+                "Lower {shuffle_buffer} or {batch_size}.",
+                {"shuffle_buffer": ..., "batch_size": ...},
             ) from None
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
@@ -86,11 +87,15 @@ def checksums(memory: Memory, start: Ints, size: Ints) -> npt.NDArray[np.uint32]
     # `memory.size - size` cannot overflow once size >= 0 holds; `start + size` could
     if len(start) and (start.min() < 0 or size.min() < 0 or (start > memory.size - size).any()):
         raise ValueError("a run of bytes is beyond its memory: start + size must be <= its size")
-    crcs = np.zeros(len(start), np.uint32)
     if kernels.library is None:
-        for number, (begin, length) in enumerate(zip(start.tolist(), size.tolist(), strict=True)):
-            crcs[number] = crc32(memory.view[begin : begin + length])
-        return crcs
+        return np.array(
+            [
+                crc32(memory.view[begin : begin + length])
+                for begin, length in zip(start.tolist(), size.tolist(), strict=True)
+            ],
+            np.uint32,
+        )
+    crcs = np.zeros(len(start), np.uint32)
     address, length = start + memory.address, np.ascontiguousarray(size)
     kernels.library.checksum_runs(
         kernels.checksum, len(crcs), address.ctypes.data, length.ctypes.data, crcs.ctypes.data

@@ -59,8 +59,9 @@ class Server(ThreadingTCPServer):
             super().__init__((host, port), _Connection)
         except (OSError, UnicodeError, OverflowError) as error:
             raise StorageError(
-                f"nothing can listen at host={host!r}, port={port}: {error}.",
+                f"nothing can listen at {{host}}, {{port}}: {error}.",
                 "Choose 127.0.0.1 or 0.0.0.0, and a port above 1023; 0 is any free one.",
+                {"host": host, "port": port},
             ) from None
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.05,), name="wdstrain server", daemon=True
@@ -139,17 +140,17 @@ class _Connection(BaseHTTPRequestHandler):
         if not {tag, "*"}.intersection(self.headers.get("If-Match", tag).split(", ")):
             self._send(412, headers)
             return
-        status, part, more = 200, range(size), dict[str, str]()
         is_known = self.headers.get("If-Range", tag) in (tag, headers["Last-Modified"])
-        match = _RANGE.fullmatch(self.headers.get("Range", "").strip())
-        if match and is_known and self.command == "GET":
-            status, part, more = _part(match, size)
+        asked = self.headers.get("Range", "") if is_known and self.command == "GET" else ""
+        status, part, more = _part(_RANGE.fullmatch(asked.strip()), size)
         self._send(status, headers | more, len(part))
         if self.command == "GET" and part:
             with self.server.lock:  # before a client has the bytes, and ends the server
                 self.server.bytes += len(part)
-            sent = self.connection.sendfile(file, part.start, len(part))
-            self.close_connection |= sent < len(part)  # the file shrank: never fill it up
+            # if the file shrank, end the connection, and never fill the answer up
+            self.close_connection |= self.connection.sendfile(file, part.start, len(part)) < len(
+                part
+            )
 
     def _send(self, status: int, headers: dict[str, str] | None = None, length: int = 0) -> None:
         """Send the head of an answer. length: bytes of the body, which the caller sends."""
@@ -159,17 +160,17 @@ class _Connection(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _part(match: re.Match[str], size: int) -> tuple[int, range, dict[str, str]]:
-    """Return (status, bytes to send, header) for a range of a file.
+def _part(match: re.Match[str] | None, size: int) -> tuple[int, range, dict[str, str]]:
+    """Return (status, bytes to send, header) for a range of a file, if one is asked for.
 
     A range that ends before it begins means the whole file.
     """
-    first, last, suffix = match.groups()
+    first, last, suffix = match.groups() if match else ("0", "", "")
     wanted = slice(-int(suffix), None) if suffix else slice(int(first), int(last or size) + 1)
     part = range(size)[wanted]
-    if part:
+    if match and part:
         return 206, part, {"Content-Range": f"bytes {part.start}-{part.stop - 1}/{size}"}
-    if part.start == size:
+    if match and part.start == size:
         return 416, part, {"Content-Range": f"bytes */{size}"}
     return 200, range(size), {}
 

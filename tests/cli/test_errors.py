@@ -10,7 +10,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from tests.support.known_faults import known_fault
 from wdstrain.cli import main
 
 
@@ -64,14 +63,11 @@ def test_names_of_the_command_line_stay_as_they_are_in_errors(
         assert name in json.loads(printed.out)["error"]
 
 
-FROM_DATA = known_fault("first_contact/error_texts_change_names")
-
-
 @pytest.mark.parametrize(
     ("name", "image"),
     [
         ("group_by", "file"),  # a column in the list of columns
-        pytest.param("limit=4.png", "picture", marks=FROM_DATA),  # a cell of the table
+        ("limit=4.png", "picture"),  # a cell of the table
         ("b. Add c.png", "picture"),
         ("seed/a.png", "picture"),
     ],

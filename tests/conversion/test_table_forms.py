@@ -317,7 +317,7 @@ def test_decimal_commas_are_read_by_an_option(tmp_path: Path, images: Path) -> N
             **options,
         )
 
-    with pytest.raises(UsageError, match=r"'angle' holds '0,5' .*decimal=\",\""):
+    with pytest.raises(UsageError, match=r"'angle' holds '0,5' .*decimal=','"):
         convert()
     index = convert(decimal=",")
     assert index.labels[0].kind == "number"

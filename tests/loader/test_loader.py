@@ -489,7 +489,7 @@ def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
 
 def test_errors_for_none_and_ragged_values_name_the_next_step(shards: Path) -> None:
     with pytest.raises(
-        SampleError, match=r'returned None.*--where\)\. on_error="replace" goes on without it'
+        SampleError, match=r"returned None.*--where\)\. on_error='replace' goes on without it"
     ):
         keys(wt.Loader(shards, transform=ragged, batch_size=1))
     for on_error in ("raise", "replace"):

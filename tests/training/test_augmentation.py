@@ -122,7 +122,7 @@ def test_a_field_that_augments_is_refused_for_validation(shards: Path, tmp_path:
         images_of(shards, tmp_path / "run", fields={"image": Noisy()})
     with pytest.raises(wt.UsageError, match="'image' differs between epochs"):
         images_of(shards, tmp_path / "run", val_fields={"image": wt.image(size=8, augment="flip")})
-    with pytest.raises(wt.UsageError, match="augment=flip has no effect with fields="):
+    with pytest.raises(wt.UsageError, match="augment='flip' has no effect with fields="):
         images_of(shards, tmp_path / "run", fields={"image": Plain()}, augment="flip")
     assert not (tmp_path / "run").exists()
     _, val, _ = images_of(

@@ -497,7 +497,7 @@ def test_a_user_defined_model_is_trained_and_scored_from_python(
     assert isinstance(run.model, torch.nn.Sequential)
     best = tmp_path / "run" / "checkpoints" / "last.pt"
     with pytest.raises(
-        wt.UsageError, match="holds a model that a function made .*model=module:function"
+        wt.UsageError, match="holds a model that a function made .*model='module:function'"
     ):
         wt.evaluate(best, f"{bright}/out/val-*.tar")
     _, metrics = wt.evaluate(best, f"{bright}/out/val-*.tar", model=tiny)

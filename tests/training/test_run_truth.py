@@ -353,7 +353,7 @@ def test_balance_and_class_weights_do_not_correct_the_same_twice(
     shards: Path, tmp_path: Path
 ) -> None:
     both = {"balance": "label", "class_weights": "balanced"}
-    with pytest.raises(wt.UsageError, match="balance=label both correct for rare classes"):
+    with pytest.raises(wt.UsageError, match="balance='label' both correct for rare classes"):
         wt.train(shards, tmp_path / "run", **SMALL, **both)
 
 

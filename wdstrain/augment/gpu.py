@@ -109,8 +109,9 @@ class Augmentation:
         self._size = sides(size)
         if self._augment.rrc and self._size is None:
             raise UsageError(
-                f"augment={augment!r} needs a size.",
+                "{augment} needs a size.",
                 "Give for example size=224.",
+                {"augment": augment},
             )
         jitter = {
             "brightness": brightness,
@@ -121,16 +122,19 @@ class Augmentation:
         for name, value in jitter.items():
             if not 0 <= value <= (0.5 if name == "hue" else math.inf):
                 limit = " and <= 0.5" if name == "hue" else ""
-                raise UsageError(f"{name}={value}: must be >= 0{limit}.")
+                raise UsageError(f"must be >= 0{limit}.", option=name, value=value)
         check_probability("random_erasing", random_erasing)
         self._mixing = Mixing(mixup, cutmix, mixup_prob, mixup_switch_prob)
         if self._mixing.is_used and not classes:
             raise UsageError(
-                "mixup and cutmix turn labels into shares of classes: give classes=, their number."
+                "mixup and cutmix turn labels into shares of classes: give {classes}, their number.",
+                options={"classes": ...},
             )
         if not dtype.is_floating_point:
             raise UsageError(
-                f"dtype={dtype}: must be a floating-point dtype, such as torch.float32."
+                "must be a floating-point dtype, such as torch.float32.",
+                option="dtype",
+                value=dtype,
             )
         self._jitter = np.array(list(jitter.values()))
         self._normalize = _checked_normalization(normalize)
@@ -215,9 +219,10 @@ class Augmentation:
         for row in wrong:
             key = batch["__key__"][row] if "__key__" in batch else f"in row {row}"
             raise UsageError(
-                f"sample '{key}' has the label {int(label[row])}, and classes={self._classes} "
-                f"allows 0 to {self._classes - 1}.",
-                "Give classes= the number of all classes.",
+                f"sample '{key}' has the label {int(label[row])}, and {{classes}} allows 0 to "
+                f"{self._classes - 1}.",
+                "Give the number of all classes.",
+                {"classes": self._classes},
             )
 
     def _class_shares(self, label: Tensor) -> Tensor:

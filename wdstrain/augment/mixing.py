@@ -63,7 +63,8 @@ class Mixing:
     def __post_init__(self) -> None:
         if min(self.mixup, self.cutmix) < 0:
             raise UsageError(
-                f"mixup={self.mixup}, cutmix={self.cutmix}: must be >= 0; 0 turns it off."
+                "{mixup}, {cutmix}: must be >= 0; 0 turns it off.",
+                options={"mixup": self.mixup, "cutmix": self.cutmix},
             )
         check_probability("mixup_prob", self.probability)
         check_probability("mixup_switch_prob", self.switch)
@@ -77,7 +78,7 @@ class Mixing:
 def check_probability(name: str, value: float) -> None:
     """Raise UsageError for a value that is no probability."""
     if not 0 <= value <= 1:
-        raise UsageError(f"{name}={value}: must be in 0 to 1.")
+        raise UsageError("must be in 0 to 1.", option=name, value=value)
 
 
 def mix(

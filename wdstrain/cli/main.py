@@ -7,10 +7,8 @@ status 0: done; 1: the work failed or found damage; 2: wrong usage; 130: interru
 from __future__ import annotations
 
 import argparse
-import ast
 import logging
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from typing import Any
 
 from wdstrain import __version__
 from wdstrain.cli.common import Parser, print_json
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import UsageError, WdstrainError, as_keyword
 from wdstrain.report.terminal import print_error, quiet
 
 _VERBS = {  # the module that adds a verb, and what it does
@@ -45,8 +43,6 @@ _VERBS = {  # the module that adds a verb, and what it does
     "demo": ("train", "convert, verify and train on scans of handwritten digits"),
 }
 
-_LITERAL = r"""\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|(?:True|False)\b"""
-
 
 def main(words: Sequence[str]) -> int:
     """Run one command, and return its exit status."""
@@ -57,24 +53,24 @@ def main(words: Sequence[str]) -> int:
         if unknown:
             arguments.parser.error(f"unrecognized option {unknown[0]!r}")
     except UsageError as error:
-        report_error(error, {}, words, as_json="--json" in words)
+        report_error(error, {}, as_json="--json" in words)
         return error.exit_code
     with quiet(arguments.quiet), _log_messages(arguments):
-        return _run(arguments, words)
+        return _run(arguments)
 
 
-def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     flags = {**arguments.parser.flags(), **getattr(arguments, "flags", {})}
     try:
         return int(arguments.verb(arguments))
     except WdstrainError as error:
         if arguments.debug:
             raise
-        report_error(error, flags, words, as_json=arguments.json)
+        report_error(error, flags, as_json=arguments.json)
         return error.exit_code
     except KeyboardInterrupt:
         interrupted = WdstrainError("interrupted.", arguments.interrupted)
-        report_error(interrupted, {}, (), as_json=arguments.json)
+        report_error(interrupted, {}, as_json=arguments.json)
         return 130
     except BrokenPipeError:  # the reader of our output has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -119,46 +115,29 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 # --- errors as the shell shows them --------------------------------------------------------------
 
 
-def report_error(
-    error: WdstrainError, flags: Mapping[str, str], words: Sequence[str], *, as_json: bool
-) -> None:
+def report_error(error: WdstrainError, flags: Mapping[str, str], *, as_json: bool) -> None:
     """Print an error for people to stderr, and with `as_json` as an object to stdout.
 
-    flags: {keyword argument: flag}. words: of the command line, which stay as they are.
+    flags: {keyword argument: flag}.
     """
-    problem, hint = (_with_flags(text, flags, words) for text in (error.problem, error.hint))
-    if isinstance(error, UsageError) and error.option in flags:
-        rule = _with_flags(error.rule, flags, words)
-        problem = f"{_as_words(flags[error.option], error.value)}: {rule}"
-    print_error(f"error: {problem}".replace("\n", " ") + (f"\nhint: {hint}" if hint else ""))
+
+    def words(name: str, value: Any) -> str:
+        return _as_words(flags[name], value) if name in flags else as_keyword(name, value)
+
+    problem, hint = error.texts(words)
+    for kind, text in (("error", problem), ("hint", hint)):
+        if text:
+            print_error(f"{kind}: {text}".replace("\n", " "))
     if as_json:
         print_json({"error": problem, "hint": hint or None})
 
 
-def _with_flags(text: str, flags: Mapping[str, str], words: Sequence[str]) -> str:
-    """Return a text with `--name value` for each `name=value` of a keyword argument."""
-    names = "|".join(map(re.escape, flags)) or "(?!)"  # without flags, a pattern of nothing
-
-    def flag(match: re.Match[str]) -> str:
-        name, value, ends = match.groups()
-        if any(text.startswith(word, match.start()) for word in words if "=" in word):
-            return match[0]
-        if not value:
-            return flags[name] + ("" if ends is not None else " ")
-        try:
-            return _as_words(flags[name], ast.literal_eval(value))
-        except (ValueError, SyntaxError):
-            return f"{flags[name]} {value}"
-
-    return re.sub(
-        rf"""(?<![\w./='"-])({names})=(?:({_LITERAL})|((?=[\s,;:)]|\.?$|\. )))?""", flag, text
-    )
-
-
 def _as_words(flag: str, value: Any) -> str:
-    """Return the words of a command line that give a keyword argument its value."""
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--').removeprefix('no-')}"
+    """Return the words of a command line that give an option its value; the flag, if it is `...`."""
+    if value is ... or value is True:
+        return flag
+    if value is False:
+        return f"--no-{flag.removeprefix('--').removeprefix('no-')}"
     if isinstance(value, Mapping):
         value = [f"{key}={item}" for key, item in value.items()]
     if isinstance(value, (list, tuple)):

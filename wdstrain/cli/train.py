@@ -133,7 +133,9 @@ def _train(arguments: argparse.Namespace) -> int:
     parts: dict[str, dict[str, str]] = {arguments.out: {}}
     if (count := arguments.folds) is not None:
         if count < 2 or given(arguments, Config).get("fold") is not None:
-            raise UsageError("must be 2 or more, without fold=.", option="folds", value=count)
+            raise UsageError(
+                "must be 2 or more, without {fold}.", "", {"fold": ...}, option="folds", value=count
+            )
         folds = range(1, count + 1)
         parts = {os.path.join(arguments.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
     saved = os.path.join(next(iter(parts)), CONFIG)
@@ -146,8 +148,9 @@ def _train(arguments: argparse.Namespace) -> int:
         if name not in named and is_made(value):
             again = "module:function" if value.startswith("<") else value
             raise UsageError(
-                f"{saved} names {name}={value}, and functions that a run names are not called.",
+                f"{saved} names {{{name}}}, and functions that a run names are not called.",
                 f"Give it: --{name} {again}",
+                {name: value},
             )
     options, data = {**before, **named}, {**data, **more_data}
     addresses = arguments.urls or data.get("train")

@@ -95,8 +95,9 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
             raise UsageError(
                 f"the label '{name}' is {shown[0]} in the new samples and {shown[1]} in {out}. A "
                 "set keeps its labels and the numbers of its classes.",
-                "Number the new samples alike with classes=..., new classes last, or convert "
-                "them into another folder.",
+                "Number the new samples alike with {classes}, new classes last, or convert them "
+                "into another folder.",
+                {"classes": ...},
             )
 
 

@@ -52,7 +52,8 @@ def fixed_classes(
             raise UsageError(
                 f"classes needs one label of classes, but there are {len(able)}: "
                 f"{', '.join(able) or 'none'}.",
-                "Use like=... for several labels, or write LABEL:number for numbers.",
+                "Use {like} for several labels, or write LABEL:number for numbers.",
+                {"like": ...},
             )
         return {able[0]: ColumnInfo(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
@@ -61,8 +62,10 @@ def fixed_classes(
     for name, _ in asked:
         if name not in labels:
             raise UsageError(
-                f"like={like}: these shards have no label {name!r}.",
+                f"these shards have no label {name!r}.",
                 f"Use one of their labels: {', '.join(labels) or 'none'}.",
+                option="like",
+                value=like,
             )
     return {name: labels[name] for name, _ in asked}
 
@@ -115,7 +118,8 @@ def counted_classes(
         raise UsageError(
             f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
             f"counted from 0 they would make {count}, nearly all of them empty.",
-            "Number them anew, name the classes with classes=[...], or store them under another "
-            f"name. For arrays, state the kind: {name}:class or {name}:number.",
+            "Number them anew, name the classes with {classes}, or store them under another name. "
+            f"For arrays, state the kind: {name}:class or {name}:number.",
+            {"classes": ...},
         )
     return tuple(map(str, range(count)))

@@ -47,7 +47,7 @@ from wdstrain.shards.tar_headers import member_size
 from wdstrain.storage.files import disk_errors
 
 _RUN = 256 << 20  # bytes of a file of the spool if the order of the source is kept
-_ADVICE = "Free some space, then run this again with resume=True."
+_ADVICE = "Free some space, then run this again with {resume}."
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
 _OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written

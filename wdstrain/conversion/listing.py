@@ -124,7 +124,8 @@ class BadSamples:
         if not self.collect:
             raise SourceError(
                 f"{bad.sentence}",
-                'Fix or remove it, or leave such samples out with on_error="skip".',
+                "Fix or remove it, or leave such samples out with {on_error}.",
+                {"on_error": "skip"},
             )
         self.bad.append(bad)
 

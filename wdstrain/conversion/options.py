@@ -134,28 +134,31 @@ class Options(CheckedOptions):
             try:
                 size = parse_size(value) if isinstance(value, str) else integer(name, value, least)
             except ValueError as error:
-                raise UsageError(f"{name}={value!r}: {error}.") from None
+                raise UsageError(f"{error}.", option=name, value=value) from None
             object.__setattr__(self, name, integer(name, size, least))
         if self.quality is not None and self.quality > 100:
-            raise UsageError(f"quality={self.quality}: must be <= 100.")
+            raise UsageError("must be <= 100.", option="quality", value=self.quality)
         shares = (self.split or {"train": 1.0}).values()
         if min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5):
             raise UsageError(
-                f"split={dict(self.split or {})}: shares must be above 0 and add up to 1.",
-                'Write for example split={"train": 0.9, "val": 0.1}.',
+                "shares must be above 0 and add up to 1, such as 0.9 and 0.1.",
+                option="split",
+                value=dict(self.split or {}),
             )
         check_splits(self.split or ())
         if self.stratify and not self.split:
             raise UsageError(
-                f"stratify={self.stratify!r} needs a split.",
-                'Add split={"train": 0.9, "val": 0.1}.',
+                "{stratify} needs a split.",
+                "Add {split}.",
+                {"stratify": self.stratify, "split": {"train": 0.9, "val": 0.1}},
             )
         for one, other in _EXCLUSIVE:
             values = getattr(self, one, None), getattr(self, other, None)
             if all(values):
                 raise UsageError(
-                    f"{one}={values[0]} and {other}={values[1]} exclude each other.",
+                    f"{{{one}}} and {{{other}}} exclude each other.",
                     "Give only one.",
+                    {one: values[0], other: values[1]},
                 )
 
     @property

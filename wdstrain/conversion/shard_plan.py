@@ -84,12 +84,14 @@ def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) 
     if options.split and any(catalog.splits) and not resplit:
         raise UsageError(
             "the source has its own splits already.",
-            "Leave out split=, or convert one of its folders.",
+            "Leave out {split}, or convert one of its folders.",
+            {"split": ...},
         )
     if catalog.grouped and not options.split:
         raise UsageError(
-            "group_by needs a split.",
-            "Add split={'train': 0.9, 'val': 0.1}.",
+            "{group_by} needs a split.",
+            "Add {split}.",
+            {"group_by": ..., "split": {"train": 0.9, "val": 0.1}},
         )
     if options.stratify and not any(catalog.strata):
         raise UsageError(
@@ -118,8 +120,9 @@ def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
     room, total = [len(part) for part in sizes], [int(part.sum()) for part in sizes]
     if not len(room) <= count <= sum(room):
         raise UsageError(
-            f"num_shards={count}: must be from {len(room)}, the number of splits, to {sum(room)}, "
-            f"the number of samples."
+            f"must be from {len(room)}, the number of splits, to {sum(room)}, the number of samples.",
+            option="num_shards",
+            value=count,
         )
     shards = [1] * len(room)
     while sum(shards) < count:

@@ -63,7 +63,8 @@ def _processes(work: Any, jobs: int) -> Iterator[Calls]:
     except BrokenProcessPool as error:
         raise WdstrainError(
             "a worker process was killed, perhaps because memory ran out.",
-            "Lower num_workers, then run this again with resume=True.",
+            "Lower {num_workers}, then run this again with {resume}.",
+            {"num_workers": ...},
         ) from error
     finally:
         # A shard that is being written may take minutes, and is written again. A worker that was
@@ -93,8 +94,9 @@ def _ray(work: Any, waiting: deque[Any]) -> Iterator[Calls]:
         import ray
     except ImportError:
         raise UsageError(
-            "engine=ray needs Ray.",
+            "{engine} needs Ray.",
             "Install it: pip install 'wdstrain[ray]'",
+            {"engine": "ray"},
         ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS, or one on this machine
@@ -107,7 +109,7 @@ def _ray(work: Any, waiting: deque[Any]) -> Iterator[Calls]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WdstrainError(
             f"a task of the Ray cluster was lost {_RAY_RETRIES + 1} times: {reason}",
-            "Check the nodes and their memory, then run it again with resume=True.",
+            "Check the nodes and their memory, then run it again with {resume}.",
         ) from error
     finally:
         for task in waiting:

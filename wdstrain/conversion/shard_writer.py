@@ -44,7 +44,7 @@ _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
 _TEMPORARY = ".tmp"  # ending of a file that is being written
 _PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
-_FULL = "Free some space or choose another folder, then continue with resume=True."
+_FULL = "Free some space or choose another folder, then continue with {resume}."
 
 Samples = Iterable[tuple[str, Sequence[Part]]]  # key and parts
 Tick = Callable[[int, int], None]  # receives samples and bytes done since its last call

@@ -249,6 +249,7 @@ class RemoveOptions:
     def __post_init__(self) -> None:
         if (self.where is None) == (self.keys is None):
             raise UsageError(
-                "the samples to remove are named by where=... or keys=..., not by both.",
+                "the samples to remove are named by {where} or {keys}, not by both.",
                 "Give one of these.",
+                {"where": ..., "keys": ...},
             )

@@ -234,7 +234,7 @@ class Staging(AbstractContextManager["Staging"]):
         if resume and not self._is_change and not is_begun:
             self.is_complete = "listed" in self._former().info
         has_set = not _is_foreign(self._index or b"{}")
-        rather = f"delete {self.path}" if self._is_change else "start anew with overwrite=True"
+        rather = f"delete {self.path}" if self._is_change else "start anew with {overwrite}"
         is_free = overwrite or is_begun or self._is_change or self.is_complete
         refusals = (
             (
@@ -255,12 +255,12 @@ class Staging(AbstractContextManager["Staging"]):
             (
                 is_begun and not (overwrite or resume),
                 "holds an unfinished conversion.",
-                f"Continue it with resume=True, or {rather}.",
+                f"Continue it with {{resume}}, or {rather}.",
             ),
             (
                 names - {SKIPPED_NAME} and not is_free,
                 f"holds {len(names)} files{' and no conversion' if resume else ''}.",
-                "Choose an empty folder, or replace its shards with overwrite=True.",
+                "Choose an empty folder, or replace its shards with {overwrite}.",
             ),
         )
         for is_refused, reason, hint in refusals:
@@ -310,7 +310,7 @@ class Staging(AbstractContextManager["Staging"]):
             raise UsageError(
                 f"{self.shown} holds {state} conversion of another source or with other options: "
                 f"{'; '.join(differing)}.",
-                "Choose another folder, or replace it with overwrite=True.",
+                "Choose another folder, or replace it with {overwrite}.",
             )
 
     def folder(self, name: str = _SHARDS) -> str:
@@ -339,7 +339,7 @@ class Staging(AbstractContextManager["Staging"]):
             raise UsageError(
                 f"{shard.path} is gone, or was uploaded under another name, as samples were "
                 "skipped.",
-                "Start anew with overwrite=True.",
+                "Start anew with {overwrite}.",
             )
         if self.is_bucket and not self._index and os.path.exists(shard.path):
             # Noted before the upload: after a kill, `_clear` still deletes the object.
@@ -381,7 +381,7 @@ class Staging(AbstractContextManager["Staging"]):
         """
         paths = {name: os.path.join(self.path, _SHARDS, file) for name, file in files.items()}
         is_resumable = os.path.exists(os.path.join(self.path, _CALL))
-        again = " with resume=True" if is_resumable else ""
+        again = " with {resume}" if is_resumable else ""
         with disk_errors(self.target.place, f"Free some space, then run this again{again}."):
             if os.path.exists(paths[INDEX_NAME]):
                 self._check_unchanged(paths[INDEX_NAME], before, may_be_gone=replaces)
@@ -402,7 +402,7 @@ class Staging(AbstractContextManager["Staging"]):
         if _digest(now or b"") not in known and not (may_be_gone and now is None):
             raise UsageError(
                 f"{self.shown} was changed by another program since this change of it began.",
-                f"Delete {self.path} and run this again without resume=True.",
+                f"Delete {self.path} and run this again without {{resume}}.",
             )
 
     def _put(self, paths: dict[str, str]) -> None:

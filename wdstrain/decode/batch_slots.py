@@ -106,7 +106,8 @@ class Slots:
         if not free:
             raise WdstrainError(
                 f"all {len(self._all)} slots for batches are in use.",
-                "Lower shuffle_buffer=.",
+                "Lower {shuffle_buffer}.",
+                {"shuffle_buffer": ...},
             )
         slot = min(free)  # the first slots are reused first, so the last ones may never take memory
         self._taken.add(slot)

@@ -250,10 +250,11 @@ def image(
     shape = sides(size)
     parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if shape is None and (parsed.rrc or parsed.crop_pct != 1):
-        option = f"augment={augment!r}" if parsed.rrc else f"crop_pct={crop_pct}"
+        name = "augment" if parsed.rrc else "crop_pct"
         raise UsageError(
-            f"{option} needs a size.",
+            f"{{{name}}} needs a size.",
             "Give for example size=224.",
+            {"augment": augment, "crop_pct": crop_pct},
         )
     return Image(field_names(names), shape, parsed)
 
@@ -301,7 +302,7 @@ def mask(
     """
     like = image(names, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if classes is not None and not 1 <= classes <= IGNORED:
-        raise UsageError(f"classes={classes}: must be 1 to {IGNORED}.")
+        raise UsageError(f"must be 1 to {IGNORED}.", option="classes", value=classes)
     return mask_like(like, field_names(names), classes)
 
 
@@ -309,9 +310,10 @@ def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None)
     """Return the field of masks that belong to images of this field."""
     if source.augment.policy:
         raise UsageError(
-            f"augment={source.augment.policy}: it rotates and shears images, and masks would not "
-            "follow.",
+            "it rotates and shears images, and masks would not follow.",
             "Use rrc and flip.",
+            option="augment",
+            value=source.augment.policy,
         )
     return Mask(names, source.size, source.augment, classes)
 

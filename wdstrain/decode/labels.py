@@ -205,7 +205,8 @@ def with_classes(field: Field, index: Index | None) -> Field:
     if field.kind == "multi" and not field.classes:
         raise UsageError(
             f"the index names no classes for {field.names[0]}.",
-            "Give classes=[...].",
+            "Give {classes}.",
+            {"classes": ...},
         )
     return field
 
@@ -224,9 +225,10 @@ def numbered(field: LabelField, info: ColumnInfo, *, is_alone: bool = True) -> L
         return field
     if missing:
         raise UsageError(
-            f"classes={list(field.classes)[:10]} lacks {missing[0]!r}, which the index of these "
-            f"shards names: {info.numbering}.",
+            f"{{classes}} lacks {missing[0]!r}, which the index of these shards names: "
+            f"{info.numbering}.",
             "Name all of its classes, in any order.",
+            {"classes": list(field.classes)[:10]},
         )
     return replace(field, stored=info.classes)
 
@@ -270,7 +272,8 @@ def _joined(field: LabelField, index: Index, label: ColumnInfo | None, why: str)
         raise UsageError(
             f"{column.values.null_count} samples have no value in the column {column.name}, "
             "whose sets number their classes differently.",
-            f'Leave them out: where="{column.name} is not None".',
+            "Leave them out: {where}.",
+            {"where": f"`{column.name}` is not None"},
         )
     return replace(field, classes=field.classes or label.classes, is_joined=True)
 
@@ -283,10 +286,11 @@ def _check_texts(field: LabelField) -> None:
     )
     if is_ambiguous:
         raise UsageError(
-            f"classes={list(field.classes)[:10]}: a text may be the name of one class and the "
-            "number of another.",
+            "a text may be the name of one class and the number of another.",
             "Use wt.label() without classes, which delivers the number, or wt.Loader, which "
             "knows the index.",
+            option="classes",
+            value=list(field.classes)[:10],
         )
 
 

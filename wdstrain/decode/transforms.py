@@ -64,7 +64,9 @@ class Augment:
                     "Add rrc to augment.",
                 )
         if not 0 < self.crop_pct <= 1:
-            raise UsageError(f"crop_pct={self.crop_pct}: must be above 0 and at most 1.")
+            raise UsageError(
+                "must be above 0 and at most 1.", option="crop_pct", value=self.crop_pct
+            )
 
     @classmethod
     def parse(
@@ -125,7 +127,9 @@ def check_range(name: str, value: object) -> tuple[float, float]:
         low, high = map(float, value)
         if 0 < low <= high <= highest and high < math.inf:
             return low, high
-    raise UsageError(f"{name}={value!r}: must be (low, high) with 0 < low <= high and high {rule}.")
+    raise UsageError(
+        f"must be (low, high) with 0 < low <= high and high {rule}.", option=name, value=value
+    )
 
 
 def region(height: int, width: int, size: tuple[int, ...], augment: Augment, draws: Draws) -> Box:

@@ -175,9 +175,10 @@ class WorkerDeathsAsErrors(ContextDecorator):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             raise WdstrainError(
-                f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If "
-                f"the system killed it for memory, lower num_workers= or batch_size=; the output of "
-                f"dmesg says so."
+                f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}).",
+                "If the system killed it for memory, lower {num_workers} or {batch_size}; the output "
+                "of dmesg says so.",
+                {"num_workers": ..., "batch_size": ...},
             ) from error
 
 
@@ -368,8 +369,9 @@ def check_picklable(
         reason = str(error).rstrip(".") or type(error).__name__
         raise UsageError(
             f"{name} cannot be sent to worker processes, which {method} starts: {reason}.",
-            "Use num_workers=0, a function or class at the top of a .py file that you import, or "
+            "Use {num_workers}, a function or class at the top of a .py file that you import, or "
             "multiprocessing_context='fork'.",
+            {"num_workers": 0},
         ) from None
     finally:
         multiprocessing.context.set_spawning_popen(None)

@@ -102,15 +102,17 @@ class PeekOptions(CheckedOptions):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise UsageError(
-                    f"{name}={value!r}: must be a list.",
+                    "must be a list.",
                     f"Write {name}=[{value!r}].",
+                    option=name,
+                    value=value,
                 )
             object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value or ()))))
         names, keys = len(self.classes), len(self.keys)
         if isinstance(self.source, Mapping):  # a batch, whose classes are named
             names = 0
         if max(self.n * max(1, names), keys) > MAX_SHOWN:
-            raise UsageError(f"n={self.n}: must be 1 to {MAX_SHOWN} samples in all.")
+            raise UsageError(f"must be 1 to {MAX_SHOWN} samples in all.", option="n", value=self.n)
         if keys and (names or self.order != "first"):
             raise UsageError(
                 "samples are chosen by key, by class or at random.",

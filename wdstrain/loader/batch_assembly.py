@@ -182,7 +182,9 @@ class BatchAssembler:
             return SampleError(f"a batch that begins with {sentence}")
         count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
         if self._options.on_error == "raise":
-            return SampleError(f"{sentence}{count}", 'on_error="replace" goes on without it.')
+            return SampleError(
+                f"{sentence}{count}", "{on_error} goes on without it.", {"on_error": "replace"}
+            )
         return SampleError(
             f"{sentence}{count}", "No good sample was found near it to take its place."
         )

@@ -314,8 +314,9 @@ class EpochBatches(Iterator[Batch]):
         reasons = self._stats.bad_reasons.items()
         return SampleError(
             f"{self._bad} of the {self._epoch_samples} samples of epoch {self._epoch} are bad"
-            f"{before}, more than max_errors={float(self._options.max_errors)} allows "
+            f"{before}, more than {{max_errors}} allows "
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
             f"The last: {last.sentence}",
-            "Raise max_errors= to allow more.",
+            "Raise it to allow more.",
+            {"max_errors": float(self._options.max_errors)},
         )

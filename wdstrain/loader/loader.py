@@ -323,12 +323,16 @@ def _checked_steps(
     until = None if until is None else integer("until", until, 0)
     if until is not None and until <= number:
         raise UsageError(
-            f"until={until}: must be above epoch={number}.",
+            f"must be above epoch={number}.",
             f"Use for example until={number + 1}.",
+            option="until",
+            value=until,
         )
     if start and start >= steps:
         raise UsageError(
-            f"start={start}: must be below {steps}; an epoch has {steps} steps, which count from 0."
+            f"must be below {steps}; an epoch has {steps} steps, which count from 0.",
+            option="start",
+            value=start,
         )
     return number, start, until
 

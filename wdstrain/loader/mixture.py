@@ -82,7 +82,9 @@ def _shares(weights: list[float]) -> tuple[Fraction, ...]:
     shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
     if min(shares) <= 0:
         raise UsageError(
-            f"weights={weights}: each must be at least 1/{_SHARE_UNITS} of their sum.",
+            f"each must be at least 1/{_SHARE_UNITS} of their sum.",
             "Raise the smallest, or leave that source out.",
+            option="weights",
+            value=weights,
         )
     return shares

@@ -103,7 +103,7 @@ class LoaderOptions:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 names = ", ".join(filter(None, choices))
-                raise UsageError(f"{name}={getattr(self, name)!r}: must be one of {names}.")
+                raise UsageError(f"must be one of {names}.", option=name, value=getattr(self, name))
         for is_wrong, *texts in self._rules():
             if is_wrong:
                 raise UsageError(*texts)
@@ -124,17 +124,21 @@ class LoaderOptions:
             ),
             (
                 self.shuffle_buffer is not None and self.shuffle_buffer < 1,
-                f"shuffle_buffer={self.shuffle_buffer}: must be an integer >= 1.",
-                "Use shuffle=False to read in file order.",
+                "{shuffle_buffer}: must be an integer >= 1.",
+                "Use {shuffle} to read in file order.",
+                {"shuffle_buffer": self.shuffle_buffer, "shuffle": False},
             ),
             (
                 not (is_number(self.max_errors) and 0 <= self.max_errors <= 1),
-                f"max_errors={self.max_errors!r}: must be a share of the epoch from 0 to 1.",
+                "{max_errors}: must be a share of the epoch from 0 to 1.",
+                "",
+                {"max_errors": self.max_errors},
             ),
             (
                 self.on_error == "mark" and self.transform is not None,
-                'on_error="mark" leaves rows empty, and a transform has no empty value.',
-                'Use on_error="replace".',
+                "on_error='mark' leaves rows empty, and a transform has no empty value.",
+                "Use {on_error}.",
+                {"on_error": "replace"},
             ),
             (
                 self.fields is not None and self.transform is not None,
@@ -162,8 +166,9 @@ class LoaderOptions:
             ),
             (
                 not (is_number(self.patience) and 0 <= self.patience <= threading.TIMEOUT_MAX),
-                f"patience={self.patience!r}: must be a number of seconds >= 0.",
+                "{patience}: must be a number of seconds >= 0.",
                 "0 turns the warnings off.",
+                {"patience": self.patience},
             ),
         ]
 
@@ -179,8 +184,9 @@ class LoaderOptions:
             raise UsageError(
                 f"this loader was made for rank {self.rank} of {self.world_size}, and the "
                 f"process group says rank {rank} of {world_size}.",
-                "Make the loader after the process group (init_process_group), or give it rank= "
-                "and world_size=.",
+                "Make the loader after the process group (init_process_group), or give it {rank} "
+                "and {world_size}.",
+                {"rank": ..., "world_size": ...},
             )
 
 
@@ -216,8 +222,9 @@ def open_cache(
     if cache_dir is None:
         if cache_limit is not None:
             raise UsageError(
-                f"cache_limit={cache_limit!r} needs cache_dir=.",
-                "Give cache_dir= too.",
+                "{cache_limit} needs {cache_dir}.",
+                "Give {cache_dir} too.",
+                {"cache_limit": cache_limit, "cache_dir": ...},
             )
         return None
     try:
@@ -234,7 +241,10 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     Otherwise (0, 1). Raises UsageError.
     """
     if (rank is None) != (world_size is None):
-        raise UsageError(f"rank={rank}, world_size={world_size}: give both or none.")
+        raise UsageError(
+            "{rank}, {world_size}: give both or none.",
+            options={"rank": rank, "world_size": world_size},
+        )
     if rank is None or world_size is None:
         if _is_distributed():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -243,7 +253,13 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             rank, world_size = launch.rank, launch.size
     rank, world_size = integer("rank", rank), integer("world_size", world_size)
     if not 0 <= rank < world_size:
-        raise UsageError(f"rank={rank}: must be >= 0 and below world_size={world_size}.")
+        raise UsageError(
+            "must be >= 0 and below {world_size}.",
+            "",
+            {"world_size": world_size},
+            option="rank",
+            value=rank,
+        )
     return rank, world_size
 
 

@@ -215,7 +215,8 @@ class Pipeline:
         except MemoryError as error:  # for one sample it would be the reason why it is bad
             raise WdstrainError(
                 "there was no memory to make a batch.",
-                "Lower batch_size=, num_workers= or shuffle_buffer=, or give it more memory.",
+                "Lower {batch_size}, {num_workers} or {shuffle_buffer}, or give it more memory.",
+                {"batch_size": ..., "num_workers": ..., "shuffle_buffer": ...},
             ) from error
         finally:
             self._watchdog.end_wait()

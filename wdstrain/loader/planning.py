@@ -124,9 +124,10 @@ class EpochPlans:
         if isinstance(self.source, MixedSources):
             if options.tail != "drop":
                 raise UsageError(
-                    f'tail="{options.tail}": a mixture ends with the first source that cannot '
-                    "fill a step.",
-                    'Use tail="drop".',
+                    "a mixture ends with the first source that cannot fill a step.",
+                    "Use drop.",
+                    option="tail",
+                    value=options.tail,
                 )
             counts = [index.counts for index in self.source.indexes.values()]
             names, shares = list(self.source.indexes), self.source.shares
@@ -257,7 +258,8 @@ def _balanced(index: Index, column: str) -> Weighting:
     if missing:
         raise UsageError(
             f"{missing} of {len(index)} samples have no value.",
-            f"Leave them out: where={f'`{column}` is not None'!r}",
+            "Leave them out: {where}",
+            {"where": f"`{column}` is not None"},
             option="balance",
             value=column,
         )
@@ -279,7 +281,8 @@ def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
     if values.null_count:
         raise UsageError(
             f"{values.null_count} of {len(index)} samples have no value.",
-            f"Leave them out: where={f'`{name}` is not None'!r}",
+            "Leave them out: {where}",
+            {"where": f"`{name}` is not None"},
             option="weights",
             value=name,
         )

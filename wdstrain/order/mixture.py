@@ -170,7 +170,8 @@ class Mixture(Order):
             raise PlanError(
                 f"these sources cannot fill one step of {self.global_batch} samples by their "
                 f"shares ({shares}).",
-                "Lower batch_size= or the weight of the smallest source.",
+                "Lower {batch_size} or the weight of the smallest source.",
+                {"batch_size": ...},
             )
         return most
 

@@ -105,7 +105,8 @@ class Plan(Order):
             raise PlanError(
                 f"{self.samples} samples cannot give {self.world_size} rank(s) one batch of "
                 f"{self.batch_size} ({self.global_batch} needed).",
-                'Lower batch_size= or world_size=, or use tail="pad".',
+                "Lower {batch_size} or {world_size}, or use {tail}.",
+                {"batch_size": ..., "world_size": ..., "tail": "pad"},
             )
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def _check_options(plan: Plan) -> None:
     """Raise PlanError for options that do not fit together."""
     for name in ("batch_size", "world_size", "window"):
         if getattr(plan, name) < 1:
-            raise PlanError(f"{name}={getattr(plan, name)}: must be >= 1.")
+            raise PlanError("must be >= 1.", option=name, value=getattr(plan, name))
     if plan.tail not in get_args(Tail):
         raise PlanError(
             f"must be one of {', '.join(get_args(Tail))}.",
@@ -343,7 +344,8 @@ def _check_options(plan: Plan) -> None:
         raise PlanError(
             f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} "
             f"cannot be taken equally from {lanes} lanes.",
-            "Let batch_size= x world_size= be a multiple of lanes=.",
+            "Let {batch_size} x {world_size} be a multiple of {lanes}.",
+            {"batch_size": ..., "world_size": ..., "lanes": ...},
         )
     if plan.limit is not None and plan.tail != "drop":
-        raise PlanError(f'limit={plan.limit}: needs tail="drop", not tail="{plan.tail}".')
+        raise PlanError("{limit} needs {tail}.", "", {"limit": plan.limit, "tail": "drop"})

@@ -214,7 +214,8 @@ class Run:
                 if block is None and needed:
                     raise WdstrainError(
                         f"the reader holds {self.blocks.held} bytes, which is its limit.",
-                        "Lower shuffle_buffer=.",
+                        "Lower {shuffle_buffer}.",
+                        {"shuffle_buffer": ...},
                     )
             if block is None:
                 self._paused_before = read.first_batch

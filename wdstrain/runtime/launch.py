@@ -54,7 +54,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> Launch:
         raise UsageError(
             f"WORLD_SIZE={environment['WORLD_SIZE']} is in the environment and RANK is not: each "
             "process would be rank 0.",
-            "Start the processes with torchrun or srun, set RANK, or give rank= and world_size=.",
+            "Start the processes with torchrun or srun, set RANK, or give {rank} and {world_size}.",
+            {"rank": ..., "world_size": ...},
         )
     return Launch(
         _number(environment, "RANK", 0),

@@ -60,9 +60,9 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     try:
         number = int(index(value))
     except TypeError:
-        raise UsageError(f"{name}={value!r}: {rule}.") from None
+        raise UsageError(f"{rule}.", option=name, value=value) from None
     if isinstance(value, bool) or (least is not None and number < least):
-        raise UsageError(f"{name}={value!r}: {rule}.")
+        raise UsageError(f"{rule}.", option=name, value=value)
     return number
 
 

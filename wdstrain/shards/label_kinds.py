@@ -76,7 +76,7 @@ def rule_of(place: str, name: str, values: Iterable[Any], counts: Iterable[int])
         raise _error(
             column,
             f"{shown(members['quantity'][0][0])} and the like, which may be numbers; for a CSV with "
-            'decimal commas there is decimal=","',
+            "decimal commas there is {decimal}",
             "class",
         )
     return "class"
@@ -85,9 +85,10 @@ def rule_of(place: str, name: str, values: Iterable[Any], counts: Iterable[int])
 def _error(column: tuple[str, str], holds: str, *kinds: str) -> UsageError:
     """Return the error for a column that may be of several kinds, or of none."""
     place, name = column
-    choices = " or ".join(f'label="{name}:{kind}"' for kind in kinds)
-    step = f"State the kind: {choices}" if kinds else "Leave it out of the labels"
-    return UsageError(f"{place}: the column '{name}' holds {holds}.", f"{step}.")
+    ways = " or ".join(["{label}", *(f"{name}:{kind}" for kind in kinds[1:])])
+    step = f"State the kind: {ways}" if kinds else "Leave it out of the labels"
+    options = {"label": f"{name}:{kinds[0]}" if kinds else ..., "decimal": ","}
+    return UsageError(f"{place}: the column '{name}' holds {holds}.", f"{step}.", options)
 
 
 def _type(value: Any) -> str:
@@ -121,10 +122,12 @@ def _rule_of_numbers(column: tuple[str, str], rows: dict[Any, int], total: int) 
     if low < -1 or (is_float and (fractions > FEW * total or low < 0 or high >= RANGE)):
         return "quantity"
     if is_float or high >= RANGE or (low == -1 and 0 not in rows):
-        holds = (
-            f"{len(rows)} different numbers from {low} to {high}, all or nearly all of them whole"
+        raise _error(
+            column,
+            f"{len(rows)} different numbers from {low} to {high}, all or nearly all of them whole",
+            "class",
+            "number",
         )
-        raise _error(column, holds, "class", "number")
     return "class number"
 
 

@@ -98,7 +98,7 @@ class CheckedOptions:
                 object.__setattr__(self, name, integer(name, value, field.metadata["least"]))
             choices = choices_of(field, hints[name])
             if choices and value not in choices:
-                raise UsageError(f"{name}={value!r}: must be one of {', '.join(choices)}.")
+                raise UsageError(f"must be one of {', '.join(choices)}.", option=name, value=value)
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class IndexOptions(CheckedOptions):
         super().__post_init__()
         if self.classes is not None and self.label is None:
             raise UsageError(
-                "classes=... needs label=..., whose values it names.",
+                "{classes} needs {label}, whose values it names.",
                 "Give both.",
+                {"classes": ..., "label": ...},
             )

@@ -95,7 +95,7 @@ def open_shards(
             raise UsageError(
                 f"{shown_path(address)} holds several splits: {', '.join(reversed(first))}.",
                 f"Name one by its shards, such as {', '.join(reversed(first.values()))}: with * "
-                "in a folder, with braces on a server, or by split=... of a loader.",
+                "in a folder, with braces on a server, or by the option split of a loader.",
             )
     return index
 

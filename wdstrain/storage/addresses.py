@@ -87,7 +87,7 @@ def check_finished(folder: str) -> None:
     if os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index:
         raise ShardError(
             f"{folder}: a conversion into this folder was not finished.",
-            "Run it again with resume=True (--resume).",
+            "Run it again with {resume}.",
         )
 
 

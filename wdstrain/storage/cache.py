@@ -110,8 +110,9 @@ class Cache:
         except OSError as error:
             if not os.path.isdir(folder):
                 raise UsageError(
-                    f"cache_dir={folder} cannot be made: {error}.",
+                    f"{{cache_dir}} cannot be made: {error}.",
                     "Name another folder.",
+                    {"cache_dir": folder},
                 ) from None
             self._stop_writing(error)
 

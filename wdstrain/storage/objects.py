@@ -117,7 +117,7 @@ def _ask(
         reason = " ".join(str(error).split("Debug source")[0].split())[:300]
         if not writes and _TEMPORARY.search(str(error)):
             raise TemporaryError(reason) from None
-        advice = " A conversion goes on with resume=True (--resume)." if writes else ""
+        advice = " A conversion goes on with {resume}." if writes else ""
         raise StorageError(
             f"{path}: {failed}: {reason}.",
             f"Check the credentials in the environment and the network.{advice}",

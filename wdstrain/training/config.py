@@ -63,52 +63,62 @@ class Config(RunOptions):
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         is_own = is_made(self.optimizer)  # which has its own rate
-        mixes = bool(self.mixup or self.cutmix)
-        needs = (
-            ("step_epochs", self.schedule == "step", "schedule=step"),
-            ("plateau_epochs", self.schedule == "plateau", "schedule=plateau"),
-            ("momentum", self.optimizer == "sgd", "optimizer=sgd"),
-            ("max_errors", self.on_error == "replace", "on_error=replace"),
-            ("unfreeze_epoch", self.freeze is not None, "freeze"),
-            ("mixup_prob", mixes, "mixup or cutmix"),
-            ("mixup_switch_prob", mixes, "mixup or cutmix"),
-            ("mixup_off_epoch", mixes, "mixup or cutmix"),
+        mixes, mixing = bool(self.mixup or self.cutmix), {"mixup": ..., "cutmix": ...}
+        needs: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+            ("step_epochs", self.schedule == "step", {"schedule": "step"}),
+            ("plateau_epochs", self.schedule == "plateau", {"schedule": "plateau"}),
+            ("momentum", self.optimizer == "sgd", {"optimizer": "sgd"}),
+            ("max_errors", self.on_error == "replace", {"on_error": "replace"}),
+            ("unfreeze_epoch", self.freeze is not None, {"freeze": ...}),
+            ("mixup_prob", mixes, mixing),
+            ("mixup_switch_prob", mixes, mixing),
+            ("mixup_off_epoch", mixes, mixing),
         )
         refuse(
             (
                 self.warmup >= self.epochs,
-                f"warmup={self.warmup}: must be shorter than the {counted(self.epochs, 'epoch')}.",
+                f"{{warmup}}: must be shorter than the {counted(self.epochs, 'epoch')}.",
+                "",
+                {"warmup": self.warmup},
             ),
             (
                 self.warmup and self.schedule == "onecycle",
-                "schedule=onecycle has its own warm-up.",
-                "Leave warmup= out, or use schedule=cosine.",
+                "{schedule} has its own warm-up.",
+                "Leave {warmup} out, or use the schedule cosine.",
+                {"schedule": "onecycle", "warmup": ...},
             ),
             (
                 self.min_lr > self.lr and not is_own,
-                f"min_lr={self.min_lr}: must be at most lr={self.lr}.",
+                "{min_lr}: must be at most {lr}.",
+                "",
+                {"min_lr": self.min_lr, "lr": self.lr},
             ),
             (
                 self.clip_norm and self.clip_value,
-                "clip_norm= and clip_value= exclude each other.",
+                "{clip_norm} and {clip_value} exclude each other.",
                 "Give one of them.",
+                {"clip_norm": ..., "clip_value": ...},
             ),
             (
                 self.grad_checkpointing and self.compile,
-                "grad_checkpointing= and compile= exclude each other.",
+                "{grad_checkpointing} and {compile} exclude each other.",
                 "Give one of them.",
+                {"grad_checkpointing": ..., "compile": ...},
             ),
             (
                 self.optimizer not in _OPTIMIZERS and not is_own,
-                f"optimizer={self.optimizer!r}: must be {', '.join(_OPTIMIZERS)} or "
-                f"module:function.",
+                f"{{optimizer}}: must be {', '.join(_OPTIMIZERS)} or module:function.",
+                "",
+                {"optimizer": self.optimizer},
             ),
             *(
                 (
                     not is_used and not self.has_default(name),
-                    f"{name}={getattr(self, name)} needs {owner}.",
+                    f"{{{name}}} needs {' or '.join(map('{{{}}}'.format, owners))}.",
+                    "",
+                    {name: getattr(self, name), **owners},
                 )
-                for name, is_used, owner in needs
+                for name, is_used, owners in needs
             ),
         )
         from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow

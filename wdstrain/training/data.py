@@ -68,8 +68,9 @@ def open_data(
     refuse(
         (
             config.fold is not None and val is not None,
-            f"fold={config.fold} takes the validation data from the training shards.",
+            "{fold} takes the validation data from the training shards.",
             "Give either fold or val.",
+            {"fold": config.fold},
         )
     )
     train, *sets = _open_sets(urls, val, is_whole=config.fold is not None)
@@ -117,9 +118,10 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
         refuse(
             (
                 classes is None,
-                f"label={label}: it holds masks.",
-                "Name their classes in the order of their numbers, such as "
-                "classes=background,cat,dog, or give their number, such as classes=21.",
+                "{label}: it holds masks.",
+                "Name their classes in the order of their numbers, such as {classes}, or give their "
+                "number.",
+                {"label": label, "classes": "background,cat,dog"},
             )
         )
         index = with_mask(index, field, classes or ())
@@ -200,8 +202,9 @@ def run_loader(
     refuse(
         (
             config.batch_size % size,
-            f"batch_size={config.batch_size} cannot be shared by {size} processes.",
+            f"{{batch_size}} cannot be shared by {size} processes.",
             f"Use a multiple of {size}.",
+            {"batch_size": config.batch_size},
         )
     )
     shared: dict[str, Any] = {
@@ -242,8 +245,9 @@ def run_fields(
         refuse(
             (
                 not config.has_default("image_size") and config.image_shape not in shapes,
-                f"image_size={config.image_size} has no effect with fields=.",
+                "{image_size} has no effect with fields=.",
                 "Leave it out, and let your fields do it.",
+                {"image_size": config.image_size},
             )
         )
         few_samples(train_set, with_targets(train, task), config)
@@ -323,8 +327,9 @@ def class_weights(index: Index, head: Head, option: str, device: torch.device) -
     refuse(
         (
             not any(counts.values()),
-            f"class_weights={option}: no label {head.name!r} could be read.",
+            f"{{class_weights}}: no label {head.name!r} could be read.",
             "Leave it out.",
+            {"class_weights": option},
         )
     )
     return head.class_weights(counts, samples).to(device)
@@ -365,6 +370,7 @@ def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[s
         raise UsageError(
             f"masks in {name} have the class number {others[0]}, and {learned} classes are learned, "
             f"0 to {learned - 1}.",
-            f"Name all of them with classes=, or store {IGNORED} where a pixel has no class.",
+            f"Name all of them with {{classes}}, or store {IGNORED} where a pixel has no class.",
+            {"classes": ...},
         )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

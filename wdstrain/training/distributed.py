@@ -87,7 +87,7 @@ class DistributedContext:
             raise WdstrainError(
                 f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
                 f"Its own message stands above.",
-                "Run the job again with resume=True.",
+                "Run the job again with {resume}.",
             ) from error
         finally:
             self._asked = self._control = None
@@ -175,8 +175,9 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
-            f"device={name!r} cannot be used by local rank {world.local} ({str(error).splitlines()[0]}).",
+            f"{{device}} cannot be used by local rank {world.local} ({str(error).splitlines()[0]}).",
             "Use cpu, cuda or auto, and start one process per GPU.",
+            {"device": name},
         ) from error
     return device
 

@@ -208,7 +208,9 @@ def _check_table(path: str, distributed: DistributedContext) -> None:
     refuse(
         (
             os.path.splitext(path)[1].lower() not in _TABLES,
-            f"out={path}: must end in {' or '.join(_TABLES)}.",
+            f"{{out}}: must end in {' or '.join(_TABLES)}.",
+            "",
+            {"out": path},
         ),
         (
             distributed.size > 1,

@@ -240,8 +240,9 @@ def batch_augmentation(
         ),
         (
             mixes and (task.has_several or head.kind not in ("class", "binary")),
-            f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "
-            f"and the task is {task}.",
+            f"{{mixup}}, {{cutmix}}: they mix the classes of one label, and the task is {task}.",
+            "",
+            {"mixup": config.mixup, "cutmix": config.cutmix},
         ),
     )
     mixes = mixes and (config.mixup_off_epoch is None or epoch < config.mixup_off_epoch)

@@ -93,8 +93,9 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
         return cast(nn.Module, models.get_model(name, **options))
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"model={name} cannot be built for images of {image_size} pixels ({error}).",
-            "Use image_size=224.",
+            f"{{model}} cannot be built for images of {image_size} pixels ({error}).",
+            "Use {image_size}.",
+            {"model": name, "image_size": 224},
         ) from error
 
 
@@ -103,8 +104,9 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         import timm
     except ImportError as error:
         raise UsageError(
-            f"model={TIMM}{name} needs timm ({error}).",
+            f"{{model}} needs timm ({error}).",
             "Install it: pip install 'wdstrain[timm]'",
+            {"model": f"{TIMM}{name}"},
         ) from None
     create: Callable[..., nn.Module] = timm.create_model
     create = partial(create, name, pretrained=pretrained, num_classes=outputs)
@@ -114,9 +116,10 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         return create()
     except Exception as error:  # timm and its hub client raise errors of many types
         raise UsageError(
-            f"model={TIMM}{name} cannot be created: {' '.join(str(error).split())[:300]}.",
-            "Name one of timm.list_models(), or try another image_size=, or without a network "
-            "weights=FILE.",
+            f"{{model}} cannot be created: {' '.join(str(error).split())[:300]}.",
+            "Name one of timm.list_models(), or try another {image_size}, or without a network "
+            "{weights}.",
+            {"model": f"{TIMM}{name}", "image_size": ..., "weights": "FILE"},
         ) from error
 
 
@@ -128,13 +131,17 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
         model = factory(outputs)
     except TypeError as error:
         raise UsageError(
-            f"model={name}: it is called with the number of outputs, and that failed ({error})."
+            f"it is called with the number of outputs, and that failed ({error}).",
+            option="model",
+            value=name,
         ) from error
     kind = type(model).__name__
     refuse(
         (
             not isinstance(model, nn.Module),
-            f"model={name} returned {kind}: must be a torch.nn.Module.",
+            f"{{model}} returned {kind}: must be a torch.nn.Module.",
+            "",
+            {"model": name},
         )
     )
     return model
@@ -159,7 +166,8 @@ def check_shapes(
         raise UsageError(
             f"the model {name} does not take {several if len(kinds) > 1 else kinds[0]} "
             f"({' '.join(str(error).split())[:300]}).",
-            "Use images of another size, such as image_size=224, or a model for these inputs.",
+            "Use images of another size, such as {image_size}, or a model for these inputs.",
+            {"image_size": 224},
         ) from error
     refuse(
         (

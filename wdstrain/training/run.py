@@ -161,7 +161,9 @@ class Run:
         if config.sync_batchnorm and distributed.size > 1:
             if device.type == "cpu":
                 raise UsageError(
-                    "sync_batchnorm=True: torch synchronizes batch norms on GPUs only."
+                    "torch synchronizes batch norms on GPUs only.",
+                    option="sync_batchnorm",
+                    value=True,
                 )
             convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
             model = convert(model)
@@ -254,8 +256,9 @@ class Run:
         if not is_sound or (sums["overflowed"] and not self.scaler.is_enabled()):
             hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
             raise Diverged(
-                f"the loss is not finite at step {self.state.step} of {self.title}. {hint} "
-                f"lr={self.config.lr} or set clip_norm. Earlier checkpoints are intact."
+                f"the loss is not finite at step {self.state.step} of {self.title}.",
+                f"{hint} {{lr}} or set {{clip_norm}}. Earlier checkpoints are intact.",
+                {"lr": self.config.lr, "clip_norm": ...},
             )
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
     if names and not overwrite and not resume:
         raise UsageError(
             f"{folder} holds a run already.",
-            "Choose another folder, continue with resume=True, or replace it with overwrite=True.",
+            "Choose another folder, continue with {resume}, or replace it with {overwrite}.",
         )
     check_folder_output(folder)
 

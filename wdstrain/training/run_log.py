@@ -116,8 +116,9 @@ class RunLog:
         if sums["skipped"] and run.scaler.get_scale() < 1:
             raise Diverged(
                 f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
-                f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "
-                f"checkpoints are intact."
+                f"{run.title}.",
+                "Use {amp} or none, or set {clip_norm}. Earlier checkpoints are intact.",
+                {"amp": "bf16", "clip_norm": ...},
             )
 
     def epoch(self, details: Mapping[str, Any], best: str) -> None:

@@ -106,8 +106,9 @@ class Monitor:
         """Raise UsageError if validation lacks the metric that the option names."""
         if self._config.monitor is not None and self.name not in val:
             raise UsageError(
-                f"monitor={self.name!r} is not among the metrics of validation.",
+                "{monitor} is not among the metrics of validation.",
                 f"Use one of: {', '.join(sorted(val))}.",
+                {"monitor": self.name},
             )
 
 
@@ -167,7 +168,8 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         (
             not has_val and (needs_val or arguments.val_fields is not None),
             "patience, monitor, val_fields and the schedule plateau need validation data.",
-            "Give val=.",
+            "Give {val}.",
+            {"val": ...},
         ),
         (
             own.keys() - set(labels),
@@ -175,9 +177,9 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         ),
         (
             config.class_weights != "none" and config.balance in task.label_names,
-            f"class_weights={config.class_weights} and balance={config.balance} both correct for "
-            f"rare classes.",
+            "{class_weights} and {balance} both correct for rare classes.",
             "Give one of them.",
+            {"class_weights": config.class_weights, "balance": config.balance},
         ),
         (
             metrics is not None and not isinstance(metrics, Mapping),
@@ -187,8 +189,9 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         *(
             (
                 is_given and not config.has_default(name),
-                f"{name}={getattr(config, name)} has no effect with {owner}=.",
+                f"{{{name}}} has no effect with {{{owner}}}.",
                 f"Leave it out, and let your {owner} do it.",
+                {name: getattr(config, name), owner: ...},
             )
             for owner, is_given, names in replaced
             for name in names

@@ -50,13 +50,15 @@ class Task:
             (
                 not known,
                 "the index declares no labels.",
-                "Name the field or the JSON entry that holds them, such as label=cls or "
-                "label=json.kind, or declare it once: wdstrain index URL --label cls",
+                "Name the field or the JSON entry that holds them, such as {label} or json.kind, or "
+                "declare it once: wdstrain index URL --label cls",
+                {"label": "cls"},
             ),
             (
                 labels is None and len(known) > 1,
                 f"the index has several labels: {', '.join(known)}.",
-                f"Name those to learn, such as label={','.join(known)}.",
+                "Name those to learn, such as {label}.",
+                {"label": ",".join(known)},
             ),
         )
         words = (labels or next(iter(known))).split(",")
@@ -64,11 +66,15 @@ class Task:
         refuse(
             (
                 len({head.name for head in heads}) < len(heads),
-                f"label={labels!r} names a label twice.",
+                "{label} names a label twice.",
+                "",
+                {"label": labels},
             ),
             (
                 len(heads) > 1 and any(head.kind == "mask" for head in heads),
-                f"label={labels!r}: masks must be the only label that is learned.",
+                "{label}: masks must be the only label that is learned.",
+                "",
+                {"label": labels},
             ),
         )
         return cls(heads)

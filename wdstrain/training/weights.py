@@ -85,8 +85,9 @@ def load(
     refuse(
         (
             weights != "DEFAULT",
-            f"weights={weights}: timm's weights are DEFAULT.",
+            "{weights}: timm's weights are DEFAULT.",
             "Name others in the model, as in timm:vit_small_patch16_224.augreg_in1k.",
+            {"weights": weights},
         )
     )
     config = cast(Any, model).pretrained_cfg
@@ -101,8 +102,11 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     refuse(
         (
             weights not in members,
-            f"weights={weights}: {model_name} has no such weights and no such file exists.",
-            f"Use one of: {', '.join([*members, 'a file'])}.",
+            f"{{weights}}: {model_name} has no such weights and no such file exists.",
+            f"Use one of: {', '.join(members)}, or a file."
+            if members
+            else "Give a file of weights.",
+            {"weights": weights},
         )
     )
     member = members[weights]
@@ -111,8 +115,9 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     except (OSError, RuntimeError) as error:
         cache = os.path.join(torch.hub.get_dir(), "checkpoints")
         raise UsageError(
-            f"weights={weights} of {model_name} cannot be downloaded ({error}).",
-            f"Download {member.url} elsewhere, and put it into {cache} or give it as weights=FILE.",
+            f"{{weights}} of {model_name} cannot be downloaded ({error}).",
+            f"Download {member.url} elsewhere, and put it into {cache} or give its file as weights.",
+            {"weights": weights},
         ) from error
     transforms = member.transforms()
     normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
@@ -136,7 +141,14 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
         if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
             value = value[name]
     is_state = isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
-    refuse((not is_state, f"weights={path} holds no state dict of names and tensors."))
+    refuse(
+        (
+            not is_state,
+            "{weights} holds no state dict of names and tensors.",
+            "",
+            {"weights": path},
+        )
+    )
     return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
 
 
@@ -165,7 +177,7 @@ def _copy_weights(
         and (is_other or name not in given or given[name].shape != value.shape)
     }
     with refusing_others(
-        f"weights={source} are of another model", "Give the model that they are of."
+        f"the weights {source} are of another model", "Give the model that they are of."
     ):
         model.load_state_dict({**given, **fresh})
     return tuple(fresh)
@@ -188,12 +200,14 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
         refuse(
             (
                 not matching,
-                f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}.",
+                "{freeze} matches no parameter.",
+                f"Names are such as {', '.join(names[:4])}.",
+                {"freeze": pattern},
             )
         )
         frozen.update(matching)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    refuse((trained <= frozen, f"freeze={patterns!r} leaves no parameter to train."))
+    refuse((trained <= frozen, "{freeze} leaves no parameter to train.", "", {"freeze": patterns}))
     set_trainable(model, frozen, False)
     return sorted(frozen & trained)
 
@@ -259,7 +273,8 @@ class LoadedCheckpoint:
                 model is None and is_made(config.model),
                 f"{path} holds a model that a function made ({config.model}), and functions that "
                 "a checkpoint names are not called.",
-                "Give it: model=module:function.",
+                "Give it: {model}.",
+                {"model": "module:function"},
             )
         )
         given = config.model if model is None else model
@@ -339,7 +354,7 @@ def export(
     """
     path = os.fspath(out)
     kind = os.path.splitext(path)[1].lower()
-    refuse((kind not in _KINDS, f"out={path}: must end in {', '.join(_KINDS)}."))
+    refuse((kind not in _KINDS, f"{{out}}: must end in {', '.join(_KINDS)}.", "", {"out": path}))
     check_file_output(path)
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
     try:

@@ -98,7 +98,9 @@ class BenchOptions(LoaderChoices):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.seconds > 0:
-            raise UsageError(f"seconds={self.seconds}: must be > 0. The default is 1.5.")
+            raise UsageError(
+                "must be > 0.", "The default is 1.5.", option="seconds", value=self.seconds
+            )
         from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
 
         Augment.parse(self.augment)

@@ -83,8 +83,8 @@ def stream_hdf5(options: Hdf5Options) -> Source:
     if not fields:
         raise UsageError(
             f"{file}: no data sets were named.",
-            'Give for example fields={"image": "/images"}. Use one of its data sets: '
-            f"{_known(opened)}",
+            f"Give for example {{fields}}. Use one of its data sets: {_known(opened)}",
+            {"fields": {"image": "/images"}},
         )
     about = {
         "kind": "hdf5",
@@ -153,7 +153,8 @@ def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
     if not arrays:
         raise UsageError(
             "no array was named.",
-            'Give arrays={"NAME": array}.',
+            "Give for example {arrays}.",
+            {"arrays": {"image": "images.npy"}},
         )
     lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
     if -1 in lengths or len(lengths) > 1:

@@ -39,8 +39,9 @@ def list_folder(
         )
     if fixed and flat:
         raise UsageError(
-            "classes and like name classes, and flat=True packs none.",
+            "{classes} and {like} name classes, and {flat} packs none.",
             "Choose one.",
+            {"classes": ..., "like": ..., "flat": True},
         )
     ignored = Counter[str]()
     roots = _splits(source, ignored, alone=flat) or {"": source}
@@ -129,7 +130,8 @@ def _find_images(
     if outside:
         raise SourceError(
             f"{source} holds {outside} images and no class folders.",
-            "Make a folder for each class, or use flat=True for images without labels.",
+            "Make a folder for each class, or use {flat} for images without labels.",
+            {"flat": True},
         )
     seen = ", ".join(f"{count} x {name}" for name, count in sorted((+ignored).items()))
     raise SourceError(
@@ -154,8 +156,10 @@ def _find_masks(
     root = os.path.realpath(source)
     if os.path.commonpath([root, os.path.realpath(masks)]) == root:
         raise UsageError(
-            f"masks={masks}: it is inside of {source}, so masks would be packed as images.",
+            f"it is inside of {source}, so masks would be packed as images.",
             "Name the folder of the images alone.",
+            option="masks",
+            value=str(masks),
         )
     by_stem: dict[str, tuple[str, str]] = {}
     for name, path, field in _image_files(masks, Counter()):

@@ -221,7 +221,8 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
                 f"{name} in {root}: the split '{split}' is missing or cannot be read as "
                 "torchvision expects it "
                 f"({str(error).partition(chr(10))[0] or type(error).__name__}).",
-                "Download it first, or name the splits to convert: splits=[...]",
+                "Download it first, or name the splits to convert: {splits}",
+                {"splits": ["train"]},
             ) from None
         data_sets["val" if split == "valid" else split] = data
     files = {split: getattr(data, "samples", None) for split, data in data_sets.items()}

@@ -49,8 +49,9 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
     if options.classes is not None and options.label is None:
         raise UsageError(
-            "classes=... needs label=..., whose values it names.",
+            "{classes} needs {label}, whose values it names.",
             "Give both.",
+            {"classes": ..., "label": ...},
         )
     wanted = None if options.keys is None else read_keys(options.keys)
     index = open_index(urls, note=note)

@@ -321,8 +321,9 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
     if not chosen.any():
         raise SourceError(
-            f"{table.files.name}: none of {len(table)} rows meets where={where!r}.",
+            f"{table.files.name}: none of {len(table)} rows meets {{where}}.",
             "Change the condition.",
+            {"where": where},
         )
     return chosen
 
@@ -387,8 +388,8 @@ class _PathRule:
             status = None
         if status is None or not S_ISREG(status.st_mode):
             raise SourceError(
-                "the image is not there; root=FOLDER says where relative paths begin, and replaces "
-                "the beginning that absolute paths share"
+                "the image is not there; the option root says where relative paths begin, and "
+                "replaces the beginning that absolute paths share"
             )
         self.exist += 1
         if status.st_size == 0:

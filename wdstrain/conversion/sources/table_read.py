@@ -49,7 +49,7 @@ from wdstrain.storage.remote import gopen, is_remote, shown_path
 _FRAMES = ("iloc", "__arrow_c_stream__", "__arrow_c_array__")  # attributes of frames
 _DELIMITERS = ",;\t|"
 _NEXT_STEP = (
-    "A table must be UTF-8. Save it as UTF-8, or give its encoding, such as encoding='cp1252'. "
+    "A table must be UTF-8. Save it as UTF-8, or give its encoding with {encoding}. "
     "Tables are .csv, .tsv, .jsonl, .json, .parquet and .arrow files that are not compressed."
 )
 _IMAGE_BATCH = 128  # rows of a batch with images
@@ -90,7 +90,9 @@ class Table:
         self.files, self._parts, self._states = files, parts, states
         self._rows = sum(len(part.rows) for part in parts)
         if not self._rows:
-            raise SourceError(f"{files.name} has no rows that can be read. {_NEXT_STEP}")
+            raise SourceError(
+                f"{files.name} has no rows that can be read.", _NEXT_STEP, {"encoding": "cp1252"}
+            )
         self.classes = _class_names(parts[0].schema)
         self.columns = list(dict.fromkeys(column for part in parts for column in part.cells))
         self.cells, self.changes = dict[str, Cells](), dict[str, Changes]()
@@ -166,7 +168,8 @@ def read_table(options: TableOptions, bad: BadSamples) -> Table:
     if not options.header and form != "csv":
         raise UsageError(
             f"{files.name}: only CSV and TSV files can be without a header.",
-            "Leave out header=False.",
+            "Leave out {header}.",
+            {"header": False},
         )
     for path in files.paths:
         with reading(path, states):
@@ -297,7 +300,8 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
     elif any(NUMBER.fullmatch(name) or image_field(name) for name in names):
         raise SourceError(
             f"{path}: its first line looks like data ({names[0][:40]!r} ...).",
-            "Add a line that names the columns, or use header=False, which names them 0, 1, ...",
+            "Add a line that names the columns, or use {header}, which names them 0, 1, ...",
+            {"header": False},
         )
     _check_names(path, names)
     yield from _parts_of_rows(path, _complete(path, names, rows, bad))
@@ -339,7 +343,8 @@ def _csv_rows(path: str, data: bytes, options: TableOptions) -> Iterator[tuple[i
         raise SourceError(
             f"{path} is not a CSV table ({error}).",
             "Look for a quote that is not closed. If quotes are escaped by backslashes, give "
-            f"escape='\\\\'. {_NEXT_STEP}",
+            f"{{escape}}. {_NEXT_STEP}",
+            {"escape": "\\", "encoding": "cp1252"},
         ) from error
     finally:
         csv.field_size_limit(before)
