@@ -152,21 +152,21 @@ def run_tar(data: bytes) -> None:
     """The tar reader reports members that lie inside, apart and once, as tarfile reads them."""
     skipped = SkippedMembers()
     try:
-        found = list(samples(_reading(data), len(data), "it", skipped))
+        found = [_place(*sample) for sample in samples(_reading(data), len(data), "it", skipped)]
     except ShardError:
         return
     at, members = 0, []
-    for sample in found:
-        _must(at <= sample.start < sample.stop <= len(data), "samples lie apart and inside", sample)
-        at = sample.start
-        for name, offset, size in sample.fields:
-            inside = at < offset and size >= 0 and offset + size <= sample.stop
-            _must(inside, "members lie apart, in order and inside", sample)
+    for key, start, stop, own in found:
+        _must(at <= start < stop <= len(data), "samples lie apart and inside", key)
+        at = start
+        for name, offset, size in own:
+            inside = at < offset and size >= 0 and offset + size <= stop
+            _must(inside, "members lie apart, in order and inside", key)
             at = offset + size
-            members.append((f"{sample.key}.{name}", offset, size))
-        at = sample.stop
-        _must(_differ(name for name, *_ in sample.fields), "fields have one name each", sample)
-    _must(_differ(sample.key for sample in found), "keys come once", found)
+            members.append((f"{key}.{name}", offset, size))
+        at = stop
+        _must(_differ(name for name, *_ in own), "fields have one name each", key)
+    _must(_differ(key for key, *_ in found), "keys come once", found)
     _compare_with_tarfile(data, members, skipped)
 
 
@@ -234,7 +234,7 @@ def run_written(data: bytes) -> None:
         runs = [key for key, _ in groupby(key for key, _ in parts)]
         _must(not _differ(runs) or not _differ(parts), "written tars can be read", error)
         return
-    places = [(sample.key, *field) for sample in found for field in sample.fields]
+    places = [(key, name, m.offset, m.size) for key, of in found for name, m in of.items()]
     data_read = [tar_bytes[offset : offset + size] for *_, offset, size in places]
     _must(data_read == list(expected.values()), "the data comes back", found)
     _must([place[:2] for place in places] == parts, "the names come back", places)
@@ -283,7 +283,13 @@ def run_salvage(data: bytes) -> None:
     _must(not faults, "accepted tars are intact", faults)
     rows = zip(found, starts, stops, strict=True)
     walked = [(key, a, b, [m[:3] for m in of.values()]) for (key, of, _), a, b in rows]
-    _must(walked == list(map(tuple, intact)), "both walks agree", walked)
+    _must(walked == [_place(*sample) for sample in intact], "both walks agree", walked)
+
+
+def _place(key: str, fields: dict[str, Any]) -> tuple[Any, ...]:
+    """Return key, first and last byte, and (field, offset, size) of the members of a sample."""
+    held = list(fields.values())
+    return key, held[0].start, held[-1].stop, [(n, m.offset, m.size) for n, m in fields.items()]
 
 
 def run_rescue(data: bytes) -> None:
@@ -547,7 +553,7 @@ def run_http(data: bytes) -> None:
             _Script.answers = iter(parts + parts)
             with suppress(WdstrainError), remote.RemoteFile(_ADDRESS, size) as source:
                 for offset, length in ((0, 700), (700, 300), (1500, 100), (10, 20)):
-                    delivered = source.read(offset, length)
+                    delivered = source.bytes_at(offset, length)
                     count, meant = len(delivered), _OBJECT[offset : offset + len(delivered)]
                     _must(delivered == meant, "bytes are those of the object", (size, offset))
                     whole = min(length, max(0, source.size - offset))
@@ -555,7 +561,7 @@ def run_http(data: bytes) -> None:
             pool.clear()
         _Script.answers = iter(parts)
         with suppress(WdstrainError):
-            http.read_small("http://server/index.json")
+            http.read_page("http://server/index.json")
     pool.clear()
 
 

@@ -123,12 +123,10 @@ _parts = st.dictionaries(
 def test_any_written_names_and_sizes_are_read_back(written: dict[str, dict[str, bytes]]) -> None:
     data = targets.tar_of(list(written.items()))
     targets.run_tar(data)
-    read_samples = list(
-        samples(lambda offset, length: data[offset : offset + length], len(data), "it")
-    )
+    found = samples(lambda offset, length: data[offset : offset + length], len(data), "it")
     read = {
-        read_sample.key: {name: data[at : at + size] for name, at, size in read_sample.fields}
-        for read_sample in read_samples
+        key: {name: data[m.offset : m.offset + m.size] for name, m in of.items()}
+        for key, of in found
     }
     assert read == written
 

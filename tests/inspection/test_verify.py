@@ -299,9 +299,7 @@ def test_any_number_of_threads_reports_the_same_findings(tmp_path: Path) -> None
     assert reports[0] == reports[1] == reports[2]
 
 
-def test_a_missing_shard_is_reported_and_the_others_are_verified(
-    shards: Path,
-) -> None:
+def test_a_missing_shard_is_reported_and_the_others_are_verified(shards: Path) -> None:
     wt.index(shards)
     (shards / "part-001.tar").unlink()
     report = wt.verify(shards)

@@ -13,7 +13,7 @@ import pytest
 
 import wdstrain as wt
 from tests.support.drawn_cases import check_block
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets
 
 
 def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
@@ -28,12 +28,13 @@ def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
         for number, end in list(enumerate((start + 512 + size).tolist()))[::every]:
             os.pwrite(file.fileno(), b"%08d" % number, end - 8)
         file.truncate(int(stop[-1]) + 1024)
-    samples = OffsetsBuilder()
     extents = zip(start.tolist(), stop.tolist(), size.tolist(), strict=True)
-    for number, (first, last, length) in enumerate(extents):
-        samples.put(f"{name}{number:06d}", first, last, [("bin", first + 512, length, 0)])
+    samples = (
+        (f"{name}{number:06d}", first, last, [("bin", first + 512, length, 0)])
+        for number, (first, last, length) in enumerate(extents)
+    )
     shard = wt.Shard(str(path), count, path.stat().st_size)
-    return wt.Index((shard,), samples.offsets())
+    return wt.Index((shard,), Offsets.of_samples(samples))
 
 
 def check(loader: wt.Loader, steps: int | None = None) -> None:

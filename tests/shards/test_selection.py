@@ -171,8 +171,7 @@ def test_sets_without_a_column_of_the_condition_are_logged_once(
     assert len(wt.Loader(joined, where="kids", weights=np.ones(12), batch_size=2)) == 3
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "'kids': 6 samples of 1 shards have no value in the column kids, such as those of "
-        "train-000000.tar. None of them is chosen."
+        "'kids': 6 of 12 samples lack a value in a column of it. None of them is chosen."
     )
     caplog.clear()
     assert len(joined.where("kids is None")) == len(joined.where("kids is not None")) == 6

@@ -35,10 +35,10 @@ ODD: list[Sample] = [
 def read(path: Path, skipped: SkippedMembers | None = None) -> list[Sample]:
     """Return all samples of a shard as the tar reader delivers them."""
     with open_source(str(path)) as source:
-        actual = list(samples(source.read, source.size, str(path), skipped))
+        actual = list(samples(source.bytes_at, source.size, str(path), skipped))
         return [
-            (s.key, {name: source.read(offset, size) for name, offset, size in s.fields})
-            for s in actual
+            (key, {name: source.bytes_at(m.offset, m.size) for name, m in fields.items()})
+            for key, fields in actual
         ]
 
 

@@ -533,7 +533,7 @@ def test_a_truncated_response_header_is_a_transient_fault(packed: Path, after: i
     data = (packed / "train-000000.tar").read_bytes()
     with serving(packed, faults=[end_in_headers(after)]) as server:
         with RemoteFile(f"{server.url}/train-000000.tar") as file:
-            assert (file.size, file.read(0, 1000), file.retries) == (len(data), data[:1000], 1)
+            assert (file.size, file.bytes_at(0, 1000), file.retries) == (len(data), data[:1000], 1)
         assert not server.faults
 
 
@@ -555,10 +555,8 @@ def test_a_truncated_index_response_is_requested_again(packed: Path) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert (
-            http.read_small(f"http://127.0.0.1:{listener.getsockname()[1]}/index.json")
-            == index_bytes
-        )
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/index.json"
+        assert http.read_page(address) == (index_bytes, None)
         thread.join(10)
         listener.close()
         assert len(asked) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets, Row
 
 _PARTS = ("offset", "size", "crc32")
 
@@ -29,9 +29,9 @@ def with_column(index: Index, field: str | None, part: str, values: Any) -> Inde
 
 def with_checksums(index: Index) -> Index:
     """Return the index with the checksums of the bytes in its shards."""
-    builder = OffsetsBuilder()
+    rows = list[Row]()
     for number, values in index.read(np.arange(len(index))):
         members = [(*member, crc32(values[member[0]])) for member in index.members(number)]
         start, stop = int(index.offsets.start[number]), int(index.offsets.stop[number])
-        builder.put(index.key(number), start, stop, members)
-    return replace(index, offsets=builder.offsets())
+        rows.append((index.key(number), start, stop, members))
+    return replace(index, offsets=Offsets.of_samples(rows))

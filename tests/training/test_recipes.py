@@ -24,7 +24,7 @@ from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.inputs import Normalization
@@ -46,9 +46,8 @@ LIGHT = ColumnInfo("light", "number", "json", "light")
 
 
 def index_of(*labels: ColumnInfo) -> Index:
-    samples = OffsetsBuilder()
-    samples.put("k", 0, 4096, [(name, 512, 1, 0) for name in ("jpg", "cls", "json")])
-    return Index((), samples.offsets().slice(0, 0), labels)
+    members = [(name, 512, 1, 0) for name in ("jpg", "cls", "json")]
+    return Index((), Offsets.of_samples([("k", 0, 4096, members)]).slice(0, 0), labels)
 
 
 # --- tasks ---

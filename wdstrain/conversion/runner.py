@@ -50,7 +50,7 @@ from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import Ints, OffsetsBuilder
+from wdstrain.shards.offsets import Ints, Offsets, Row
 from wdstrain.shards.tar_headers import END
 from wdstrain.storage.files import write_whole
 
@@ -206,17 +206,15 @@ class _Run:
         and the sizes are those before images are re-encoded. The index has no fields and columns.
         """
         catalog = self._collected(None, out)
-        plan, rows, shards = self._plan(catalog), OffsetsBuilder(), list[Shard]()
+        plan, rows, shards = self._plan(catalog), list[Row](), list[Shard]()
         for shard in plan:
             stops = np.cumsum(catalog.sizes[shard.numbers]).tolist()
-            for key, start, stop in zip(
-                catalog.keys(shard.numbers), [0, *stops[:-1]], stops, strict=True
-            ):
-                rows.put(key, start, stop, [])
+            extents = zip(catalog.keys(shard.numbers), [0, *stops[:-1]], stops, strict=True)
+            rows += [(*extent, ()) for extent in extents]
             path, size = f"{out.rstrip('/')}/{shard.name}", stops[-1] + len(END)
             shards.append(Shard(path, len(stops), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
-        index = replace(with_labels(Index(tuple(shards), rows.offsets()), self.labels), info=made)
+        index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
         samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
         renamed = len(catalog.renamed.keys() & set(np.concatenate([s.numbers for s in plan])))
         return ConversionResult(index, self._info(samples, renamed, None), self.bad.bad)

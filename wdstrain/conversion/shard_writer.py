@@ -34,7 +34,7 @@ from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
-from wdstrain.shards.offsets import Ints, OffsetsBuilder
+from wdstrain.shards.offsets import Ints, Offsets, Row
 from wdstrain.shards.tar_headers import BLOCK, END, header
 from wdstrain.storage.files import disk_errors, publish, sync, write_whole
 
@@ -66,7 +66,7 @@ def write_samples(
     """
     # A unique name: on a cluster, a node that was given up may still write the same shard.
     temporary = f"{path}.{uuid.uuid4().hex[:12]}{_TEMPORARY}"
-    rows, columns, digest = OffsetsBuilder(), ColumnBuilder(own_names=True), hashlib.sha256()
+    rows, columns, digest = list[Row](), ColumnBuilder(own_names=True), hashlib.sha256()
     with disk_errors(path, advice):
         with ThreadPoolExecutor(1) as hasher, open(temporary, "wb") as file:
             hashed, count = hasher.submit(digest.update, b""), 0
@@ -77,15 +77,15 @@ def write_samples(
                 tick(len(rows) - count, len(chunk))
                 count = len(rows)
         publish(temporary, path)
-    shard = Shard(path, len(rows), rows.stop + len(END), split, digest.hexdigest())
-    return Index((shard,), rows.offsets(columns.finish()))
+    offsets, end = Offsets.of_samples(rows, columns.finish()), rows[-1][2] if rows else 0
+    return Index((Shard(path, len(rows), end + len(END), split, digest.hexdigest()),), offsets)
 
 
-def _chunks(samples: Samples, rows: OffsetsBuilder, columns: ColumnBuilder) -> Iterator[bytes]:
+def _chunks(samples: Samples, rows: list[Row], columns: ColumnBuilder) -> Iterator[bytes]:
     """Yield the bytes of a shard, and add its samples to the rows and columns of its index."""
-    chunk, written = list[bytes](), 0
+    chunk, written, stop = list[bytes](), 0, 0
     for key, parts in samples:
-        stop, members = rows.stop, []
+        start, members = stop, []
         for field, data in parts:
             size = len(data)
             head, fill = header(f"{key}.{field}", size), _PADDING[size % BLOCK]
@@ -93,7 +93,7 @@ def _chunks(samples: Samples, rows: OffsetsBuilder, columns: ColumnBuilder) -> I
             stop += len(head)
             members.append((field, stop, size, crc32(data)))
             stop += size + len(fill)
-        rows.put(key, rows.stop, stop, members)
+        rows.append((key, start, stop, members))
         columns.add(parts)
         if stop - written >= _CHUNK:
             yield b"".join(chunk)

@@ -41,7 +41,7 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.remote import is_remote, name_of, redacted
 
@@ -191,7 +191,7 @@ def recover(scan: ShardScan, expected: Index) -> Rescued:
     cannot be read.
     """
     deque(scan.samples(), maxlen=0)
-    listed, rows = expected.shards[0], OffsetsBuilder()
+    listed = expected.shards[0]
     found = scan.index(listed)
     by_checksums = expected.offsets.has_checksums and listed.sha256 != scan.sha256
     taken, lost = (Taken(), list[Finding]()) if by_checksums else _by_headers(scan, found)
@@ -202,10 +202,9 @@ def recover(scan: ShardScan, expected: Index) -> Rescued:
         if by_checksums and not wrong:
             taken[key] = members
     lost += _strangers(scan.shown, found, expected) if by_checksums else scan.damages
-    for key, members in taken.items():
-        rows.put(key, members[0][1], members[-1][1], members)
-    shard = Shard(scan.source.path, len(rows), scan.size)
-    return Index((shard,), rows.offsets()), lost
+    rows = [(key, own[0][1], own[-1][1], own) for key, own in taken.items()]
+    shard = Shard(scan.source.path, len(taken), scan.size)
+    return Index((shard,), Offsets.of_samples(rows)), lost
 
 
 def _strangers(shown: str, found: Index, expected: Index) -> list[Finding]:
@@ -262,7 +261,7 @@ def _fault_near_damage(
         reason = f"it is next to damage and has {fields}, others {others}"
         return Finding(scan.shown, key, "", members[0][1], reason)
     for name, offset, size, _ in members:
-        data = scan.source.read(offset, size)
+        data = scan.source.bytes_at(offset, size)
         if any(is_header(data[at : at + BLOCK]) for at in range(0, size, BLOCK)):
             reason = "the next sample begins within it: bytes before that are missing"
             return Finding(scan.shown, key, name, offset, reason)

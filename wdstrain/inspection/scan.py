@@ -28,7 +28,7 @@ from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets, Row
 from wdstrain.shards.resolve import picked
 from wdstrain.shards.tar import Member, SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, EXTENSIONS, Fault, size_in
@@ -67,12 +67,12 @@ class ShardScan(Window):
     def __init__(self, source: File, tick: Callable[[int], None]) -> None:
         super().__init__(self._hashed, source.size, ahead=_READ, behind=_BEHIND, skips=False)
         self.shown, self.source, self._tick = shown_path(source.path), source, tick
-        self.rows, self.ignored = OffsetsBuilder(), SkippedMembers()
+        self.rows, self.ignored = list[Row](), SkippedMembers()
         self.damages, self.faults = list[Finding](), list[Finding]()
         self.sha256, self._hash = "", hashlib.sha256()
 
     def _hashed(self, offset: int, length: int) -> bytes:
-        data = self.source.read(offset, min(length, _READ))
+        data = self.source.bytes_at(offset, min(length, _READ))
         self._hash.update(data)
         self._tick(len(data))
         return data
@@ -107,7 +107,7 @@ class ShardScan(Window):
                 reason = "its members are in two places; the fields of a sample must be adjacent"
                 where = f"{reason}, the first at offset {before}"
                 self.faults.append(Finding(self.shown, key, "", start, where))
-            self.rows.put(key, start, stop, list(members.values()))
+            self.rows.append((key, start, stop, list(members.values())))
             yield key, members, values
         self.read(self.size, 0)
         self.sha256 = self._hash.hexdigest()
@@ -115,7 +115,7 @@ class ShardScan(Window):
     def index(self, listed: Shard) -> Index:
         """Return the index of the samples. listed: the shard in the former index."""
         shard = replace(listed, path=self.source.path, samples=len(self.rows))
-        return Index((shard,), self.rows.offsets())
+        return Index((shard,), Offsets.of_samples(self.rows))
 
     def _checksum(self, member: Member) -> int:
         """Return the crc32 of a member, which may be larger than the memory."""
@@ -225,7 +225,7 @@ def compared(
             if place is None:
                 actual = sums.get((offset, size))
                 if actual is None:  # its header is damaged
-                    actual = crc32(scan.source.read(offset, size))
+                    actual = crc32(scan.source.bytes_at(offset, size))
                 if actual != crc:
                     reason = "the bytes are not those that were packed"
                     wrong.append(Finding(scan.shown, key, name, offset, reason))

@@ -114,8 +114,7 @@ class ColumnBuilder:
             values.extend([None] * (self._count - len(values)))
             columns.append(inferred(place, values))
         # Another shard may have a column of the entry, which would lack the values of this one.
-        nothing = pa.nulls(self._count)
-        return (*columns, *(no_column(place, nothing) for place in self._left_out))
+        return (*columns, *(no_column(place, pa.nulls(self._count)) for place in self._left_out))
 
     def reads(self, field: str) -> bool:
         """Return whether a field may hold values of the columns."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -158,22 +158,25 @@ def _is_same(old: Index, new: Index, fields: set[str]) -> bool:
 
 
 def class_counts(index: Index) -> dict[str, dict[str, int]]:
-    """Return the number of samples of each class, by split, from the column of the first label.
+    """Return the number of samples of each class, by split, from the column of the first label."""
+    label = next((label for label in index.labels if label.is_class), None)
+    numbers = {
+        split: [i for i, shard in enumerate(index.shards) if shard.split == split]
+        for split in index.splits
+    }
+    return {split: _counts(index.pick(own), label) for split, own in numbers.items()}
+
+
+def _counts(index: Index, label: ColumnInfo | None) -> dict[str, int]:
+    """Return the number of samples of each class that occurs, in the order of the classes.
 
     Samples without a value count as the class "".
     """
-    label = next((label for label in index.labels if label.is_class), None)
     columns = [column for column in index.columns if label and column.place == label.place]
     values = columns[0].values if columns else pa.nulls(len(index))
+    counts = {"" if value is None else str(value): n for value, n in counted(values).items()}
     places = {name: place for place, name in enumerate(label.classes if label is not None else ())}
-    by_split = {split: Counter[str]() for split in index.splits}
-    for shard, first in zip(index.shards, index.first.tolist(), strict=False):
-        for value, count in counted(values.slice(first, shard.samples)).items():
-            by_split[shard.split]["" if value is None else str(value)] += count
-    return {
-        split: dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
-        for split, counts in by_split.items()
-    }
+    return dict(sorted(counts.items(), key=lambda n: (places.get(n[0], len(places)), n[0])))
 
 
 # --- columns and labels ---------------------------------------------------------------------------
@@ -379,12 +382,9 @@ def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
 
     {} without a complete column. A sample of several classes counts for each of them.
     """
-    column = complete_column(index, label)
-    if column is None or not label.classes:
-        return {}
-    counts = {str(value): count for value, count in counted(column.values).items()}
+    counts = _counts(index, label) if complete_column(index, label) is not None else {}
     is_known = set(counts) <= set(label.classes)
-    return {name: counts.get(name, 0) for name in label.classes} if is_known else {}
+    return {name: counts.get(name, 0) for name in label.classes} if is_known and counts else {}
 
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, ClassVar
@@ -28,7 +29,6 @@ from wdstrain.shards.offsets import (
     Ints,
     Members,
     Offsets,
-    OffsetsBuilder,
     as_arrow,
     firsts,
     table_names,
@@ -84,7 +84,7 @@ class Index:
     """
 
     shards: tuple[Shard, ...] = ()
-    offsets: Offsets = field(default_factory=OffsetsBuilder().offsets)
+    offsets: Offsets = field(default_factory=partial(Offsets.of_samples, ()))
     labels: tuple[ColumnInfo, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
     differing: dict[ColumnInfo, str] = field(default_factory=dict)
@@ -303,8 +303,7 @@ class Index:
         its shard has changed or its bytes are damaged.
         """
         number = number_of(self, key)
-        fields = dict(self.read([number]))[number]
-        return {"__key__": self.key(number), **fields}
+        return {"__key__": self.key(number), **dict(self.read([number]))[number]}
 
     def read(
         self, ids: Sequence[int] | Ints, fields: Collection[str] | None = None

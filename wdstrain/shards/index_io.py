@@ -116,8 +116,13 @@ def _files(index: Index, extra: dict[str, Any]) -> tuple[pa.Buffer, dict[str, An
         "columns": [column.row for column in index.columns],
         "info": index.info,
     }
-    kind = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
-    document = {**kind, "shardlist": shards, "wdstrain": own, **extra}
+    document = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "shardlist": shards,
+        "wdstrain": own,
+        **extra,
+    }
     return arrow_file(batch, f"{own['id']}\n".encode() + json_bytes(document)), document
 
 

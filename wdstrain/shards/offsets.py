@@ -33,6 +33,10 @@ _KINDS: tuple[Any, ...] = (np.int64, np.int64, np.uint32, np.bool_)  # of `Offse
 _UNKNOWN = np.uint32(0)  # crc32 of members without one
 _METADATA = b"wdstrain"  # key in the metadata of an Arrow file
 
+# A sample in the bytes [start, stop): its key, start, stop, and field, offset, size and crc32 (0 if
+# unknown) of each member.
+Row = tuple[str, int, int, Sequence[tuple[str, int, int, int]]]
+
 
 class Members(NamedTuple):
     """The m members (files) of n samples, by sample and then by offset.
@@ -77,6 +81,31 @@ class Offsets:
         return cls(tuple(fields), rows, tuple(column.info for column in columns))
 
     @classmethod
+    def of_samples(cls, samples: Iterable[Row], columns: Sequence[Column] = ()) -> Offsets:
+        """Return the rows of samples, with these columns.
+
+        Raises ShardError if there are more fields than an index can hold.
+        """
+        keys, extents = list[bytes](), array("q")  # start and size of each sample
+        # By field: number of the sample, offset, size and crc32 of each member.
+        cells: dict[str, array[int]] = {}
+        for key, start, stop, members in samples:
+            for name, *extent in members:
+                cells.setdefault(name, array("q")).extend((len(keys), *extent))
+            check_field_count(len(cells))
+            keys.append(key.encode("utf-8", "surrogateescape"))
+            extents.extend((start, stop - start))
+        places = np.array(extents, np.int64).reshape(-1, 2)
+        arrays = [pa.array(keys, pa.large_binary()), *map(as_arrow, places.T)]
+        for own in cells.values():
+            row, *parts = np.array(own, np.int64).reshape(-1, 4).T
+            for part, least, kind in zip(parts, (0, 0, 1), PARTS.values(), strict=True):
+                values = np.full(len(keys), -1)
+                values[row] = part
+                arrays.append(pa.array(values, kind, mask=values < least))
+        return cls.of_arrays(tuple(cells), arrays, columns)
+
+    @classmethod
     def of_bytes(cls, fields: Sequence[str], data: Any, infos: Sequence[ColumnInfo]) -> Offsets:
         """Return the rows in an Arrow file."""
         return cls(tuple(fields), read_arrow_file(data)[0], tuple(infos))
@@ -91,8 +120,7 @@ class Offsets:
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Labels and other scalars."""
-        arrays = self.rows.columns[3 + 3 * len(self.fields) :]
-        return tuple(map(Column.of, self.infos, arrays))
+        return tuple(map(Column.of, self.infos, self.rows.columns[3 + 3 * len(self.fields) :]))
 
     @cached_property
     def start(self) -> Ints:
@@ -125,9 +153,9 @@ class Offsets:
         """(offset, size, crc32 or 0, whether the sample has it) of each field. Arrays of n each."""
         views = []
         for offset, size, crc in self.extents.values():
-            has, crcs = np.broadcast_to(np.True_, len(self)), np.broadcast_to(_UNKNOWN, len(self))
-            if offset.null_count:
-                has = np.asarray(offset.is_valid())
+            crcs = np.broadcast_to(_UNKNOWN, len(self))
+            every = np.broadcast_to(np.True_, len(self))
+            has = np.asarray(offset.is_valid()) if offset.null_count else every
             if crc.null_count < len(crc):
                 crcs = as_numpy(crc.fill_null(0) if crc.null_count else crc)
             views.append((as_numpy(offset), as_numpy(size), crcs, has))
@@ -201,49 +229,6 @@ class Offsets:
             for name, arrays in self.extents.items()
             if arrays[0].null_count < len(self)
         }
-
-
-class OffsetsBuilder:
-    """Offsets of samples that are added one after another.
-
-    stop: end of the last sample.
-    """
-
-    def __init__(self) -> None:
-        self.stop = 0
-        # By field: number of the sample, offset, size and crc32 of each member.
-        self._cells: dict[str, array[int]] = {}
-        self._extents = array("q")  # start and size of each sample
-        self._keys = list[bytes]()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def put(
-        self, key: str, start: int, stop: int, members: Sequence[tuple[str, int, int, int]]
-    ) -> None:
-        """Add a sample in the bytes [start, stop): (field, offset, size, crc32) of each member.
-
-        Raises ShardError if there are more fields than an index can hold.
-        """
-        for name, *extent in members:
-            self._cells.setdefault(name, array("q")).extend((len(self), *extent))
-        check_field_count(len(self._cells))
-        self._keys.append(key.encode("utf-8", "surrogateescape"))
-        self._extents.extend((start, stop - start))
-        self.stop = stop
-
-    def offsets(self, columns: Sequence[Column] = ()) -> Offsets:
-        """Return the offsets of all samples, with these columns."""
-        extents = np.array(self._extents, np.int64).reshape(-1, 2)
-        arrays = [pa.array(self._keys, pa.large_binary()), *map(as_arrow, extents.T)]
-        for cells in self._cells.values():
-            row, *parts = np.array(cells, np.int64).reshape(-1, 4).T
-            for part, least, kind in zip(parts, (0, 0, 1), PARTS.values(), strict=True):
-                values = np.full(len(self), -1)
-                values[row] = part
-                arrays.append(pa.array(values, kind, mask=values < least))
-        return Offsets.of_arrays(tuple(self._cells), arrays, columns)
 
 
 def check_field_count(count: int) -> None:

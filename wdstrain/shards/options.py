@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.errors import UsageError
@@ -90,7 +89,7 @@ class CheckedOptions:
 
     def __post_init__(self) -> None:
         hints = types_of(type(self))
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if value is None and field.default is None:
                 continue

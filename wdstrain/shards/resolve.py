@@ -25,7 +25,7 @@ from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_sizes, find_index, load, pack_part, unpack_part
-from wdstrain.shards.offsets import OffsetsBuilder
+from wdstrain.shards.offsets import Offsets, Row
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
 from wdstrain.storage.addresses import (
     INDEX_NAME,
@@ -268,7 +268,7 @@ def scan_shard(
     """
     skipped = SkippedMembers()
     with open_source(path, stopping=stopping) as source:
-        rows = islice(samples(source.read, source.size, shown_path(path), skipped), most)
+        rows = islice(samples(source.bytes_at, source.size, shown_path(path), skipped), most)
         return index_of(path, rows, source.size, source.version, skipped)
 
 
@@ -276,11 +276,16 @@ def index_of(
     path: str, rows: Iterable[Sample], size: int, tag: str | None, skipped: SkippedMembers
 ) -> Index:
     """Return the index of a shard of `size` bytes whose headers were read. tag: its state."""
-    builder = OffsetsBuilder()
-    for key, start, stop, members in rows:
-        builder.put(key, start, stop, [(*member, 0) for member in members])
-    shard = Shard(path, len(builder), size, tag=tag or "")
-    return Index((shard,), builder.offsets(), info={"ignored": dict(skipped)})
+    offsets = Offsets.of_samples(map(_row, rows))
+    shard = Shard(path, len(offsets), size, tag=tag or "")
+    return Index((shard,), offsets, info={"ignored": dict(skipped)})
+
+
+def _row(sample: Sample) -> Row:
+    """Return where a sample lies in its shard."""
+    (key, fields), members = sample, [*sample[1].values()]
+    extents = [(name, member.offset, member.size, 0) for name, member in fields.items()]
+    return key, members[0].start, members[-1].stop, extents
 
 
 def picked(index: Index, paths: Iterable[str]) -> Index:

@@ -77,13 +77,7 @@ class Member(NamedTuple):
         return self.offset + self.size + padding(self.size)
 
 
-class Sample(NamedTuple):
-    """Position of one sample in its shard. `fields`: (name, offset of the data, size) in order."""
-
-    key: str
-    start: int  # first byte of its first header
-    stop: int  # byte after the padding of its last member
-    fields: list[tuple[str, int, int]]
+Sample = tuple[str, dict[str, Member]]  # its key, and its members by field, in order
 
 
 class Window:
@@ -155,7 +149,7 @@ def skipped_text(skipped: Mapping[str, int]) -> str:
 def samples(
     read: Read, size: int, shard: str, skipped: SkippedMembers | None = None
 ) -> Iterator[Sample]:
-    """Yield the samples of a shard of `size` bytes, in order. Only headers are read.
+    """Return the samples of a shard of `size` bytes, in order. Only headers are read.
 
     `shard` is its name in errors; `skipped` counts the skipped members. Raises ShardError with the
     offset for a shard that ends inside a member or a header, lacks the end marker, has a wrong
@@ -163,15 +157,7 @@ def samples(
     """
     source, skipped = Window(read, size), SkippedMembers() if skipped is None else skipped
     check_plain(source.read(0, BLOCK), shard)
-    yield from placed(walk(source, skipped), shard, skipped)
-
-
-def placed(members: Iterable[Member], shard: str, skipped: SkippedMembers) -> Iterator[Sample]:
-    """Yield the positions of the samples of members. Raises ShardError as `samples` does."""
-    for key, fields in grouped(members, shard, skipped):
-        places = [(name, member.offset, member.size) for name, member in fields.items()]
-        held = list(fields.values())
-        yield Sample(key, held[0].start, held[-1].stop, places)
+    return grouped(walk(source, skipped), shard, skipped)
 
 
 def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]) -> bool:
@@ -187,7 +173,8 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
         held = list(samples(read, len(data) + len(END), ""))
     except ShardError:
         return False
-    return [(sample.key, sample.fields) for sample in held] == [(key, list(fields))]
+    places = [(k, [(name, m.offset, m.size) for name, m in of.items()]) for k, of in held]
+    return places == [(key, list(fields))]
 
 
 def reraise(error: Exception) -> None:
@@ -201,7 +188,7 @@ def grouped(
     skipped: SkippedMembers,
     reserved: Collection[str] = (),
     on_error: Callable[[ShardError], Any] = reraise,
-) -> Iterator[tuple[str, dict[str, Member]]]:
+) -> Iterator[Sample]:
     """Yield (key, member by field) of each sample. Raises ShardError for a fault of the tar.
 
     shard: its name in errors. skipped: counts the members without a sample. reserved: names that no

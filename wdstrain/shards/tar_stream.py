@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, BinaryIO, cast
 
-from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.tar import (
@@ -30,11 +29,10 @@ from wdstrain.shards.tar import (
 )
 from wdstrain.shards.tar_headers import BLOCK, Fault
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.files import regular
+from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import (
     ALL_BYTES,
     RemoteFile,
-    RemoteStream,
     is_remote,
     shown_path,
 )
@@ -65,39 +63,31 @@ def open_tar(path: str, cache: Cache | None = None) -> Iterator[tuple[BinaryIO, 
 
 def _open_raw(path: str, cache: Cache | None) -> io.BufferedReader:
     """Open a shard as it is stored. The arguments and errors are those of `open_tar`."""
-    if is_remote(path):
-        file = RemoteFile(path, first_bytes=ALL_BYTES if cache is None else 1)
-        cached = cache and cache.open(path, file.size, tag=file.version or "")
-        return io.BufferedReader(RemoteStream(cached or file), _READ)
-    try:
-        return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))
-    except OSError as error:
-        raise StorageError(
-            f"{shown_path(path)} cannot be read: {error.strerror}.",
-            "Check the address.",
-        ) from error
+    if cache is None or not is_remote(path):
+        return io.BufferedReader(open_source(path), _READ)
+    remote = RemoteFile(path)
+    cached = cache.open(path, remote.size, tag=remote.version or "")
+    return io.BufferedReader(cached or remote, _READ)
 
 
 def _decompressor(kind: str, shard: str) -> Callable[[BinaryIO], Any]:
     """Return a function that opens a stream of this kind. Raises UsageError if none is installed."""
-    for module, name, options in _DECOMPRESSORS[kind]:
-        try:
-            return partial(getattr(import_module(module), name), **options)
-        except ImportError:
-            continue
+    for module, name in _DECOMPRESSORS[kind]:
+        with suppress(ImportError):
+            return cast(Callable[[BinaryIO], Any], getattr(import_module(module), name))
     raise UsageError(
         f"{shard} is compressed by {kind}, which this Python cannot read.",
         "Install it: pip install 'wdstrain[archives]'",
     )
 
 
-# Module, class and options of the decompressors of each kind; the first that is installed is used.
-_DECOMPRESSORS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
-    "gzip": [("isal.igzip", "open", {"mode": "rb"})],
-    "bzip2": [("bz2", "open", {})],
-    "xz": [("lzma", "open", {})],
-    "zstd": [("compression.zstd", "ZstdFile", {}), ("backports.zstd", "ZstdFile", {})],
-    "lz4": [("lz4.frame", "LZ4FrameFile", {})],
+# Modules and functions that decompress each kind; the first that is installed is used.
+_DECOMPRESSORS = {
+    "gzip": [("isal.igzip", "open")],
+    "bzip2": [("bz2", "open")],
+    "xz": [("lzma", "open")],
+    "zstd": [("compression.zstd", "ZstdFile"), ("backports.zstd", "ZstdFile")],
+    "lz4": [("lz4.frame", "LZ4FrameFile")],
 }
 
 

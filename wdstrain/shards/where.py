@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,20 +67,19 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
 
     Raises UsageError for a condition that is not valid or that does not fit the columns.
     """
-    tree, condition = parsed(text), _Condition(rows, text)
+    every = pa.array(np.ones(len(rows), np.bool_))  # a condition of constants has one value
     try:
-        holds = pc.fill_null(condition.truth(tree), False)
+        holds = pc.and_(every, _Condition(rows, text).truth(parsed(text)))
     except (pa.ArrowException, RecursionError, OverflowError) as error:
         raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
-    every = pa.array(np.ones(len(rows), np.bool_))  # a condition of constants has one value
-    result = np.asarray(pc.and_(every, holds), np.bool_)
-    # A condition with `is` deals with missing values itself.
-    if not isinstance(rows, TableRows) and not any(
-        isinstance(n, (ast.Is, ast.IsNot)) for n in ast.walk(tree)
-    ):
-        for name, column in condition.used.items():
-            _log_shards_without(rows, text, name, column, result)
-    return result
+    if holds.null_count and not isinstance(rows, TableRows):
+        _log.warning(
+            "%r: %d of %d samples lack a value in a column of it. None of them is chosen.",
+            text,
+            holds.null_count,
+            len(rows),
+        )
+    return np.asarray(pc.fill_null(holds, False))
 
 
 def column_values(index: Samples, name: str) -> pa.Array:
@@ -97,33 +95,6 @@ def names_in(text: str) -> list[str]:
     Raises UsageError.
     """
     return [name for node in ast.walk(parsed(text)) if (name := _name(node))]
-
-
-def _log_shards_without(
-    index: Samples, text: str, name: str, column: Column, chosen: Bools
-) -> None:
-    """Log that shards have no value in a column of a condition, and so no chosen sample.
-
-    Sets without the column, joined with others, are such shards.
-    """
-    without = [
-        number
-        for number, (start, stop) in enumerate(pairwise(index.first.tolist()))
-        if column.values.null_count
-        and start < stop
-        and not chosen[start:stop].any()
-        and column.values.slice(start, stop - start).null_count == stop - start
-    ]
-    if without:
-        _log.warning(
-            "%r: %d samples of %d shards have no value in the column %s, such as those of %s. None "
-            "of them is chosen.",
-            text,
-            int(index.counts[without].sum()),
-            len(without),
-            printable(name),
-            index.shards[without[0]].name,
-        )
 
 
 # --- grammar --------------------------------------------------------------------------------------
@@ -183,13 +154,12 @@ def column_named(rows: Samples | TableRows, name: str) -> Column | None:
 
 
 class _Condition:
-    """One condition on samples. used: the columns that were named, by name."""
+    """One condition on samples."""
 
     def __init__(self, rows: Samples | TableRows, text: str) -> None:
         """text: the condition, for error messages."""
         self._rows: Any = rows
         self._text = text
-        self.used: dict[str, Column] = {}
 
     def _error(self, reason: str, hint: str = "") -> UsageError:
         """Return the error for a condition. A condition may be only the name in the reason."""
@@ -200,7 +170,6 @@ class _Condition:
         """Return the values that a name stands for, one per sample. Raises UsageError."""
         rows, (base, _, part) = self._rows, name.partition(".")
         if (column := column_named(rows, name)) is not None:
-            self.used[name] = column
             return column.values
         if base == "has" and part:
             return pc.is_valid(self.named(f"size.{part}" if part in rows.fields else part))
@@ -215,23 +184,19 @@ class _Condition:
     def _unknown(self, name: str) -> tuple[str, str]:
         """Return the reason for a name that means no column, and a hint with the names that do."""
         rows, problem = self._rows, f"there is no column {name!r}"
-        also = ""
         if isinstance(rows, TableRows):
-            names = [*rows.names]
-        else:
-            whys = (w for c, w in rows.differing.items() if name in (c.name, c.stored_as))
-            if reason := next(whys, ""):
-                return f"{problem}: {reason}", (
-                    "Name the classes of each set alike: wdstrain index SET "
-                    "--label NAME --classes A,B."
-                )
-            columns = [column for column in rows.columns if column.kind != NOT_A_COLUMN]
-            names = [*(column.name for column in columns), *_BASE]
-            also = (
-                ", size.FIELD or has.FIELD. Numbers, short texts, true and false, and lists of "
-                "names in a field become columns by `wdstrain index --columns`"
+            return problem, f"Use one of: {_listed([*rows.names])}."
+        whys = (why for c, why in rows.differing.items() if name in (c.name, c.stored_as))
+        if reason := next(whys, ""):
+            return f"{problem}: {reason}", (
+                "Name the classes of each set alike: wdstrain index SET --label NAME --classes A,B."
             )
-        return problem, f"Use one of: {_listed(names)}{also}."
+        names = [column.name for column in rows.columns if column.kind != NOT_A_COLUMN]
+        return problem, (
+            f"Use one of: {_listed([*names, *_BASE])}, size.FIELD or has.FIELD. Numbers, short "
+            "texts, true and false, and lists of names in a field become columns by `wdstrain "
+            "index --columns`."
+        )
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
@@ -363,27 +328,16 @@ def _described(value: Operand) -> str:
     return names.get(_kind(value)) or KINDS[_kind(value)].described
 
 
-def _numbers(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return two operands as numbers: both whole, or both floats."""
-    a, b = map(_as_number, (a, b))
-    if pa.types.is_floating(a.type) == pa.types.is_floating(b.type):
-        return a, b
-    return _as_float(a), _as_float(b)
-
-
-def _as_number(value: Operand) -> Operand:
-    """Return numbers; of classes their numbers, of flags 0 and 1."""
-    if _kind(value) == "class":
-        return value.indices
-    return pc.cast(value, pa.int64()) if _kind(value) == "flag" else value
-
-
-def _as_float(value: Operand) -> Operand:
-    return pc.cast(value, pa.float64(), safe=False)  # rounded beyond 2**53, as pandas does
+def _numbers(*operands: Operand) -> list[Operand]:
+    """Return operands as numbers, all whole or all floats; of classes their numbers."""
+    values = [value.indices if _kind(value) == "class" else value for value in operands]
+    is_float = any(pa.types.is_floating(value.type) for value in values)
+    kind = pa.float64() if is_float else pa.int64()
+    return [pc.cast(value, kind, safe=False) for value in values]  # floats round, as in pandas
 
 
 def _divided(a: Operand, b: Operand) -> Operand:
-    return pc.divide(_as_float(a), _as_float(b))
+    return pc.divide(*(pc.cast(value, pa.float64(), safe=False) for value in (a, b)))
 
 
 @np.errstate(invalid="ignore")  # the remainder of infinity is nan

@@ -56,9 +56,9 @@ class CachedFile(RemoteFile):
     ) -> None:
         """file: in the cache; this object closes it. place: path of the whole file. remote: the
         shard at its server."""
+        self._file, self._present = file, os.fstat(file.fileno()).st_size
         super().__init__(remote.path, remote.size, remote.tag, stopping)
         self.cached_path = place
-        self._file, self._present = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
         """Fill the target with the bytes from offset on. Raises the errors of a remote file."""
@@ -142,7 +142,7 @@ class Cache:
         So are a shard whose checksum and version are unknown, one for which the limit leaves no
         room, and a missing one if the disk is full or read-only. stopping: set to end reading.
         """
-        place, file, part = self.place(path, size, sha256, tag), None, None
+        place, file = self.place(path, size, sha256, tag), None
         if not place:
             return None
         remote = RemoteFile(path, size, tag)  # without a version ("") the checksum decides
@@ -151,13 +151,11 @@ class Cache:
             if file is None and self.writable:
                 self._begin_download(place, remote, sha256)
                 with suppress(FileNotFoundError):
-                    part = FileIO(_part(place, size), opener=regular)
+                    file = FileIO(_part(place, size), opener=regular)
                 # Perhaps it was completed meanwhile, and this is the part of a thread that is late.
-                if (file := self._open_whole(place, size)) and part:
-                    part.close()
+                file = self._open_whole(place, size) or file
         except OSError as error:
             self._stop_writing(error)
-        file = file or part
         return None if file is None else CachedFile(file, place, remote, stopping)
 
     def forget(self, path: str, size: int, sha256: str = "", tag: str = "") -> None:

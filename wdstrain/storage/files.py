@@ -147,7 +147,7 @@ def is_state(state: str, status: os.stat_result) -> bool:
     return now[0] == then[0] and (now[1:2] == then[1:2] or now[2:] == then[2:])
 
 
-class LocalFile(File):
+class LocalFile(FileIO, File):
     """A local shard.
 
     tag, version: the state of the file when it was opened.
@@ -160,14 +160,14 @@ class LocalFile(File):
         """
         self.path, self._state = path, state
         try:
-            self._file = FileIO(path, opener=regular)
+            super().__init__(path, opener=regular)
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
-        status = os.fstat(self._file.fileno())
+        status = os.fstat(self.fileno())
         self.size = status.st_size
         self.version = self.tag = state_of(status)
         with suppress(OSError):  # a hint, which some file systems do not know
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, target: memoryview, offset: int, *, last: int | None = None) -> None:
         """Fill the target with the bytes from offset on.
@@ -176,12 +176,12 @@ class LocalFile(File):
         read.
         """
         try:
-            count = read_at(self._file.fileno(), target, offset)
+            count = read_at(self.fileno(), target, offset)
         except OSError as error:
             raise StorageError(
                 f"{self.path} cannot be read at offset {offset}: {error.strerror}."
             ) from error
-        if self._state and not is_state(self._state, os.fstat(self._file.fileno())):
+        if self._state and not is_state(self._state, os.fstat(self.fileno())):
             raise ShardError(
                 f"{self.path} was written to or replaced since it was opened first, so its "
                 "samples may differ.",
@@ -194,10 +194,6 @@ class LocalFile(File):
                 "Copy it again, or accept it as it is: wdstrain index "
                 f"{os.path.dirname(self.path) or '.'}",
             )
-
-    def close(self) -> None:
-        """Close the file. Raises OSError, as a network file system may."""
-        self._file.close()
 
 
 def open_source(

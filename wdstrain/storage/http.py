@@ -56,7 +56,6 @@ _REASON_BYTES = 16 << 10  # of an error page, in which the server's reason is lo
 _BODY = (200, 206)  # status codes of responses with bytes of the object
 _REDIRECT = (301, 302, 303, 307, 308)
 _BEYOND = 416  # status code of a request beyond the end of the object
-_MISSING = (403, 404, 410)  # status codes of an object that does not exist
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})  # status codes that a retry may fix
 # At most 18 digits, and ASCII only: int() accepts digits of other scripts and of any count.
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -105,14 +104,10 @@ def request(address: str, start: int, stop: int) -> Response:
     Raises `RETRIED` errors if a retry may help, otherwise StorageError.
     """
     response = get(address, {"Range": f"bytes={start}-{stop - 1}"}, (_BEYOND,))
-    close, headers, is_ranged = (
-        partial(_release, response),
-        response.headers,
-        response.status != 200,
-    )
+    close, headers = partial(_release, response), response.headers
     try:
         _check_body(response, address)
-        extent = _ranged(headers, start, redacted(address)) if is_ranged else _whole(headers)
+        extent = _extent(response, start, redacted(address))
     except StorageError:
         close()
         raise
@@ -126,22 +121,21 @@ def request(address: str, start: int, stop: int) -> Response:
         version,
         tag,
         modified,
-        ranged=is_ranged,
+        ranged=response.status != 200,
         close=close,
         interrupt=response.shutdown,
     )
 
 
-def _whole(headers: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """Return start, end and total bytes of a body that is the whole object."""
-    length = headers.get("Content-Length", "")
-    total = int(length) if _NUMBER.fullmatch(length) else None
-    return 0, 1 << 62 if total is None else total, total
-
-
-def _ranged(headers: Mapping[str, str], start: int, shown: str) -> tuple[int, int, int | None]:
-    """Return start, end and total bytes of a range of an object. start: as requested."""
-    header = headers.get("Content-Range", "")
+def _extent(
+    response: urllib3.BaseHTTPResponse, start: int, shown: str
+) -> tuple[int, int, int | None]:
+    """Return start and end of a body, and the total bytes of the object. start: as requested."""
+    if response.status == 200:  # the whole object
+        length = response.headers.get("Content-Length", "")
+        total = int(length) if _NUMBER.fullmatch(length) else None
+        return 0, 1 << 62 if total is None else total, total
+    header = response.headers.get("Content-Range", "")
     match = _RANGE.fullmatch(header)
     if match is None or int(match[1] or start) != start:
         raise StorageError(
@@ -195,20 +189,14 @@ def _release(response: urllib3.BaseHTTPResponse) -> None:
     response.release_conn()
 
 
-def read_small(address: str) -> bytes | None:
-    """Return a small object; None if it does not exist (404, 410, and 403 as S3 answers).
-
-    Raises StorageError for an object that would fill a quarter of the memory, also when it is
-    decompressed.
-    """
-    return read_page(address, _MISSING)[0]
-
-
-def read_page(address: str, missing: Collection[int]) -> tuple[bytes | None, str | None]:
+def read_page(
+    address: str, missing: Collection[int] = (403, 404, 410)
+) -> tuple[bytes | None, str | None]:
     """Return (small object, address of the next one); both None if it does not exist.
 
-    missing: status codes of an object that does not exist. The next one is that of the header
-    `Link: <...>; rel="next"`.
+    missing: status codes of an object that does not exist; S3 answers 403. The next one is that of
+    the header `Link: <...>; rel="next"`. Raises StorageError for an object that would fill a quarter
+    of the memory, also when it is decompressed.
     """
     return retry(address, partial(_read_page, address, missing), "byte 0")
 

@@ -13,9 +13,9 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -24,6 +24,7 @@ from wdstrain.runtime.machine import memory
 from wdstrain.runtime.options import size_setting
 from wdstrain.storage import http, objects
 from wdstrain.storage.http import check_address, is_http, renew_addresses
+from wdstrain.storage.objects import MissingError
 from wdstrain.storage.retries import RETRIED, Response, TemporaryError, retry
 from wdstrain.storage.secrets import redacted
 
@@ -32,10 +33,9 @@ __all__ = [
     "MOST_RANGE",
     "SCHEMES",
     "File",
+    "MissingError",
     "RemoteFile",
-    "RemoteStream",
     "Response",
-    "Scheme",
     "check_address",
     "gopen",
     "is_remote",
@@ -56,23 +56,8 @@ _BUFFER = 1 << 20  # bytes that a file object reads; tar readers ask for 512 at 
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
 
 
-class Scheme(NamedTuple):
-    """How files at addresses of one scheme are read.
-
-    request: takes an address, start and stop; returns the response to a range request. read_small:
-    returns the bytes of a small file, None if there is no such file.
-    """
-
-    request: Callable[[str, int, int], Response]
-    read_small: Callable[[str], bytes | None]
-
-
 def is_remote(path: str) -> bool:
     return path.startswith(tuple(SCHEMES))
-
-
-def _scheme_of(path: str) -> Scheme:
-    return next(row for prefix, row in SCHEMES.items() if path.startswith(prefix))
 
 
 def shown_path(path: str) -> str:
@@ -98,11 +83,20 @@ def range_size(delivered: float = ALL_BYTES) -> int:
 
 def read_remote(path: str) -> bytes | None:
     """Return a small remote file; None if it does not exist."""
-    return _scheme_of(path).read_small(path)
+    if is_http(path):  # its server may compress it, or not send the size
+        return http.read_page(path)[0]
+    with suppress(MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
+        if file.size > memory() // 4:
+            raise StorageError(
+                f"{path} has {file.size} bytes, too many to hold at once.",
+                "Check the address.",
+            )
+        return file.bytes_at(0, file.size)
+    return None
 
 
-class File(AbstractContextManager["File"]):
-    """A shard, local or remote, that is read by position. Not shared between threads.
+class File(io.RawIOBase):
+    """A shard, local or remote, that is read by position or as a stream. Not shared between threads.
 
     path: its address. size: in bytes. tag: version that all reads must see; "" for any. version:
     that of the first read, None if unknown. ranged: False if a server answers a range request with
@@ -123,7 +117,7 @@ class File(AbstractContextManager["File"]):
         last: end of the bytes that following reads will need. One request brings them all.
         """
 
-    def read(self, offset: int, length: int) -> bytes:
+    def bytes_at(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end of the file."""
         data = bytearray(max(0, min(length, self.size - offset)))
         self.read_into(memoryview(data), offset, last=self.size)
@@ -136,18 +130,14 @@ class File(AbstractContextManager["File"]):
     def stop(self) -> None:
         """End a read that another thread is in, if it waits for a server."""
 
-    def close(self) -> None:
-        """Close the file."""
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class RemoteFile(File):
     """A file of a server. Only `stop` may be called by other threads.
 
     A read that follows the last one continues with the same response.
     """
+
+    _next = 0  # position of the stream
 
     def __init__(
         self,
@@ -199,12 +189,31 @@ class RemoteFile(File):
     def close(self) -> None:
         """Close the connection, or keep it for reuse if the response was read to its end."""
         self._end_response()
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._next = max(0, offset + (0, self._next, self.size)[whence])
+        return self._next
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.size - self._next))
+        if count:  # object stores refuse an empty range
+            self.read_into(memoryview(buffer)[:count], self._next, last=self.size)
+        self._next += count
+        return count
 
     def _end_response(self) -> None:
         """End the response, which a read continues. A subclass may have more to close."""
-        if self._response is not None:
+        # In a forked child the connection is its parent's.
+        if self._response is not None and self._response.process == os.getpid():
             self._response.close()
-            self._response = None
+        self._response = None
 
     def _read_some(self, view: memoryview, offset: int, stop: int) -> int:
         """Fill the beginning of a view. Returns the number of bytes. stop: end of a new request."""
@@ -243,7 +252,8 @@ class RemoteFile(File):
         ):
             return response
         self._end_response()
-        response = self._response = _scheme_of(self.path).request(self.path, offset, stop)
+        request = next(row for prefix, row in SCHEMES.items() if self.path.startswith(prefix))
+        response = self._response = request(self.path, offset, stop)
         self.ranged, self._position, total = response.ranged, response.start, response.total
         if self.size < 0:
             if total is None:
@@ -265,35 +275,6 @@ class RemoteFile(File):
         self.version = self.version or response.version
         self.tag = self.version if self.tag is None else self.tag
         return response
-
-
-class RemoteStream(io.RawIOBase):
-    """A remote file, or its copy in the cache, as a raw binary stream."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self.file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = max(0, offset + (0, self._position, self.file.size)[whence])
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        size = self.file.size
-        count = max(0, min(len(buffer), size - self._position))
-        if count:  # object stores refuse an empty range
-            self.file.read_into(memoryview(buffer)[:count], self._position, last=size)
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
 
 def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.BufferedReader:
@@ -318,22 +299,12 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
             f"{url}: not an address of a server.",
             "Use open() for a local file.",
         )
-    return io.BufferedReader(RemoteStream(RemoteFile(url)), max(bufsize, _BUFFER))
+    return io.BufferedReader(RemoteFile(url), max(bufsize, _BUFFER))
 
 
-def _read_object(path: str) -> bytes | None:
-    """Return a small object, read in ranges; None if it does not exist."""
-    with suppress(objects.MissingError), RemoteFile(path, first_bytes=ALL_BYTES) as file:
-        if file.size > memory() // 4:
-            raise StorageError(
-                f"{path} has {file.size} bytes, too many to hold at once.",
-                "Check the address.",
-            )
-        return file.read(0, file.size)
-    return None
-
-
-SCHEMES = {
-    **dict.fromkeys(("http://", "https://"), Scheme(http.request, http.read_small)),
-    **dict.fromkeys(objects.PREFIXES, Scheme(objects.request, _read_object)),
+# Function that sends a range request, by the beginning of an address. It takes an address, start and
+# stop, and raises MissingError for a file that does not exist.
+SCHEMES: dict[str, Callable[[str, int, int], Response]] = {
+    **dict.fromkeys(("http://", "https://"), http.request),
+    **dict.fromkeys(objects.PREFIXES, objects.request),
 }

@@ -32,8 +32,8 @@ from wdstrain.shards.tar import (
     CompressedError,
     Member,
     SkippedMembers,
+    grouped,
     is_not_sample,
-    placed,
     skipped_text,
 )
 from wdstrain.shards.tar_stream import (
@@ -43,7 +43,7 @@ from wdstrain.shards.tar_stream import (
 )
 from wdstrain.storage.addresses import COMPRESSED, expand, is_json
 from wdstrain.storage.cache import Cache
-from wdstrain.storage.remote import RemoteStream, is_remote, name_of, redacted, shown_path
+from wdstrain.storage.remote import RemoteFile, is_remote, name_of, redacted, shown_path
 from wdstrain.webdataset.stream import Epochs, PassEnds, Stream
 
 _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
@@ -288,7 +288,7 @@ class WholeShards:
         """Yield the samples of a shard. Remembers the index of a plain tar of a server."""
         skipped, heads = SkippedMembers(), list[Member]()
         with open_tar(path, cache) as (stream, raw):
-            file = raw.raw.file if isinstance(raw.raw, RemoteStream) else None
+            file = raw.raw if isinstance(raw.raw, RemoteFile) else None
             files = self._selected(members(stream, shown_path(path), skipped), heads)
             origin = _origin_of(path, file.cached_path if file else "")
             for sample in samples(files, shown_path(path), skipped, origin, self._handler):
@@ -298,7 +298,7 @@ class WholeShards:
                     yield sample
             if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
-                    rows = placed(heads, shown_path(path), SkippedMembers())
+                    rows = grouped(heads, shown_path(path), SkippedMembers())
                     remember(index_of(path, rows, file.size, file.tag, skipped))
         if reasons := skipped_text(skipped):
             _log.info("%s: left out, no part of any sample: %s", shown_path(path), reasons)
