@@ -257,13 +257,6 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
     changed = set(index.shard_of(ids).tolist())
     total = int(index.counts[[*changed]].sum()) - len(ids)
     parts, copied = list[Index](), 0
-
-    def tick(samples: int, size: int) -> None:
-        nonlocal copied
-        copied += samples
-        if options.progress is not None:
-            options.progress(copied, total)
-
     for number, shard in enumerate(index.shards):
         old, first = index.pick([number]), int(index.first[number])
         local = np.flatnonzero(stays[first : int(index.first[number + 1])])
@@ -273,9 +266,12 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
             path = os.path.join(folder, f"{number:06d}")
             # Read forward, and compared with the crc32 of each member.
             samples = ((old.key(row), list(fields.items())) for row, fields in old.read(local))
-            new = staging.add(write_samples(path, shard.split, samples, tick))
+            new = staging.add(write_samples(path, shard.split, samples))
             new = new.with_columns(old.take(local).columns)
             parts.append(replace(new, labels=index.labels))
+            copied += len(local)
+            if options.progress is not None:
+                options.progress(copied, total)
     made = replace(join(parts), labels=index.labels)
     entry = {"count": len(ids), "where": options.where}
     info = {**index.info, "removed": [*index.info.get("removed", []), entry]}

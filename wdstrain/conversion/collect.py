@@ -50,7 +50,6 @@ _RUN = 256 << 20  # bytes of a file of the spool if the order of the source is k
 _ADVICE = "Free some space, then run this again with {resume}."
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
-_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
 
 U64 = npt.NDArray[np.uint64]
 Entry = Sample | BadSample
@@ -110,10 +109,6 @@ class Catalog:
 
     def bad(self, number: int, reason: str) -> BadSample:
         return _bad(self.name, self.items[number], reason, has_files=self.has_files)
-
-    def fetch_bytes(self, memory: int) -> int:
-        """Return the bytes to fetch at a time. Of a spool as many as fit: fewer passes over it."""
-        return min(memory, _OPTIMAL_FETCH) if self.has_files else memory
 
     def fetch(self, numbers: Ints) -> list[Fetched]:
         """Return key and parts of samples, or an error; they are read as they lie on the disk."""

@@ -39,9 +39,10 @@ class PlannedShard:
 
 def chosen(catalog: Catalog, options: Options) -> Ints:
     """Return the numbers of the samples to pack, in order."""
-    everything = np.arange(len(catalog.rank))
-    order = np.argsort(catalog.rank, kind="stable") if options.shuffle else everything
-    return np.asarray(order[: options.limit], np.int64)
+    rank = (
+        np.argsort(catalog.rank, kind="stable") if options.shuffle else np.arange(len(catalog.rank))
+    )
+    return np.asarray(rank[: options.limit], np.int64)
 
 
 def plan_shards(
@@ -70,10 +71,10 @@ def plan_shards(
         )
     sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
     counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
-    planned = list[PlannedShard]()
+    planned, room = list[PlannedShard](), max(1, as_bytes(options.max_shard_size) - len(END))
     for (name, size), count in zip_longest(sizes.items(), counts):
         mine = members[name]
-        cut = batches(mine, size, room(options), options.max_shard_samples)
+        cut = batches(mine, size, room, options.max_shard_samples)
         runs = _equal_runs(mine, size, count) if count else cut
         planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
     return planned
@@ -130,11 +131,6 @@ def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
         _, number = max((total[i] / shards[i], -i) for i in range(len(room)) if shards[i] < room[i])
         shards[-number] += 1
     return shards
-
-
-def room(options: Options) -> int:
-    """Return the most bytes of the samples of a shard."""
-    return max(1, as_bytes(options.max_shard_size) - len(END))
 
 
 def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> list[Ints]:

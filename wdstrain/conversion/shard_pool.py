@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -82,6 +83,9 @@ def _set_up(work: Any) -> None:
     global _mine
     _mine = work
     child_process.set_up_worker()
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # each worker has one core, and a fork loses torch's threads
 
 
 def _do(task: Any) -> Any:

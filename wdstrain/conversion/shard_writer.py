@@ -41,13 +41,13 @@ from wdstrain.storage.files import disk_errors, publish, sync, write_whole
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
+_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
 _SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
 _TEMPORARY = ".tmp"  # ending of a file that is being written
 _PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 _FULL = "Free some space or choose another folder, then continue with {resume}."
 
 Samples = Iterable[tuple[str, Sequence[Part]]]  # key and parts
-Tick = Callable[[int, int], None]  # receives samples and bytes done since its last call
 Progress = Callable[[int, int], None]  # receives samples and bytes so far
 
 # --- one shard ------------------------------------------------------------------------------------
@@ -57,25 +57,22 @@ def write_samples(
     path: str,
     split: str,
     samples: Samples,
-    tick: Tick = lambda *_: None,
     advice: str = "Free some space, or choose another folder.",
 ) -> Index:
     """Write a shard of these samples and return its index.
 
-    tick: is called after each write. Raises StorageError with this advice for a full disk.
+    Raises StorageError with this advice for a full disk.
     """
     # A unique name: on a cluster, a node that was given up may still write the same shard.
     temporary = f"{path}.{uuid.uuid4().hex[:12]}{_TEMPORARY}"
     rows, columns, digest = list[Row](), ColumnBuilder(own_names=True), hashlib.sha256()
     with disk_errors(path, advice):
         with ThreadPoolExecutor(1) as hasher, open(temporary, "wb") as file:
-            hashed, count = hasher.submit(digest.update, b""), 0
+            hashed = hasher.submit(digest.update, b"")
             for chunk in _chunks(samples, rows, columns):
                 hashed.result()  # the thread is at most one chunk behind
                 hashed = hasher.submit(digest.update, chunk)
                 file.write(chunk)
-                tick(len(rows) - count, len(chunk))
-                count = len(rows)
         publish(temporary, path)
     offsets, end = Offsets.of_samples(rows, columns.finish()), rows[-1][2] if rows else 0
     return Index((Shard(path, len(rows), end + len(END), split, digest.hexdigest()),), offsets)
@@ -128,12 +125,7 @@ def write_shards(
 ) -> Generator[Packed, None, None]:
     """Yield the shards in order as they are written; with `resume`, existing ones are kept."""
     jobs = min(max(1, len(plan)), options.processes(int(catalog.sizes.sum())))
-    is_here, done = jobs == 1 and options.engine == "local", np.zeros(2, np.int64)
-
-    def tick(samples: int, size: int) -> None:
-        done[:] += samples, size
-        report(*done.tolist())
-
+    samples = size = 0
     write = partial(
         _write_shard,
         folder,
@@ -142,13 +134,12 @@ def write_shards(
         collect=bad.collect,
         memory=max(1 << 20, as_bytes(options.memory) // (8 * jobs)),
         resume=options.resume,
-        tick=tick if is_here else None,
     )
     try:
         with closing(run(write, plan, jobs, engine=options.engine)) as results:
             for packed in results:
-                if packed.is_kept or not is_here:
-                    tick(len(packed.numbers), packed.index.shards[0].bytes)
+                samples, size = samples + len(packed.numbers), size + packed.index.shards[0].bytes
+                report(samples, size)
                 bad.bad += packed.bad
                 yield packed
     finally:
@@ -166,7 +157,6 @@ def _write_shard(
     collect: bool,
     memory: int,
     resume: bool,
-    tick: Tick | None,
 ) -> Packed:
     """Write a shard. collect: skip bad samples; otherwise the first one ends the shard.
 
@@ -196,7 +186,7 @@ def _write_shard(
         os.unlink(path + _PART)  # it describes the shard that is about to be replaced
         sync(folder)
     with collector_paused():
-        index = write_samples(path, shard.split, good(), tick or (lambda *_: None), _FULL)
+        index = write_samples(path, shard.split, good(), _FULL)
     extra = {"identity": mark, "places": places.tolist(), "bad": bad.bad}
     write_whole(path + _PART, pack_part(index, extra))
     return Packed(index, shard.numbers[places], bad.bad)
@@ -221,7 +211,8 @@ def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[Fetched]:
     Samples are fetched in groups, within a group as they lie on the disk. Groups are small while
     bytes come from the page cache, and grow up to the memory limit where a disk is slow.
     """
-    together = catalog.fetch_bytes(memory)
+    # Of a spool as many as fit: fewer passes over it.
+    together = min(memory, _OPTIMAL_FETCH) if catalog.has_files else memory
     while len(numbers):
         stops = np.cumsum(catalog.sizes[numbers])
         count = max(1, int(np.searchsorted(stops, together, side="right")))

@@ -290,7 +290,7 @@ class _Subject:
         ids = np.unique(np.add.outer(starts, np.arange(-(-count // _RUNS))).clip(0, len(index) - 1))
         # Samples of several shards may share a key, so the id becomes the key.
         samples = ((f"{number:012d}", list(f.items())) for number, f in index.read(ids))
-        made = write_samples(path, "", samples, lambda *_: None)
+        made = write_samples(path, "", samples)
         part = replace(made.with_columns(index.take(ids).columns), labels=index.labels)
         # A local file, which may be smaller than a global batch of all ranks.
         own = {"cache_dir": None, "cache_limit": None, "balance": None, "rank": 0, "world_size": 1}
