@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1347,
     "storage": 1057,
     "reader": 492,
-    "cli": 644,
+    "cli": 642,
     "runtime": 398,
     "tuning": 240,
     "order": 400,

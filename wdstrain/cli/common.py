@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from wdstrain.errors import UsageError
@@ -211,42 +212,39 @@ def summary(index: Index) -> list[tuple[str, str]]:
 def add_options(
     parser: argparse.ArgumentParser,
     options: type[Any],
-    *,
-    only: Collection[str] | None = None,
     groups: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Add a positional word or a flag for each field of a dataclass.
 
-    only: names of fields; default: all. groups: {title: names of the fields that are listed below
-    it}. Values that are not given are absent from the parsed arguments, so that the defaults are
-    those of the dataclass.
+    groups: {title: names of the fields that are listed below it}. Values that are not given are
+    absent from the parsed arguments, so that the defaults are those of the dataclass.
     """
     made = {title: parser.add_argument_group(title) for title in groups or {}}
     group_of = {name: made[title] for title, names in (groups or {}).items() for name in names}
-    hints, positional = types_of(options), _positional(options)
+    hints, flags = types_of(options), _flags_of(options)
     fields = {field.name: field for field in dataclasses.fields(options)}
-    names = [*positional, *(name for name in fields if name not in positional)]
-    for name in names:
-        field = fields[name]
-        if (only is not None and name not in only) or field.metadata["flag"] is None:
-            continue
+    for name, names in flags.items():
         target: Any = group_of.get(name, parser)
-        if name in positional and not field.metadata["flag"]:
-            _add_positional(target, field)
+        if names:
+            _add_flag(target, fields[name], names, hints[name])
         else:
-            _add_flag(target, field, hints[name])
-    parser.set_defaults(flags={**(parser.get_default("flags") or {}), **flags_of(options)})
+            _add_positional(target, fields[name])
+    known = {name: names[-1] for name, names in flags.items() if names}
+    parser.set_defaults(flags={**(parser.get_default("flags") or {}), **known})
 
 
-def flags_of(options: type[Any]) -> dict[str, str]:
-    """Return the flag of each option that is not positional, by its keyword argument."""
-    positional = _positional(options)
-    return {
-        field.name: _flag(field)
-        for field in dataclasses.fields(options)
-        if field.metadata["flag"] is not None
-        and (field.metadata["flag"] or field.name not in positional)
-    }
+def _flags_of(options: type[Any]) -> dict[str, list[str]]:
+    """Return the names of the flag of each option, and none for a positional word.
+
+    Positional words come first. Options of Python only are left out.
+    """
+    flags = {}
+    for field in sorted(dataclasses.fields(options), key=attrgetter("kw_only")):
+        own = field.metadata["flag"]
+        default = f"--{field.name.replace('_', '-')}" if field.kw_only else ""
+        if own is not None:
+            flags[field.name] = (own or default).split()
+    return flags
 
 
 def given(arguments: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
@@ -260,19 +258,6 @@ def _is_pairs(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, tuple) for v in value)
 
 
-def _positional(options: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(options) if not field.kw_only]
-
-
-def _flag(field: _Field) -> str:
-    """Return the long name of a flag."""
-    return _names(field)[-1]
-
-
-def _names(field: _Field) -> list[str]:
-    return (field.metadata["flag"] or f"--{field.name.replace('_', '-')}").split()
-
-
 def _add_positional(target: Any, field: _Field) -> None:
     several = {"nargs": "+"} if field.metadata["several"] else {}
     target.add_argument(
@@ -283,8 +268,8 @@ def _add_positional(target: Any, field: _Field) -> None:
     )
 
 
-def _add_flag(target: Any, field: _Field, hint: Any) -> None:
-    about, flag = field.metadata, _flag(field)
+def _add_flag(target: Any, field: _Field, names: list[str], hint: Any) -> None:
+    about, flag = field.metadata, names[-1]
     words: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     if hint is bool:
         no_flag = f"--no-{flag.removeprefix('--')}"
@@ -312,7 +297,7 @@ def _add_flag(target: Any, field: _Field, hint: Any) -> None:
         words["metavar"] = about["metavar"] or None
     if about["several"] or about["parse"] is parse_list:
         words["action"] = "extend" if about["parse"] is parse_list else "append"
-    target.add_argument(*_names(field), **words)
+    target.add_argument(*names, **words)
 
 
 def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str], Any]:

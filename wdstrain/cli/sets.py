@@ -37,6 +37,7 @@ from wdstrain.conversion.source_options import (
     TorchvisionOptions,
 )
 from wdstrain.errors import UsageError
+from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter, print_message, print_result
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.options import CheckedOptions, IndexOptions
@@ -278,8 +279,8 @@ def _remove(arguments: argparse.Namespace) -> int:
     would = "would be " if options.dry_run else ""
     shards = f"{done.rewritten} rewritten, {done.deleted} deleted"
     rows = [
-        ("removed", f"{done.removed} samples {would}removed"),
-        ("left", f"{done.samples} samples"),
+        ("removed", f"{counted(done.removed, 'sample')} {would}removed"),
+        ("left", counted(done.samples, "sample")),
         ("shards", f"{would}{shards}" if would else shards),
         ("set", done.folder),
     ]
@@ -340,8 +341,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         print_json({**report, "seconds": round(seconds, 3)})
     else:
         print_result(
-            f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in "
-            f"{seconds:.0f} s"
+            f"served {counted(count, 'request')}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s"
         )
     return status
 

@@ -96,8 +96,15 @@ def _fold(index: Index, task: Task, config: Config) -> list[Index]:
     part, count = map(int, str(config.fold).split("/"))
     target = task.heads[0].target
     column = complete_column(index, target) if target.is_class else None
-    stratify = None if column is None else column.name
-    folds = index.folds(count, stratify=stratify, seed=config.seed)
+    refuse(
+        (
+            count > len(index),
+            f"{{fold}}: {len(index)} samples cannot be divided into {count} folds.",
+            f"Use at most {len(index)} folds.",
+            {"fold": config.fold},
+        )
+    )
+    folds = index.folds(count, stratify=None if column is None else column.name, seed=config.seed)
     return list(list(folds)[part - 1])
 
 
