@@ -1,9 +1,9 @@
-"""Make the screenshots of the README from the demo's run on handwritten digits.
+"""Make the screenshots of the README from the demo's run on photographs.
 
     apt-get install chromium
     .venv/bin/python scripts/screenshots.py
 
-Writes docs/images/sheet.png, report-light.png and report-dark.png. The demo takes half a minute.
+Writes docs/images/sheet.jpg, report-light.png and report-dark.png. The demo takes half a minute.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from PIL import Image
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 MOST = 150_000  # bytes of a file
@@ -22,10 +24,12 @@ SIZE = "1180,870"
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        sheet = IMAGES / "sheet.png"
+        made, sheet = Path(folder) / "sheet.png", IMAGES / "sheet.jpg"
         wdstrain(folder, "demo", "--dir", ".")
-        wdstrain(folder, "show", "digits", "--random", "-n", "18", "-o", str(sheet))
-        pages = [screenshot(Path(folder) / "digits-run" / "report.html", name) for name in SCHEMES]
+        wdstrain(folder, "show", "photos", "--random", "-n", "12", "-o", str(made))
+        with Image.open(made) as picture:
+            picture.convert("RGB").save(sheet, quality=85)
+        pages = [screenshot(Path(folder) / "photos-run" / "report.html", name) for name in SCHEMES]
     for image in (sheet, *pages):
         size = image.stat().st_size
         if size > MOST:

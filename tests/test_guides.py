@@ -53,6 +53,16 @@ def blocks(text: Path) -> list[Block]:
     ]
 
 
+def versions(block: Block) -> list[Block]:
+    """Return the programs before and after a diff, or the block itself."""
+    if block.language != "diff":
+        return [block]
+    return [
+        Block("python", re.sub(rf"^[{kept} ]|^[{left}].*\n", "", block.code, flags=re.MULTILINE), 0)
+        for kept, left in (("-", "+"), ("+", "-"))
+    ]
+
+
 def prose(text: Path) -> str:
     return re.sub(r"^```.*?^```$", "", text.read_text(), flags=re.DOTALL | re.MULTILINE)
 
@@ -85,7 +95,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     wdstrain.convert_folder(
-        "photos", "shards/digits", split={"train": 0.8, "val": 0.2}
+        "photos", "shards/demo", split={"train": 0.8, "val": 0.2}
     )  # the demo makes such a set of other images
     return tmp_path
 
@@ -115,7 +125,7 @@ def test_code_blocks_of_a_guide_run(
         wdstrain.convert_folder(
             "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify="label"
         )
-    for block in blocks(text):
+    for block in itertools.chain.from_iterable(map(versions, blocks(text))):
         if block.language == "text" or "scripts/" in block.code:  # these have their own tests
             continue
         if block.language == "python":
@@ -137,7 +147,7 @@ def test_code_blocks_of_a_guide_run(
 def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     """Run both from another folder: the demo in its own folder, and the checks without the tests.
 
-    The demo trains on the digits, and prints its results and the next command.
+    The demo trains on photographs, and prints its results and the next command.
     """
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("the tests run in another environment than scripts/test.sh makes")
@@ -160,11 +170,11 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     run = ["bash", str(ROOT / again[1]), *again[2:]]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1797 (train" in done.stdout
-    last = json.loads((tmp_path / "digits-run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "1200 (train" in done.stdout
+    last = json.loads((tmp_path / "photos-run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val"]["accuracy"] >= 0.97
     for word in (
-        "1797 (train",
+        "1200 (train",
         "shards",
         "MB",
         "samples/s",
@@ -183,7 +193,7 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
 def test_every_block_has_a_language_that_is_tested() -> None:
     for text in TEXTS:
         opened = re.findall(r"^```(\w*)$", text.read_text(), re.MULTILINE)
-        assert set(opened[::2]) <= {"bash", "python", "text"}, text.name
+        assert set(opened[::2]) <= {"bash", "diff", "python", "text"}, text.name
         assert set(opened[1::2]) <= {""}, text.name
         assert len(opened) == 2 * len(blocks(text)), text.name
 

@@ -8,6 +8,8 @@ package is not run. Tests compare the cells of both files.
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 import tempfile
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import nbclient
 import nbformat
+from PIL import Image
 
 SOURCE = Path(__file__).with_name("notebook.py")
 NOTEBOOK = SOURCE.with_suffix(".ipynb")
@@ -32,6 +35,15 @@ def cells(source: str) -> list[tuple[str, str]]:
             text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
         found.append((kind, text))
     return found
+
+
+def _reduce(data: dict[str, str]) -> None:
+    """Replace a picture by one of 64 colors, a third of its size: the notebook is kept in git."""
+    if "image/png" in data:
+        buffer = io.BytesIO()
+        with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as picture:
+            picture.convert("RGB").quantize(64).save(buffer, "PNG", optimize=True)
+        data["image/png"] = base64.b64encode(buffer.getvalue()).decode()
 
 
 def main() -> None:
@@ -54,6 +66,8 @@ def main() -> None:
                 notebook.cells.append(new(text, id=f"cell-{number:02d}"))
                 if kind == "code" and not text.startswith(_INSTALL):
                     client.execute_cell(notebook.cells[-1], number)
+                    for output in notebook.cells[-1].outputs:
+                        _reduce(output.get("data", {}))
     notebook.metadata = metadata
     nbformat.write(notebook, NOTEBOOK)  # type: ignore[no-untyped-call]
     print(f"{NOTEBOOK}: {len(notebook.cells)} cells, {NOTEBOOK.stat().st_size / 1e3:.0f} KB")

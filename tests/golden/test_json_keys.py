@@ -214,7 +214,7 @@ def serve(run: Json, work: Path, out: Path) -> Any:
 
 
 def demo(run: Json, work: Path, out: Path) -> Any:
-    pytest.importorskip("sklearn")
+    pytest.importorskip("skimage")
     return run("demo", "--dir", out)
 
 
@@ -247,7 +247,7 @@ VERBS: dict[str, Callable[[Json, Path, Path], Any]] = {
         demo,
     )
 }
-SLOW = ("demo",)  # it trains on 1,797 images
+SLOW = ("demo",)  # it trains on 1,200 images
 
 ABSENT = "no-such-folder"
 # A command of each verb whose work cannot begin.

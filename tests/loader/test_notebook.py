@@ -92,7 +92,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
         return next(output for text, output in shown.items() if part in text)
 
     pictures = (
-        "wt.peek(train))",
+        "wt.peek(train, 5)",
         'order="classes"',
         "wt.peek(loader)",
         "wt.peek(batch",
@@ -102,9 +102,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
         (bundle,) = of(part).displays
         assert bundle["image/png"], part
         assert bundle["text/plain"].strip(), part
-    (bundle,) = of("loader.report()").displays
-    assert '<table class="bars"' in bundle["text/html"]
-    assert bundle["text/plain"].strip()
+    assert re.match("loop bound|input bound|no bottleneck", of("loader.report()").out)
     for part in (
         "display(index)",
         "display(loader)",
@@ -125,7 +123,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     assert of("other.close()").out.endswith("the same samples: True\nthe same pixels: True\n")
     assert of("processes.close()").out == "the same samples: True\nthe same pixels: True\n"
     assert float(re.findall(r"'accuracy': ([\d.]+)", of("wt.evaluate").out)[0]) > 0.8
-    check_progress(of("wt.train("), steps=3 * 44)
+    check_progress(of("wt.train("), steps=3 * 37)
 
 
 def check_part(html: str) -> None:

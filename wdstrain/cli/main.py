@@ -40,7 +40,7 @@ _VERBS = {  # the module that adds a verb, and what it does
     "predict": ("train", "predict the labels of images, as a table"),
     "export": ("train", "export a trained model for other programs"),
     "serve": ("sets", "let other programs and machines read a folder of shards over HTTP"),
-    "demo": ("train", "convert, verify and train on scans of handwritten digits"),
+    "demo": ("train", "convert, verify and train on cuts of ten photographs"),
 }
 
 
