@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3295,
+    "conversion": 3241,
     "training": 3199,
     "inspection": 1612,
     "loader": 1209,

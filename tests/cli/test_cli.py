@@ -175,7 +175,6 @@ def test_a_missing_input_is_wrong_usage_in_every_verb(
         ("convert table log.csv out --image f", "Use one of its columns: file, n."),
         ("convert table log.csv out --image file --label x", "Use one of its columns: file, n."),
         ("convert table log.csv out --image file --where x==1", "Use one of: file, n."),
-        ("convert tars plain out --label x", "Use one of: cls, txt."),
         (
             "info plain --where x==1",
             "Use one of: key, shard, split, size, size.FIELD or has.FIELD.",

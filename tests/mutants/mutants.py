@@ -663,7 +663,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "conversion/sources/table_files.py": [
-        ("changed-table", "if _state(path) != states[path]:", "if _state(path) is None:"),
+        ("changed-table", "if _state(path) != state:", "if _state(path) is None:"),
     ],
     # --- training ---
     "training/optim.py": [

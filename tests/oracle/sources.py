@@ -245,7 +245,14 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
 def draw_tars(rng: random.Random, folder: Path) -> Source:
     """Shards written by another program, selected, and with fields dropped or renamed."""
     data: DataSet = draw_data_set(rng)
-    write(data, folder / "tars", rng)
+    labeled = rng.random() < 0.5
+
+    def lay() -> None:
+        write(data, folder / "tars", rng)
+        if labeled:
+            wt.index(str(folder / "tars"), label="cls", classes=CLASSES)
+
+    lay()
     select = rng.choice((None, None, "cls == 1", "json.angle > 0 and cls != 2", "has.bin"))
     chosen = {
         None: lambda s: True,
@@ -255,8 +262,6 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
     }[select]
     drop = rng.choice(((), ("npy",), ("bin", "json")))
     rename = rng.choice(({}, {"png": "image.png"}))
-    labeled = rng.random() < 0.5
-    declared: dict[str, Any] = {"label": "cls", "classes": list(CLASSES)} if labeled else {}
     items = []
     for sample in filter(chosen, data.samples):
         fields = {rename.get(n, n): v for n, v in sample.fields.items() if n not in drop}
@@ -265,12 +270,12 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
 
     def convert(out: str, **options: Any) -> wt.Index:
         fields = {"where": select, "drop": drop, "rename": rename}
-        return wt.convert_tars(str(folder / "tars"), out, **fields, **declared, **options)
+        return wt.convert_tars(str(folder / "tars"), out, **fields, **options)
 
     def change() -> None:
         sample = rng.choice([sample for sample in data.samples if chosen(sample)])
         sample.fields["number"] += b"000000"
-        write(data, folder / "tars", rng)
+        lay()
 
     classes = "label" if labeled else None
     unknown = "bin" in drop and not any("bin" in sample.fields for sample in data.samples)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.shards.label_kinds import RANGE, shown
+from wdstrain.shards.label_kinds import RANGE
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 
@@ -87,15 +86,6 @@ def stated_classes(names: Sequence[str]) -> dict[str, str]:
     some = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
     digest = blake2b(json.dumps(list(map(str, names))).encode(), digest_size=4).hexdigest()
     return {"class_names": f"{len(names)}: {some} ({digest})"}
-
-
-def look_alikes(names: Iterable[str]) -> list[str]:
-    """Return names that differ only in case, blanks or form of characters, as "'Cat' and 'cat'"."""
-    alike: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        folded = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
-        alike.setdefault(folded, []).append(name)
-    return [" and ".join(map(shown, same)) for same in alike.values() if len(same) > 1]
 
 
 def class_rule(count: int = 0) -> str:

@@ -9,14 +9,14 @@ A column is decided by its distinct values and how often each occurs, so large t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import look_alikes
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import class_names, number_in, rule_of, shown, whole_in
@@ -76,23 +76,22 @@ def decide(
     if kind == "multi":
         texts = [value for value in cells.values() if isinstance(value, str)]
         read = partial(_members, separator=separator_in(texts) or "|")
-    good = _read(cells, read, bad, name)
+    good, lines = _read(cells, read, bad, name), list[str]()
     whole = {code: whole_in(value) for code, value in good.items() if kind == "class" and not names}
     good = good if None in whole.values() else {**good, **whole}
-    lines = list[str]()
     classes: tuple[str, ...] = FLAG_CLASSES if kind == "flag" else ()
     if kind in ("class", "multi"):
         classes = given or names or class_names(_texts(good), kind)
         if names:
-            good = _read(good, partial(_named, names, dict.fromkeys(names), _whole), bad, name)
+            by_text = {name: name for name in names} | dict(_numbered(names))
+            good = _read(good, partial(_named, by_text), bad, name)
         if given:
-            used = _texts(good)
-            is_number = all(text.isdecimal() and int(text) < len(given) for text in used)
-            by_number = is_number and used.isdisjoint(given)
-            number_of = whole_in if by_number else _no_number
-            good = _read(good, partial(_named, given, dict.fromkeys(given), number_of), bad, name)
-            first = f"label {name}: its numbers count the given classes: 0 is {shown(given[0])}"
-            lines += [first] * by_number
+            used, by_text = _texts(good), dict(zip(given, given, strict=True))
+            if used.isdisjoint(given) and used <= dict(_numbered(given)).keys():
+                by_text = dict(_numbered(given))
+                first = f"its numbers count the given classes: 0 is {shown(given[0])}"
+                lines.append(f"label {name}: {first}")
+            good = _read(good, partial(_named, by_text), bad, name)
     if not good:
         raise UsageError(
             f"{place}: no value fits {name}:{kind}: {next(iter(bad.values()))}.",
@@ -160,30 +159,20 @@ def _members(value: Any, separator: str) -> list[str | int]:
     return list(filter(lambda member: member != "", members))
 
 
-def _no_number(value: Any) -> int | None:
-    return None
+def _numbered(classes: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (text of its number, name) of each class."""
+    return zip(map(str, count()), classes, strict=False)
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _named(
-    classes: Sequence[str],
-    known: Collection[str],
-    number_of: Callable[[Any], int | None],
-    value: Any,
-) -> Any:
-    """Return the name of a known class, or a list of them. number_of: reads a class number."""
+def _named(by_text: Mapping[str, str], value: Any) -> Any:
+    """Return the name of a known class, or a list of them. by_text: the name of a value's text."""
     if isinstance(value, list):
-        return [_named(classes, known, number_of, member) for member in value]
-    number = number_of(value)
-    if str(value) in known and (number is None or isinstance(value, str)):
-        return value
-    if number is not None and 0 <= number < len(classes):
-        return classes[number]
-    is_none = number == -1
-    raise SampleError("which means no label" if is_none else f"none of the {len(classes)} classes")
+        return [_named(by_text, member) for member in value]
+    if value == -1:  # Hugging Face data sets
+        raise SampleError("which means no label")
+    if (name := by_text.get(str(value))) is None:
+        raise SampleError(f"none of the {len(set(by_text.values()))} classes")
+    return value if name == str(value) else name
 
 
 RULES: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -228,7 +217,6 @@ def _lines(label: ColumnInfo, good: Mapping[int, Any], fit: str) -> list[str]:
     several = f"{'several of ' * (label.kind == 'multi')}{count} class{'es' * (count != 1)}"
     seen = f", {used} of them in this table" * (used < count)
     lines = [f"{title} {several} ({some}){seen}, {fit}"]
-    lines += [f"{title} the classes {alike} look alike" for alike in look_alikes(names)]
     if label.kind == "class" and (separator := separator_in(names)):
         held = sum(separator in name for name in names)
         lines.append(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from wdstrain.conversion.options import Options
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
@@ -112,12 +111,12 @@ class BadSample(NamedTuple):
         }
 
 
+@dataclass
 class BadSamples:
     """Raises an error at the first bad sample, or collects all of them."""
 
-    def __init__(self, *, collect: bool = False) -> None:
-        self.collect = collect
-        self.bad: list[BadSample] = []
+    collect: bool = False
+    bad: list[BadSample] = field(default_factory=list)
 
     def put(self, bad: BadSample) -> None:
         """Add a bad sample. Raises SourceError unless they are collected."""
@@ -270,13 +269,6 @@ def split_of(name: str) -> str:
     return SPLITS.get(word[0].lower(), "") if word else ""
 
 
-def drawn_again(splits: Iterable[str], options: Options) -> dict[str, list[str]]:
-    """Return the decision that the splits of a source are not kept; {} if it has none."""
-    names = ", ".join(dict.fromkeys(filter(None, splits)))
-    again = bool(options.split) and "," in names
-    return {"decided": [f"splits: those of the source ({names}) are drawn again"]} if again else {}
-
-
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
     """Raise UsageError if a path does not exist. shown: the path in the error."""
     if not os.path.exists(path):
@@ -284,9 +276,3 @@ def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
             f"{shown or path}: there is no such {kind}, or no permission.",
             "Check it.",
         )
-
-
-def count_ignored(ignored: dict[str, int], reason: str, times: int = 1) -> None:
-    """Add to the count of a reason."""
-    if times:
-        ignored[reason] = ignored.get(reason, 0) + times

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wdstrain.conversion.options import Options, Path
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, as_list, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.options import (
-    progress_option,
-    shard_urls,
-    stored_classes,
-    stored_label,
-    where_option,
-)
+from wdstrain.shards.options import progress_option, shard_urls, where_option
 
 if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo
@@ -192,8 +186,6 @@ class TarsOptions(Options):
     keys: str | None = option(
         None, "pack samples whose keys a file lists, one per line", metavar="FILE"
     )
-    label: str | None = stored_label()
-    classes: Sequence[str] | None = stored_classes()
 
     def __post_init__(self) -> None:
         super().__post_init__()

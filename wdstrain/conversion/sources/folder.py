@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wdstrain.conversion.classes import look_alikes, stated_classes
+from wdstrain.conversion.classes import stated_classes
 from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, image_field, walk
 from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
@@ -26,7 +26,7 @@ def list_folder(
 ) -> Source:
     """Return the images of a folder.
 
-    flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
+    flat: all images below it, without classes. masks: folder of their masks, see `_with_masks`;
     images without a mask are left out and counted. fixed: names of the classes in the order of
     their numbers (default: the sorted class folders). Raises
     UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
@@ -54,23 +54,22 @@ def list_folder(
             "Rename it, or add it at the end of the classes.",
         )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
-    mask_files = _find_masks(source, masks, images, ignored) if masks else {}
     keys, items = Keys(), list[Sample]()
-    for image in images:
-        path = str(image.parts[0][1])
-        if masks and path not in mask_files:
-            ignored["images without a mask"] += 1
-            continue
-        parts = [*image.parts, *([("cls", numbers[image.stratum])] if classes else [])]
-        parts += [mask_files[path]] if masks else []
+    for image in images if masks is None else _with_masks(source, masks, images, ignored):
+        file, *mask = image.parts
+        parts = [file, *([("cls", numbers[image.stratum])] if classes else []), *mask]
         stem = image.name.rpartition(".")[0]
         key = keys.key(stem)
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
     labels = (ColumnInfo("label", "class", "cls", classes=tuple(numbers)),) if classes else ()
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     about |= {"masks": True} if masks is not None else {}
-    if decided := _decided([*fixed, *classes], list(numbers)):
-        about["decided"] = decided
+    moved = (n for place, n in enumerate(numbers) if n.isdecimal() and int(n) != place)
+    if name := next(moved, ""):
+        number = int(numbers[name])
+        about["decided"] = [
+            f"classes: names are sorted, so folder {name!r} has the class number {number}"
+        ]
     return Source(
         source,
         lambda: items,
@@ -82,16 +81,6 @@ def list_folder(
         stratum="label" if classes else "",
         has_files=True,
     )
-
-
-def _decided(names: list[str], numbered: list[str]) -> list[str]:
-    """Return lines for people about the names of classes. numbered: in the order of their numbers."""
-    lines = [f"classes: {alike} look alike" for alike in look_alikes(names)]
-    for number, name in enumerate(numbered):
-        if name.isdecimal() and int(name) != number:
-            text = f"classes: names are sorted, so folder {name!r} has the class number {number}"
-            return [*lines, text]
-    return lines
 
 
 def _image_files(root: str, ignored: Counter[str]) -> Iterator[tuple[str, str, str]]:
@@ -140,10 +129,10 @@ def _find_images(
     )
 
 
-def _find_masks(
+def _with_masks(
     source: str, masks: str, images: Sequence[Sample], ignored: Counter[str]
-) -> dict[str, tuple[str, str]]:
-    """Return (field, path) of the mask of each image, by the path of the image.
+) -> list[Sample]:
+    """Return the images that have a mask, with it, and count the others.
 
     A mask has the path of its image, from its own folder and without the extension: masks/a/1.png
     is that of images/a/1.jpg. Raises SourceError for JPEGs and for two masks of an image.
@@ -171,15 +160,20 @@ def _find_masks(
                 "Store one PNG for each image.",
             )
         by_stem[stem] = (f"mask.{field}", path)
-    paths = (str(image.parts[0][1]) for image in images)
-    stems = {p: os.path.relpath(p, source).rpartition(".")[0].replace(os.sep, "/") for p in paths}
-    matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
+    paths = (os.path.relpath(str(image.parts[0][1]), source) for image in images)
+    stems = [path.rpartition(".")[0].replace(os.sep, "/") for path in paths]
+    matched = [
+        image._replace(parts=[*image.parts, by_stem[stem]])
+        for image, stem in zip(images, stems, strict=True)
+        if stem in by_stem
+    ]
     if not matched:
         raise SourceError(
             f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
-            f"for the extension: {next(iter(stems.values()))}.png."
+            f"for the extension: {stems[0]}.png."
         )
-    ignored["masks without an image"] += len(by_stem.keys() - stems.values())
+    ignored["masks without an image"] += len(by_stem.keys() - {*stems})
+    ignored["images without a mask"] += len(images) - len(matched)
     return matched
 
 

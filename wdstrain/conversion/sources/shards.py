@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -23,14 +23,13 @@ from wdstrain.conversion.listing import (
     Sample,
     Source,
     check_there,
-    drawn_again,
     field_name,
     readable,
     split_of,
 )
 from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
-from wdstrain.shards.declare import with_columns_of, with_label
+from wdstrain.shards.declare import with_columns_of
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
@@ -47,17 +46,17 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     """
     given = options.urls
     urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
-    if options.classes is not None and options.label is None:
-        raise UsageError(
-            "{classes} needs {label}, whose values it names.",
-            "Give both.",
-            {"classes": ..., "label": ...},
-        )
     wanted = None if options.keys is None else read_keys(options.keys)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
-    index, labels = _labels(index, names, options)
+    if any(label.field in names for label in index.differing):
+        raise UsageError(
+            "these sets have different labels, or some have none: a class number would mean two "
+            "classes.",
+            "Convert each set by itself, or drop the field of the label.",
+        )
+    labels = [label for label in index.labels if label.field in names]
     ignored = Counter[str](index.info.get("ignored", {}) if "made" in index.info else {})
     index = _chosen(index, options, wanted, ignored)
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
@@ -75,7 +74,10 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             yield Sample(key, kept, splits[shard.name], stratum=strata[number])
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
-    source = _stated(options, wanted) | drawn_again(splits.values(), options)
+    source = _stated(options, wanted)
+    own = ", ".join(dict.fromkeys(filter(None, splits.values())))
+    if options.split and "," in own:
+        source["decided"] = [f"splits: those of the source ({own}) are drawn again"]
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
     return Source(
         urls[0] if len(urls) == 1 and not is_remote(urls[0]) else ", ".join(folders),
@@ -165,14 +167,13 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
 def _stated(options: TarsOptions, keys: set[str] | None) -> dict[str, Any]:
     """Return the arguments of a conversion of shards, as its provenance has them."""
     text = "\n".join(sorted(keys or ()))
-    named = {name: getattr(options, name) for name in ("where", "label", "classes")}
     return {
         "kind": "tars",
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
         "keys": None if keys is None else blake2b(text.encode(), digest_size=8).hexdigest(),
-        **{n: v if isinstance(v, str) else list(v) for n, v in named.items() if v is not None},
+        **({} if options.where is None else {"where": options.where}),
         "in_place": [],  # older versions replaced their source
     }
 
@@ -196,36 +197,6 @@ def _check_apart(index: Index, out: str) -> None:
             f"{out} holds {index.shards[others.index(real)].name}, which is being converted.",
             "Put the shards into another folder.",
         )
-
-
-def _labels(
-    index: Index, names: Iterable[str], options: TarsOptions
-) -> tuple[Index, tuple[ColumnInfo, ...]]:
-    """Return the index with the label that the options declare, and the labels of kept fields.
-
-    It replaces a label of its name. Raises UsageError if the sets differ in their labels.
-    """
-    kept = set(names)
-    if any(label.field in kept for label in index.differing):
-        raise UsageError(
-            "these sets have different labels, or some have none: a class number would mean two "
-            "classes.",
-            "Convert each set by itself, or drop the field of the label.",
-        )
-    labels = tuple(label for label in index.labels if label.field in kept)
-    if options.label is None:
-        return index, labels
-    index = with_label(index, options.label, options.classes)
-    declared = index.labels[-1]
-    if declared.field not in names:
-        raise UsageError(
-            "its field would be left out.",
-            f"Keep the field {declared.field!r}.",
-            option="label",
-            value=options.label,
-        )
-    others = (o for o in labels if declared.place != o.place and declared.name != o.name)
-    return index, (*others, declared)
 
 
 def read_keys(path: str) -> set[str]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import fixed_classes, look_alikes, stated_classes
+from wdstrain.conversion.classes import fixed_classes, stated_classes
 from wdstrain.conversion.images import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide
 from wdstrain.conversion.listing import (
@@ -204,12 +204,6 @@ class _Rows:
             some = ", ".join(f"{split} ({count})" for split, count in counts)
             again = ", drawn again" * bool(self._options.split)
             lines.append(f"splits: those in the names of the files, {some}{again}")
-        if split_by := self._options.split_by:
-            codes, values = distinct(self._table.column(split_by))
-            splits = (_stripped(values[code]) for code in np.unique(codes[self._chosen]))
-            lines += [
-                f"split {split_by}: the splits {some} look alike" for some in look_alikes(splits)
-            ]
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
             for name, counts in self._table.changes.items()
@@ -226,8 +220,7 @@ class _Rows:
         """
         paths, rows = batched(() if rule is None else rule.paths), count()
         for file, lines, columns in self._table.batches(self._table.columns):
-            for line, *values in zip(lines, *columns.values(), strict=True):
-                row = next(rows)
+            for line, row, *values in zip(lines, rows, *columns.values(), strict=False):
                 if not self._chosen[row]:
                     continue
                 cells = dict(zip(columns, values, strict=True))
@@ -236,8 +229,8 @@ class _Rows:
                     yield self._sample(rule, image, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
-                    shown = "" if rule is None else image
-                    yield BadSample(shown_path(file), line, shown, str(error))
+                    path = "" if rule is None else image
+                    yield BadSample(shown_path(file), line, path, str(error))
 
     def _sample(
         self,

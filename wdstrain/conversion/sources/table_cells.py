@@ -142,37 +142,32 @@ def _plain(value: Any, changes: Changes) -> Any:
         except (OverflowError, ValueError):
             changes["a time beyond the years 1 to 9999 became null"] += 1
             return None
-    if value is None or type(value) in (bool, int, str, bytes):
-        return value
-    is_written = isinstance(value, _WRITTEN) or type(value).__module__.startswith("pandas.")
-    if is_written or hasattr(value, "isoformat"):
-        text = str(value)
-        return None if text in ("NaT", "<NA>") else text
-    if isinstance(value, (np.generic, np.ndarray)):
+    if isinstance(value, (np.generic, np.ndarray)) and not isinstance(value, _WRITTEN):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         became = "NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"
         changes[became] += 1
         return None if math.isnan(value) else str(value)
-    if isinstance(value, (bool, int, float, str, bytes)):
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item, changes) for item in value]
     if isinstance(value, dict):
-        return _plain_dict(value, changes)
+        names = [name if isinstance(name, str) else json.dumps(name, default=str) for name in value]
+        if len(set(names)) < len(names):
+            raise UsageError(
+                f"a dict of the table names an entry twice in JSON: {', '.join(names)}."
+            )
+        return {n: _plain(item, changes) for n, item in zip(names, value.values(), strict=True)}
+    is_pandas = type(value).__module__.startswith("pandas.")
+    if isinstance(value, _WRITTEN) or is_pandas or hasattr(value, "isoformat"):
+        return None if str(value) in ("NaT", "<NA>") else str(value)
     raise UsageError(
         f"a cell of the table is {type(value).__name__}, which cannot be stored.",
         "Give text, numbers, bytes, lists or dicts.",
     )
-
-
-def _plain_dict(value: dict[Any, Any], changes: Changes) -> dict[str, Any]:
-    names = [name if isinstance(name, str) else json.dumps(name, default=str) for name in value]
-    if len(set(names)) < len(names):
-        raise UsageError(f"a dict of the table names an entry twice in JSON: {', '.join(names)}.")
-    return {n: _plain(item, changes) for n, item in zip(names, value.values(), strict=True)}
 
 
 # --- fields of a sample ---------------------------------------------------------------------------

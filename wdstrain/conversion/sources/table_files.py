@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from stat import S_ISREG
 from typing import Any
 from urllib.parse import unquote
@@ -19,7 +19,7 @@ from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
 # Extensions of tables in folders. Of a file that is named alone, .json and .ipc count too.
-FORMS = {
+_FORMS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".jsonl", ".ndjson"), "json"),
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -29,11 +29,16 @@ FORMS = {
 
 @dataclass(frozen=True)
 class TableFiles:
-    """The files of a table. base: where relative paths of images begin; None: of a frame."""
+    """The files of a table.
+
+    base: where relative paths of images begin; None: of a frame. states: of the files that were
+    read, which differ if one was changed.
+    """
 
     name: str
     paths: list[str]
     base: str | None
+    states: dict[str, Any] = field(default_factory=dict)
 
     def key_prefix(self, file: str) -> str:
         """Return the beginning of the keys of a file's rows; "" if it is the only file."""
@@ -53,6 +58,24 @@ class TableFiles:
             for name, equals, value in pairs
             if name and equals
         }
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """Raise SourceError for a file that is no table of its form, or that changes."""
+        state = self.states.setdefault(path, _state(path))
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise SourceError(
+                f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}).",
+                "Check the file and its permissions, or copy or write it again.",
+            ) from error
+        if _state(path) != state:
+            raise SourceError(
+                f"{path} changed while it was converted.",
+                "Convert it again.",
+            )
 
     def _below(self, file: str) -> str:
         path = unquote(file) if is_remote(file) else file
@@ -78,7 +101,7 @@ def find_files(table: Any) -> TableFiles:
     if not paths:
         raise SourceError(
             f"{name} holds no tables.",
-            f"Check the path. Tables end in {', '.join(FORMS)}. Shards of webdataset need no "
+            f"Check the path. Tables end in {', '.join(_FORMS)}. Shards of webdataset need no "
             f"conversion: wdstrain info {name}",
         )
     forms = {form_of(path): path for path in paths}
@@ -93,18 +116,19 @@ def find_files(table: Any) -> TableFiles:
 
 def form_of(path: str) -> str:
     """Return csv, json, parquet or arrow, by the extension of a file; csv for others."""
-    return {**FORMS, ".json": "json", ".ipc": "arrow"}.get(_extension(path), "csv")
+    forms = {**_FORMS, ".json": "json", ".ipc": "arrow"}
+    return forms.get(os.path.splitext(path)[1].lower(), "csv")
 
 
-def _extension(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
+def _is_table(path: str) -> bool:
+    return path.lower().endswith(tuple(_FORMS))
 
 
 def _find(address: str) -> tuple[str, list[str]]:
     """Return (folder, files) of one address."""
     if is_hub(address):
         base, files = list_hub_files(address)
-        tables = [path for path in files if _extension(path) in FORMS]
+        tables = list(filter(_is_table, files))
         return base, [path for path in tables if form_of(path) == "parquet"] or tables
     if is_remote(address):
         return address.rpartition("/")[0], [address]
@@ -114,7 +138,7 @@ def _find(address: str) -> tuple[str, list[str]]:
             for _, folder, _, names, _ in walk(address, _is_leftover, links=False)
             for name in names
         )
-        return address, [path for path in found if _extension(path) in FORMS]
+        return address, list(filter(_is_table, found))
     if glob.has_magic(address) and not os.path.lexists(address):
         with readable(address, "the permissions of the folder"):
             paths = list(filter(os.path.isfile, matching_paths(address)))
@@ -143,28 +167,6 @@ def read_file(path: str) -> bytes:
         gopen(path) if is_remote(path) else open(path, "rb") as file,
     ):
         return bytes(file.read())
-
-
-@contextmanager
-def reading(path: str, states: dict[str, Any]) -> Iterator[None]:
-    """Raise SourceError for a file that is no table of its form, or that changes.
-
-    states: what differs if a local file was changed since it was first read, by path.
-    """
-    states.setdefault(path, _state(path))
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise SourceError(
-            f"{shown_path(path)} cannot be read as {form_of(path).capitalize()} ({reason}).",
-            "Check the file and its permissions, or copy or write it again.",
-        ) from error
-    if _state(path) != states[path]:
-        raise SourceError(
-            f"{path} changed while it was converted.",
-            "Convert it again.",
-        )
 
 
 def _state(path: str) -> tuple[int, int, int] | None:

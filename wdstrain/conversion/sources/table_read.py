@@ -14,10 +14,10 @@ import io
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,13 +35,7 @@ from wdstrain.conversion.sources.table_cells import (
     typed,
     values_of,
 )
-from wdstrain.conversion.sources.table_files import (
-    TableFiles,
-    find_files,
-    form_of,
-    read_file,
-    reading,
-)
+from wdstrain.conversion.sources.table_files import TableFiles, find_files, form_of, read_file
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.label_kinds import NUMBER
 from wdstrain.storage.remote import gopen, is_remote, shown_path
@@ -57,8 +51,7 @@ _IMAGE_BATCH = 128  # rows of a batch with images
 Row = tuple[int, dict[str, Any]]  # number of a row in its file, and its cells by column
 
 
-@dataclass
-class Part:
+class Part(NamedTuple):
     """Some rows of a file.
 
     rows: the line or number of each, from 1. cells: by column; None: they are read later. schema:
@@ -79,15 +72,10 @@ class Table:
     """
 
     def __init__(
-        self,
-        files: TableFiles,
-        parts: list[Part],
-        states: dict[str, Any],
-        untyped: set[str],
-        decimal: str,
+        self, files: TableFiles, parts: list[Part], untyped: Collection[str], decimal: str
     ) -> None:
-        """states: of the files. untyped: columns of texts that have no types yet."""
-        self.files, self._parts, self._states = files, parts, states
+        """untyped: columns of texts that have no types yet."""
+        self.files, self._parts = files, parts
         self._rows = sum(len(part.rows) for part in parts)
         if not self._rows:
             raise SourceError(
@@ -98,17 +86,15 @@ class Table:
         self.cells, self.changes = dict[str, Cells](), dict[str, Changes]()
         self._texts = dict[str, Cells]()  # numbers of a CSV, as they were written
         for column in self.columns:
-            nulls = (pa.chunked_array([pa.nulls(len(part.rows))]) for part in parts)
-            some = [p.cells.pop(column, n) for p, n in zip(parts, nulls, strict=True)]
+            some = [p.cells.pop(column, pa.chunked_array([pa.nulls(len(p.rows))])) for p in parts]
             if some[0] is None:
                 continue  # images
-            cells, self.changes[column] = joined(some), Changes()
-            if column not in untyped:
-                self.cells[column] = plain(cells, self.changes[column])
-                continue
-            self.cells[column] = typed(cells, decimal)
-            if pa.types.is_primitive(self.cells[column].type):
-                self._texts[column] = cells
+            texts = cells = joined(some)
+            if column in untyped:
+                cells = typed(texts, decimal)
+                self._texts |= {} if cells.type == pa.string() else {column: texts}
+            self.changes[column] = Changes()
+            self.cells[column] = plain(cells, self.changes[column])
 
     def __len__(self) -> int:
         return self._rows
@@ -119,21 +105,17 @@ class Table:
         """Yield (file, number of each row in it, plain cells by column) of consecutive rows."""
         stored, first = [name for name in names if name not in self.cells], 0
         for part in self._parts:
-            start = 0
-            with reading(part.path, self._states):
+            with self.files.reading(part.path):
+                at = 0
                 for batch in _batches(part, stored):
-                    stop = start + len(batch)
-                    cells = {
-                        name: values_of(
-                            plain(pa.chunked_array([batch.column(name)]), Changes())
-                            if name in stored
-                            else self.cells[name][first + start : first + stop]
-                        )
-                        for name in names
-                    }
-                    yield part.path, part.rows[start:stop], cells
-                    start = stop
-            first += start
+                    rows = slice(first + at, first + at + len(batch))
+                    cells = {name: self.cells[name][rows] for name in names if name in self.cells}
+                    for name in stored:
+                        cells[name] = plain(pa.chunked_array([batch.column(name)]), Changes())
+                    values = {name: values_of(cells[name]) for name in names}
+                    yield part.path, part.rows[at : at + len(batch)], values
+                    at += len(batch)
+            first += len(part.rows)
 
     def column(self, name: str, *, written: bool = False) -> Cells:
         """Return the cells of a column, also of one that is not in memory.
@@ -158,11 +140,11 @@ def read_table(options: TableOptions, bad: BadSamples) -> Table:
 
     Raises SourceError for files that cannot be read, that are no table or that do not fit together.
     """
-    table, parts, states, untyped = options.table, list[Part](), dict[str, Any](), set[str]()
+    table, parts, untyped = options.table, list[Part](), set[str]()
     is_rows = isinstance(table, list) and bool(table) and isinstance(table[0], dict)
     if is_rows or any(hasattr(table, name) for name in _FRAMES):
         files = TableFiles("the table", ["the table"], None)
-        return Table(files, list(_frame_parts(files.name, table)), states, untyped, "")
+        return Table(files, list(_frame_parts(files.name, table)), (), "")
     files = find_files(table)
     form = form_of(files.paths[0])
     if not options.header and form != "csv":
@@ -172,17 +154,16 @@ def read_table(options: TableOptions, bad: BadSamples) -> Table:
             {"header": False},
         )
     for path in files.paths:
-        with reading(path, states):
+        with files.reading(path):
             read = list(_READERS[form](path, options, bad))
         for part in read:
-            given = files.partitions(path).items()
-            added = {n: cells_of([v] * len(part.rows)) for n, v in given if n not in part.cells}
-            untyped.update(added, part.cells if form == "csv" else ())
-            part.cells |= added
-            parts.append(part)
+            folders = {n: v for n, v in files.partitions(path).items() if n not in part.cells}
+            untyped.update(folders, part.cells if form == "csv" else ())
+            part.cells.update({n: cells_of([v] * len(part.rows)) for n, v in folders.items()})
             if form != "json":  # where a row may lack columns
-                _check_columns(parts[0], part)
-    return Table(files, parts, states, untyped, options.decimal)
+                _check_columns([*parts, part][0], part)
+            parts.append(part)
+    return Table(files, parts, untyped, options.decimal)
 
 
 def _check_columns(first: Part, part: Part) -> None:
@@ -292,7 +273,7 @@ def _parts_of_rows(path: str, rows: Iterable[Row]) -> Iterator[Part]:
 
 def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of a CSV or TSV file as texts."""
-    rows = _csv_rows(path, read_file(path), options)
+    rows = _csv_rows(path, options)
     first = next(rows, (0, []))
     names = [name.strip() for name in first[1]]
     if not options.header:
@@ -304,36 +285,32 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
             {"header": False},
         )
     _check_names(path, names)
-    yield from _parts_of_rows(path, _complete(path, names, rows, bad))
+
+    def complete() -> Iterator[Row]:
+        for line, row in rows:
+            if len(row) == len(names):
+                yield line, dict(zip(names, row, strict=True))
+            else:
+                reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
+                bad.put(BadSample(path, line, "", reason))
+
+    yield from _parts_of_rows(path, complete())
 
 
-def _complete(
-    path: str, names: list[str], rows: Iterable[tuple[int, list[str]]], bad: BadSamples
-) -> Iterator[Row]:
-    """Yield the rows that have a cell for each column."""
-    for line, row in rows:
-        if len(row) == len(names):
-            yield line, dict(zip(names, row, strict=True))
-        else:
-            reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
-            bad.put(BadSample(path, line, "", reason))
-
-
-def _csv_rows(path: str, data: bytes, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(path: str, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of its last line, cells) of each row that is not blank.
 
     The delimiter is the one that the first line has, or names: sep=;
     """
-    lines = _lines(path, data, options.encoding)
+    lines = _lines(path, read_file(path), options.encoding)
     first = next(lines, "")
-    delimiter = next((mark for mark in _DELIMITERS if mark in first), ",")
-    delimiter = "\t" if path.lower().endswith(".tsv") else delimiter
     is_named = first.lower().startswith("sep=") and len(first.strip()) == 5
+    marks = first[4] if is_named else "\t" if path.lower().endswith(".tsv") else _DELIMITERS
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size
     try:
         reader = csv.reader(
             lines if is_named else chain([first], lines),
-            delimiter=first[4] if is_named else delimiter,
+            delimiter=next((mark for mark in marks if mark in first), marks[0]),
             escapechar=options.escape,
             skipinitialspace=True,
             strict=True,
@@ -359,53 +336,57 @@ def _lines(path: str, data: bytes, encoding: str) -> Iterator[str]:
         text = data.decode(encoding, "replace").partition("\ufffd")[0]
         name = "UTF-8" if encoding == "utf-8-sig" else f"in the encoding {encoding}"
         raise SourceError(
-            f"{path} is not {name}: see line {len(f'{text}.'.splitlines())}. {_NEXT_STEP}"
+            f"{path} is not {name}: see line {len(f'{text}.'.splitlines())}.",
+            _NEXT_STEP,
+            {"encoding": "cp1252"},
         ) from None
 
 
 def _read_json(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of JSON lines, or of one JSON array of objects. A row may lack columns."""
-    yield from _parts_of_rows(path, _json_rows(path, read_file(path), bad))
-
-
-def _json_rows(path: str, data: bytes, bad: BadSamples) -> Iterator[Row]:
-    """Yield (number of its line, or in the array, and the object) of each row."""
-    lines = _lines(path, data, "utf-8")
+    data = read_file(path)
+    texts = _lines(path, data, "utf-8")
     is_array = data.lstrip()[:1] == b"["
-    for line, text in enumerate(["".join(lines)] if is_array else lines, 1):
+    yield from _parts_of_rows(path, _array(path, texts) if is_array else _objects(path, texts, bad))
+
+
+def _array(path: str, texts: Iterator[str]) -> Iterator[Row]:
+    """Yield (number, object) of each row of a JSON array. Raises SourceError if one is none."""
+    try:
+        rows = json.loads("".join(texts), object_pairs_hook=_each_once)
+        yield from enumerate(map(_checked, rows), 1)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{path} is not a JSON array of objects ({error}).",
+            "Check it.",
+        ) from None
+
+
+def _objects(path: str, texts: Iterator[str], bad: BadSamples) -> Iterator[Row]:
+    """Yield (number of the line, object) of each row of JSON lines."""
+    for line, text in enumerate(texts, 1):
         try:
-            rows = _objects(text, is_array=is_array)
+            if text.strip():
+                yield line, _checked(json.loads(text, object_pairs_hook=_each_once))
         except (ValueError, RecursionError) as error:
-            if is_array:
-                raise SourceError(
-                    f"{path} is not a JSON array of objects ({error}).",
-                    "Check it.",
-                ) from None
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
-        else:
-            yield from enumerate(rows, line)
 
 
-def _objects(text: str, *, is_array: bool) -> list[dict[str, Any]]:
-    """Return the objects of a text; none of a blank one. Raises ValueError for other values."""
-    if not text.strip():
-        return []
-    value = json.loads(text, object_pairs_hook=_each_once)
-    rows = value if is_array else [value]
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{type(row).__name__} where an object is expected")
-        if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
-            raise ValueError("a column in each entry; pandas writes rows with orient='records'")
-    return list(rows)
+def _checked(row: Any) -> dict[str, Any]:
+    """Return an object that is a row. Raises ValueError for other values."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} where an object is expected")
+    if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
+        raise ValueError("a column in each entry; pandas writes rows with orient='records'")
+    return row
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):  # only the last value would be kept
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it names {next(n for n in names if names.count(n) > 1)!r} twice")
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it names {twice!r} twice")
     return row
 
 
