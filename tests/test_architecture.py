@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3241,
     "training": 3199,
-    "inspection": 1612,
+    "inspection": 1587,
     "loader": 1209,
     "shards": 2063,
     "decode": 1347,

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
 from wdstrain.inspection.labels import known_labels, with_values
@@ -24,6 +22,7 @@ from wdstrain.inspection.values import Content, described, quantiles
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column
+from wdstrain.shards.columns import counted as value_counts
 from wdstrain.shards.declare import even_part
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_size
@@ -129,9 +128,9 @@ class ColumnSummary(Result):
             return {f"{low:.4g} to {high:.4g}": count for low, high, count in self.numbers.bins}
         if len(self.classes) <= most:
             return self.classes
-        ranked = Counter(self.classes).most_common()
-        rest = sum(count for _, count in ranked[most:])
-        return {**dict(ranked[:most]), f"{self.distinct - most} others": rest}
+        shown = dict(Counter(self.classes).most_common(most))
+        rest = sum(self.classes.values()) - sum(shown.values())
+        return {**shown, f"{self.distinct - most} others": rest}
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,9 +203,7 @@ def info(options: InfoOptions) -> Info:
         raise errors[0]
     contents = _contents(index, errors)
     labeled = join([_with_labels(part, options.exact, errors) for part in parts])
-    ignored = Counter[str]()
-    for part in parts:
-        ignored.update(part.info.get("ignored") or {})
+    ignored = [Counter[str](part.info.get("ignored") or {}) for part in parts]
     return Info(
         samples=len(index),
         shards=len(index.shards),
@@ -220,7 +217,7 @@ def info(options: InfoOptions) -> Info:
         info={name: value for name, value in index.info.items() if name != "states"},
         exact=len(labeled) == len(index),
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
-        ignored=dict(ignored),
+        ignored=dict(sum(ignored, Counter[str]())),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
         contents=contents,
         columns=_columns(index, labeled),
@@ -282,9 +279,8 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
     Samples with large values are left out, and all but one that lie beyond the first bytes of a
     shard. names: of the fields that are read.
     """
-    sizes = np.zeros(len(index), np.int64)
-    for name in names:
-        sizes += np.asarray(index.offsets.extents[name][1].fill_null(0), np.int64)
+    sizes = [np.asarray(index.offsets.extents[name][1].fill_null(0)) for name in names]
+    total = np.sum([np.zeros(len(index), np.int64), *sizes], axis=0)
     filled = np.flatnonzero(index.counts)
     some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _SHARDS)).astype(np.int64)]
     most = _VALUES // max(1, len(some))
@@ -292,7 +288,7 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
     ids = np.concatenate([np.zeros(0, np.int64), *blocks])
     first_bytes = 1 << 20 if any(is_remote(shard.path) for shard in index.shards) else _VALUE_BYTES
     is_near = (index.offsets.stop[ids] <= first_bytes) | np.isin(ids, index.first)
-    return np.asarray(ids[is_near & (sizes[ids] <= _VALUE_BYTES)])
+    return np.asarray(ids[is_near & (total[ids] <= _VALUE_BYTES)])
 
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
@@ -326,13 +322,10 @@ def _columns(index: Index, labeled: Index) -> tuple[ColumnSummary, ...]:
 def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSummary:
     """Return the statistics of a column. label: that it holds. exact: of all samples."""
     present, numbers = column.values.drop_null(), None
-    if pa.types.is_list(present.type):
-        present = present.flatten()
     is_class = label is not None and label.kind == "class"
     if column.kind in ("integer", "number") and not is_class:
         numbers, present = _numbers(np.asarray(present, np.float64)), present[:0]
-    pairs = pc.value_counts(present).to_pylist()
-    counts = Counter({str(pair["values"]): int(pair["counts"]) for pair in pairs})
+    counts = Counter({str(value): count for value, count in value_counts(present).items()})
     names = [name for name, _ in counts.most_common(_MAX_VALUES)]
     if label is not None:
         names = list(label.classes) or sorted(counts, key=lambda name: (len(name), name))
@@ -365,8 +358,8 @@ def _numbers(values: Any) -> Numbers | None:
         if 0 < high - low < np.inf:
             counts, edges = np.histogram(finite, _BINS)
             bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
-    bad = len(values) - len(finite)
-    return Numbers(mean, deviation, low, tuple(quartiles), high, bad, tuple(bins))
+    not_finite = len(values) - len(finite)
+    return Numbers(mean, deviation, low, tuple(quartiles), high, not_finite, tuple(bins))
 
 
 def _provenance(info: Mapping[str, Any]) -> str:

@@ -23,12 +23,12 @@ def known_labels(index: Index, name: str | None = None) -> list[ColumnInfo]:
         labels = [ColumnInfo(n, "class", n) for n in ("cls", "cls2") if n in index.fields]
     if name is None:
         return labels
-    known = dict[str, ColumnInfo]()
-    for label in (*labels, *(ColumnInfo(field, "class", field) for field in index.fields)):
-        known.setdefault(label.name, label)
-    if name not in known:
-        raise UsageError(f"there is no label {name!r}.", choices(name, list(known)))
-    return [known[name]]
+    known = [*labels, *(ColumnInfo(field, "class", field) for field in index.fields)]
+    for label in known:
+        if label.name == name:
+            return [label]
+    names = list(dict.fromkeys(label.name for label in known))
+    raise UsageError(f"there is no label {name!r}.", choices(name, names))
 
 
 def with_values(index: Index, labels: Sequence[ColumnInfo]) -> Index:

@@ -108,9 +108,8 @@ class PeekOptions(CheckedOptions):
                     value=value,
                 )
             object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value or ()))))
-        names, keys = len(self.classes), len(self.keys)
-        if isinstance(self.source, Mapping):  # a batch, whose classes are named
-            names = 0
+        is_batch = isinstance(self.source, Mapping)  # whose classes are named
+        names, keys = 0 if is_batch else len(self.classes), len(self.keys)
         if max(self.n * max(1, names), keys) > MAX_SHOWN:
             raise UsageError(f"must be 1 to {MAX_SHOWN} samples in all.", option="n", value=self.n)
         if keys and (names or self.order != "first"):

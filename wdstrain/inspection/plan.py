@@ -157,9 +157,8 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     shares = [_share(index, plan, rank) for rank in range(plan.world_size)]
     ranks, places = tuple(rank for rank, _ in shares), np.hstack([own for _, own in shares])
     requests = sum(rank.requests for rank in ranks)
-    gigabytes = sum(rank.bytes for rank in ranks) / 1e9
-    prices = options.price or (0.0, 0.0)
-    cost = prices[0] * gigabytes + prices[1] * requests / 1000
+    per_gigabyte, per_thousand = options.price or (0.0, 0.0)
+    cost = per_gigabyte * sum(r.bytes for r in ranks) / 1e9 + per_thousand * requests / 1000
     packing = index.info.get("options")
     is_random = plan.shuffle and isinstance(packing, dict) and packing.get("shuffle") is True
     neighbors = None if is_random else np.arange(len(index)) // _NEIGHBORS

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from wdstrain.inspection.scan import (
     rows_of,
     shards_at,
 )
-from wdstrain.inspection.verify import HasFindings, decode_error
+from wdstrain.inspection.verify import ShardsRead, decode_error
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
@@ -46,24 +46,18 @@ from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.remote import is_remote, name_of, redacted
 
 Taken = dict[str, list[Entry]]  # the members of each sample that is intact
-Rescued = tuple[Index, list[Finding]]  # the intact samples of a shard, and what is lost
 
 
 @dataclass
-class Repair(HasFindings):
+class Repair(ShardsRead):
     """Result of `wt.repair`: copied and lost samples.
 
     samples: copied. lost: samples that are known to be lost. findings: each of them, and byte
-    ranges without samples; each with shard, key, field, offset, reason and `sentence`.
+    ranges without samples.
     """
 
-    out: str
-    shards: int = 0
-    samples: int = 0
-    bytes: int = 0
+    out: str = ""
     lost: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 @takes(RepairOptions)
@@ -75,7 +69,7 @@ def repair(options: RepairOptions) -> Repair:
     folder of the shards, or is in use and `overwrite` is False; ShardError if nothing is intact;
     StorageError if the disk fails. `out` is then unchanged.
     """
-    result = Repair(os.fspath(options.out))
+    result = Repair(out=os.fspath(options.out))
     todo, faults = shards_at(options.urls)
     result.notes = [fault.sentence for fault in faults]
     _check(result.out, list(todo))
@@ -118,7 +112,7 @@ def _check(out: str, paths: list[str]) -> None:
             raise UsageError(f"two shards are named {name}.", "Repair their folders one by one.")
 
 
-def _unreadable(finding: Finding) -> Rescued:
+def _unreadable(finding: Finding) -> tuple[Index, list[Finding]]:
     return Index(), [finding]
 
 
@@ -166,7 +160,7 @@ def _readable(
             if reason:
                 findings.append(Finding(intact.shards[0].shown, key, name, offset, reason))
                 break
-        if not reason:
+        else:
             yield key, list(values.items())
 
 
@@ -184,7 +178,7 @@ def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> I
 # --- one shard ------------------------------------------------------------------------------------
 
 
-def recover(scan: ShardScan, expected: Index) -> Rescued:
+def recover(scan: ShardScan, expected: Index) -> tuple[Index, list[Finding]]:
     """Return the intact samples of a shard, and what is lost.
 
     expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
@@ -201,13 +195,13 @@ def recover(scan: ShardScan, expected: Index) -> Rescued:
             lost += wrong
         if by_checksums and not wrong:
             taken[key] = members
-    lost += _strangers(scan.shown, found, expected) if by_checksums else scan.damages
+    lost += _strangers(scan, found, expected) if by_checksums else scan.damages
     rows = [(key, own[0][1], own[-1][1], own) for key, own in taken.items()]
     shard = Shard(scan.source.path, len(taken), scan.size)
     return Index((shard,), Offsets.of_samples(rows)), lost
 
 
-def _strangers(shown: str, found: Index, expected: Index) -> list[Finding]:
+def _strangers(scan: ShardScan, found: Index, expected: Index) -> list[Finding]:
     """Return a finding for the samples that an index does not list: the shard was replaced."""
     keys, known = (index.keys(np.arange(len(index))) for index in (found, expected))
     listed = {*known}
@@ -218,7 +212,7 @@ def _strangers(shown: str, found: Index, expected: Index) -> list[Finding]:
         f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
         f"they are not copied. Run: wdstrain index on it first"
     )
-    return [Finding(shown, "", "", 0, reason)]
+    return [scan.finding(reason)]
 
 
 def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
@@ -232,7 +226,7 @@ def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
         earlier = taken.get(key, [])
         if key in doubled or {name for name, *_ in members} & {name for name, *_ in earlier}:
             reason = "a member of this key and name came before"
-            lost.append(Finding(scan.shown, key, "", start, reason))
+            lost.append(scan.finding(reason, key, offset=start))
         else:
             taken[key] = [*earlier, *members]
     usual = Counter(map(_kinds, taken.values())).most_common(1)
@@ -259,10 +253,10 @@ def _fault_near_damage(
     if kinds != usual:
         fields, others = ", ".join(sorted(kinds)), ", ".join(sorted(usual))
         reason = f"it is next to damage and has {fields}, others {others}"
-        return Finding(scan.shown, key, "", members[0][1], reason)
+        return scan.finding(reason, key, offset=members[0][1])
     for name, offset, size, _ in members:
         data = scan.source.bytes_at(offset, size)
         if any(is_header(data[at : at + BLOCK]) for at in range(0, size, BLOCK)):
             reason = "the next sample begins within it: bytes before that are missing"
-            return Finding(scan.shown, key, name, offset, reason)
+            return scan.finding(reason, key, name, offset)
     return None

@@ -51,7 +51,6 @@ _POLL = 0.1  # seconds between reports of progress
 _KINDS = b"0\x007" + EXTENSIONS  # of headers at which a walk goes on: files, and extensions
 
 Entry = tuple[str, int, int, int]  # of a member: field, offset, size, crc32
-Found = tuple[str, dict[str, Entry], dict[str, bytes]]  # key, members and bytes by field
 T = TypeVar("T")
 
 
@@ -79,7 +78,7 @@ class ShardScan(Window):
 
     def samples(
         self, wants: Callable[[str, int], bool] = lambda field, size: False
-    ) -> Iterator[Found]:
+    ) -> Iterator[tuple[str, dict[str, Entry], dict[str, bytes]]]:
         """Yield key, members and wanted bytes of the samples in order, and read to the end.
 
         wants: called with field and size of each member, returns whether its bytes are needed.
@@ -96,7 +95,7 @@ class ShardScan(Window):
                 stop = min(self.size, member.stop)  # a cut may take padding alone
                 if name in members:
                     reason = "it is the second member of this name. Pack the shard again"
-                    self.faults.append(Finding(self.shown, key, name, offset, reason))
+                    self.faults.append(self.finding(reason, key, name, offset))
                     continue
                 start = start if members else member.start
                 members[name] = (name, offset, size, crc)
@@ -104,13 +103,19 @@ class ShardScan(Window):
                     values[name] = value
             before = first.setdefault(key, start)
             if before != start:
-                reason = "its members are in two places; the fields of a sample must be adjacent"
-                where = f"{reason}, the first at offset {before}"
-                self.faults.append(Finding(self.shown, key, "", start, where))
+                reason = (
+                    "its members are in two places; the fields of a sample must be adjacent, the "
+                    f"first at offset {before}"
+                )
+                self.faults.append(self.finding(reason, key, offset=start))
             self.rows.append((key, start, stop, list(members.values())))
             yield key, members, values
         self.read(self.size, 0)
         self.sha256 = self._hash.hexdigest()
+
+    def finding(self, reason: str, key: str = "", field: str = "", offset: int = 0) -> Finding:
+        """Return a finding of a field, a sample or the shard."""
+        return Finding(self.shown, key, field, offset, reason)
 
     def index(self, listed: Shard) -> Index:
         """Return the index of the samples. listed: the shard in the former index."""
@@ -144,16 +149,14 @@ class ShardScan(Window):
         """Record a fault, because of which the bytes to `stop` hold no sample."""
         if fault is not None:
             hold = f"; bytes {fault.start} to {stop} hold no sample" if stop > fault.start else ""
-            finding = Finding(self.shown, "", "", fault.start, fault.reason + hold)
-            self.damages.append(finding)
+            self.damages.append(self.finding(fault.reason + hold, offset=fault.start))
 
 
 def is_header(block: bytes) -> bool:
     """Return whether a block of 512 bytes is the header of a file."""
-    if block[257:262] != b"ustar" or len(block) < BLOCK or block[156] not in _KINDS:
-        return False
+    is_file = len(block) == BLOCK and block[257:262] == b"ustar" and block[156] in _KINDS
     try:
-        return size_in(block, 0) >= 0
+        return is_file and size_in(block, 0) >= 0
     except Fault:
         return False
 
@@ -171,8 +174,7 @@ def each_shard(
     shards: what the index says of each, by path. failed: makes the result for a shard that cannot
     be read. An exception, also one of `progress`, ends all reads.
     """
-    stopping, total, reads = threading.Event(), _total_bytes(shards), list[int]()
-    megabytes = None if total is None else total // 10**6
+    stopping, total, reads = threading.Event(), _total_megabytes(shards), list[int]()
 
     def tick(size: int) -> None:
         reads.append(size)
@@ -194,7 +196,7 @@ def each_shard(
             while not is_done:
                 results.wait(_POLL)
                 is_done = results.ready()
-                reporter.step(title, sum(reads) // 10**6, megabytes, unit="MB")
+                reporter.step(title, sum(reads) // 10**6, total, unit="MB")
         finally:
             stopping.set()
         return results.get(), sum(reads)
@@ -218,18 +220,17 @@ def compared(
     for key, wanted in rows_of(expected):
         members, wrong = list[Entry](), list[Finding]()
         if not has_checksums and key not in keys:
-            reason = "it is not there, as the index says"
-            wrong.append(Finding(scan.shown, key, "", wanted[0][1], reason))
+            absent = scan.finding("it is not there, as the index says", key, offset=wanted[0][1])
+            wrong.append(absent)
         for name, offset, size, crc in wanted if has_checksums else ():
-            place = places.get((key, name, size, crc))
-            if place is None:
-                actual = sums.get((offset, size))
-                if actual is None:  # its header is damaged
-                    actual = crc32(scan.source.bytes_at(offset, size))
-                if actual != crc:
-                    reason = "the bytes are not those that were packed"
-                    wrong.append(Finding(scan.shown, key, name, offset, reason))
-            members.append((name, offset if place is None else place, size, crc))
+            place = places.get((key, name, size, crc), offset)
+            actual = sums.get((place, size))
+            if actual is None:  # its header is damaged
+                actual = crc32(scan.source.bytes_at(place, size))
+            if actual != crc:
+                reason = "the bytes are not those that were packed"
+                wrong.append(scan.finding(reason, key, name, offset))
+            members.append((name, place, size, crc))
         yield key, members, wrong
 
 
@@ -319,10 +320,11 @@ def _index_at(findings: dict[str, Finding], path: str) -> Index:
     return Index() if index is None else index
 
 
-def _total_bytes(shards: Mapping[str, Index]) -> int | None:
-    """Return the bytes of all shards; None if that is not known."""
+def _total_megabytes(shards: Mapping[str, Index]) -> int | None:
+    """Return the size of all shards; None if that is not known."""
     unknown = [path for path, index in shards.items() if not index.shards[0].bytes]
     if any(map(is_remote, unknown)):
         return None
     known = sum(index.shards[0].bytes for index in shards.values())
-    return known + sum(os.path.getsize(path) for path in unknown if os.path.exists(path))
+    local = sum(os.path.getsize(path) for path in unknown if os.path.exists(path))
+    return (known + local) // 10**6

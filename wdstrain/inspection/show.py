@@ -278,8 +278,7 @@ def _by_key(index: Index, keys: Sequence[str]) -> Ints:
 
 def _peek_loader(loader: Loader, n: int) -> Peek:
     """Return the first n rows that the next `for` over a loader gives. The loader is not moved."""
-    index, views = loader.index, list[SampleView]()
-    fields = (loader.fields or {}).items()
+    index, views, fields = loader.index, list[SampleView](), (loader.fields or {}).items()
     names = {name: field.classes for name, field in fields if isinstance(field, LabelField)}
     with closing(loader.copy_with_threads()) as copy:
         batches = iter(copy)

@@ -48,10 +48,19 @@ _LARGEST = 1 << 30  # bytes of a field that is decoded or compared
 _DECODED = ("cls", "json", "npy", "text", "txt")  # fields that are decoded, besides images
 
 
-class HasFindings:
-    """Base class of results with findings."""
+@dataclass
+class ShardsRead:
+    """Result of a verb that reads shards: how much it read, findings, and notes.
 
-    findings: list[Finding]
+    findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`. notes:
+    sentences about what is no damage.
+    """
+
+    shards: int = 0
+    samples: int = 0
+    bytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -67,10 +76,9 @@ class HasFindings:
 
 
 @dataclass
-class Verification(HasFindings):
+class Verification(ShardsRead):
     """Result of `wt.verify`: counts and findings.
 
-    findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`.
     unindexed: shards without checksums, of which only the structure was checked. fields: samples
     that have each field. columns: samples whose value in the index was compared, by column.
     decoded: members by field, with `decode`; those of unknown types and of more than 1 GiB are not
@@ -79,17 +87,12 @@ class Verification(HasFindings):
     shards share.
     """
 
-    shards: int = 0
-    samples: int = 0
-    bytes: int = 0
     unindexed: int = 0
-    findings: list[Finding] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
     columns: Counter[str] = field(default_factory=Counter)
     decoded: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     groups: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -149,8 +152,7 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
         check.decoded[name] += is_decoded
-        is_compared = name in EXTENSIONS or columns.reads(name)
-        return is_decoded or (size <= _LARGEST and is_compared)
+        return is_decoded or (size <= _LARGEST and (name in EXTENSIONS or columns.reads(name)))
 
     for key, members, values in scan.samples(wants):
         columns.add(values.items())
@@ -165,12 +167,14 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
             elif decode and name in values:
                 reason = decode_error(name, values[name], labels, is_finite=True)
             if reason:
-                faults.append(Finding(scan.shown, key, name, offset, reason))
+                faults.append(scan.finding(reason, key, name, offset))
     check.found = scan.index(listed)
     if links := scan.ignored[LINK]:
-        reason = f"holds {links} links or devices, whose data no sample has"
-        advice = "Pack the files that they name: tar --hard-dereference"
-        faults.insert(0, Finding(scan.shown, "", "", 0, f"{reason}. {advice}"))
+        reason = (
+            f"holds {links} links or devices, whose data no sample has. Pack the files that they "
+            "name: tar --hard-dereference"
+        )
+        faults.insert(0, scan.finding(reason))
     changes = _changes(scan, check.found, expected, columns.finish(), check.columns)
     check.findings = limited([*scan.damages, *faults, *changes])
     check.unindexed = int(not (listed.sha256 or expected.offsets.has_checksums))
@@ -195,29 +199,28 @@ def _changes(
     """
     listed, lost = expected.shards[0], list[Finding]()
     if 0 < listed.bytes != scan.size:
-        reason = f"has {scan.size} bytes, its index says {listed.bytes}"
-        yield Finding(scan.shown, "", "", 0, reason)
+        yield scan.finding(f"has {scan.size} bytes, its index says {listed.bytes}")
     differing = found.offsets.differences(expected.offsets) if len(expected) else []
     if differing and not scan.damages:
         others = f"holds other samples than its index says ({', '.join(differing)})"
-        yield Finding(scan.shown, "", "", 0, f"{others}. Run: wdstrain index on it")
+        yield scan.finding(f"{others}. Run: wdstrain index on it")
         return
     has_checksums = expected.offsets.has_checksums
     if listed.sha256 != scan.sha256 and (differing or has_checksums):
         lost = [fault for _, _, wrong in compared(scan, found, expected) for fault in wrong]
     if listed.sha256 not in ("", scan.sha256) and not (lost or scan.damages):
         note = ", though every field is as packed" if has_checksums else ""
-        yield Finding(scan.shown, "", "", 0, f"has another sha256 than its index says{note}")
+        yield scan.finding(f"has another sha256 than its index says{note}")
     yield from lost
     if not differing:
         changed = {(fault.key, fault.field) for fault in lost}
-        for fault in _column_changes(scan.shown, expected, stored, counts):
+        for fault in _column_changes(scan, expected, stored, counts):
             if (fault.key, fault.field) not in changed:
                 yield fault
 
 
 def _column_changes(
-    shown: str, expected: Index, stored: Sequence[Column], counts: Counter[str]
+    scan: ShardScan, expected: Index, stored: Sequence[Column], counts: Counter[str]
 ) -> Iterator[Finding]:
     """Yield the values of columns that differ from those that were read from the shard."""
     for column, other in zip(expected.columns, stored, strict=True):
@@ -231,8 +234,8 @@ def _column_changes(
                     f"the index has {indexed!r:.80} in its column {column.name}, the shard "
                     f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}"
                 )
-                key, at = expected.key(number), held[number].as_py()
-                yield Finding(shown, key, column.field, at, reason)
+                at = held[number].as_py()
+                yield scan.finding(reason, expected.key(number), column.field, at)
 
 
 def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
@@ -291,8 +294,8 @@ def _compare_samples(
     hashes = np.frombuffer(b"".join(check.hashes for check in checks), np.int64)
     contents, images = hashes.reshape(-1, 2).T
     has = {name: view[3] for name, view in zip(whole.fields, whole.offsets.views, strict=True)}
-    counts = Counter({name: int(held.sum()) for name, held in has.items()})
-    result.samples, result.fields = len(whole), dict(counts.most_common())
+    result.samples, counts = len(whole), {name: int(held.sum()) for name, held in has.items()}
+    result.fields = dict(Counter(counts).most_common())
     result.findings += _lacking(whole, has, required)
     earlier, later = _in_two_shards(whole, contents)
     for number, other in zip(later[:MOST].tolist(), earlier[:MOST].tolist(), strict=True):

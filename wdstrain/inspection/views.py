@@ -102,8 +102,8 @@ class SampleView:
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = "|".join(names)
             if is_mask(name, mine):
-                classes = mine[0].classes if mine else ()
-                self.add(name, decode_mask(data).astype(np.int64), classes)
+                numbers = decode_mask(data).astype(np.int64)
+                self.add(name, numbers, mine[0].classes if mine else ())
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self.add(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
@@ -144,9 +144,8 @@ class SampleView:
         found = np.unique(numbers).tolist()
         names = (classes[n] if 0 <= n < len(classes) else str(n) for n in found)
         self.labels[name] = _shortened(", ".join(names))
-        below = self.picture
-        if below is None:
-            below = _thumbnail(np.zeros((*numbers.shape, 3), np.uint8))
+        black = np.zeros((*numbers.shape, 3), np.uint8)
+        below = next(iter(self.pictures.values())) if self.pictures else _thumbnail(black)
         image = Image.fromarray(numbers.astype(np.uint8))
         small = np.array(image.resize(below.shape[1::-1], Image.Resampling.NEAREST))
         mixed = _OPACITY * COLORS[small] + (1 - _OPACITY) * below
@@ -240,16 +239,16 @@ def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[
 
 def _cell(view: SampleView, size: tuple[int, int]) -> Image.Image:
     """Return the cell of a sample: its pictures, its texts and its key. size: in pixels."""
-    cell, top = Image.new("RGB", size, _CARD), _PADDING
+    cell, step = Image.new("RGB", size, _CARD), _CELL + _PADDING
     for place, pixels in enumerate(view.pictures.values()):
         is_tiny = max(pixels.shape[:2]) <= _TINY  # its pixels stay crisp
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
         picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
-        cell.paste(picture, (_PADDING + place * (_CELL + _PADDING), _PADDING))
-        top = _CELL + 2 * _PADDING
+        cell.paste(picture, (_PADDING + place * step, _PADDING))
     key = _wrapped(view.key, size[0], 11)[:2]
     lines = [line for text in view.lines for line in _wrapped(text, size[0], 11)[:4]]
     text = "\n".join([*lines[: _MAX_LINES - len(key)], *key])
+    top = step + _PADDING if view.pictures else _PADDING
     color = _RED if view.error else _INK
     ImageDraw.Draw(cell).text((_PADDING, top), text, color, _font(11), spacing=2)
     return ImageOps.expand(ImageOps.crop(cell, 2), 2, _RED if view.error else _BACK)
