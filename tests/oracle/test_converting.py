@@ -356,7 +356,7 @@ def check_kill(
 def check_unfinished(out: Path) -> None:
     """Check that a killed conversion left nothing that reads as a set before it is resumed."""
     if (out / ".unfinished").exists() and not list(out.glob("*.tar")):
-        with pytest.raises(wt.ShardError, match="--resume"):
+        with pytest.raises(wt.ShardError, match="resume=True"):
             wt.Loader(str(out))
 
 
