@@ -79,8 +79,7 @@ def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
     """Return an index as bytes for `unpack_part`. extra: JSON values stored with it."""
-    data: bytes = _files(index, {"extra": extra})[0].to_pybytes()
-    return data
+    return bytes(_files(index, {"extra": extra})[0])
 
 
 def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
