@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 3199,
     "inspection": 1587,
     "loader": 1209,
-    "shards": 2063,
+    "shards": 2062,
     "decode": 1347,
     "storage": 1057,
     "reader": 492,

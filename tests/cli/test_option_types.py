@@ -75,7 +75,6 @@ def opened(folder: Path, out: str, **options: Any) -> object:
     ("function", "option", "value"),
     [
         pytest.param(convert_tars, "keys", ["k1", "k2"], marks=TYPE),
-        pytest.param(convert_tars, "label", ["cls"], marks=ATTRIBUTE),
         (convert_tars, "where", ["cls == 1"]),
         (convert_tars, "rename", "cls=kind"),
         (convert_tars, "keep", None),

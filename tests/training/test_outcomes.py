@@ -283,7 +283,7 @@ def test_an_exported_model_predicts_as_the_checkpoint(
 def test_unknown_export_formats_and_a_missing_exporter_are_errors(
     run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(wt.UsageError, match=r"model.bin: must end in \.pt, \.pt2, \.onnx"):
+    with pytest.raises(wt.UsageError, match=r"model.bin.: must end in \.pt, \.pt2, \.onnx"):
         wt.export(run / "checkpoints" / "best.pt", tmp_path / "model.bin")
     try:
         import onnx  # noqa: F401

@@ -332,7 +332,7 @@ def test_max_errors_is_an_option_of_training(
     assert main([*words, *out, "--max-errors", "0.1"]) == 2  # may replace no sample
     assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
     assert main([*words, *out, "--on-error", "replace"]) == 1
-    assert "hint: Raise --max-errors to allow more." in capsys.readouterr().err
+    assert "hint: Allow a greater share of bad samples to go on." in capsys.readouterr().err
     assert main([*words, *out, "--overwrite", "--on-error", "replace", "--max-errors", "0.1"]) == 0
     checkpoint = str(tmp_path / "run" / "checkpoints" / "best.pt")
     evaluate = ["evaluate", checkpoint, str(tmp_path / "set"), "--on-error", "replace"]

@@ -317,6 +317,6 @@ class EpochBatches(Iterator[Batch]):
             f"{before}, more than {{max_errors}} allows "
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
             f"The last: {last.sentence}",
-            "Raise it to allow more.",
+            "Allow a greater share of bad samples to go on.",
             {"max_errors": float(self._options.max_errors)},
         )
