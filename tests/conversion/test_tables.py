@@ -99,7 +99,9 @@ def test_paths_of_another_machine_are_resolved_by_their_longest_suffix(
     if "\\" in beginning:
         paths = [path.replace("/", "\\") for path in paths]
     file = table(folder, [[paths[0], "a"], [paths[1], "b"]])
-    with pytest.raises(SourceError, match=r"row 2: .*0.png: the image is not there; the option root"):
+    with pytest.raises(
+        SourceError, match=r"row 2: .*0.png: the image is not there; the option root"
+    ):
         wt.convert_table(file, folder / "out", image="file", label="y")
     index = wt.convert_table(file, folder / "out", image="file", label="y", root=folder)
     assert {key: fields["png"] for key, fields in read_samples(folder / "out").items()} == {
