@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3241,
-    "training": 3199,
+    "training": 3142,
     "inspection": 1587,
     "loader": 1209,
     "shards": 2062,

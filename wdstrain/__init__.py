@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
     from wdstrain.training.evaluate import evaluate, predict
-    from wdstrain.training.state import Callback
-    from wdstrain.training.train import train
+    from wdstrain.training.train import Callback, train
     from wdstrain.training.weights import export
     from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
@@ -145,9 +144,8 @@ _NAMES = {
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
     "training.evaluate": "evaluate predict",
-    "training.state": "Callback",
     "training.weights": "export",
-    "training.train": "train",
+    "training.train": "Callback train",
     "tuning.bench": "Bench bench",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {

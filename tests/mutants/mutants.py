@@ -196,7 +196,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
         "tests/training/test_scores.py",
     ),
-    "training/state.py": ("tests/training/test_recipes.py", "tests/training/test_objects.py"),
+    "training/tasks.py": ("tests/training/test_recipes.py", "tests/training/test_objects.py"),
     "training/train.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
@@ -706,10 +706,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("most-certain-first", "ranks.flip(2).unbind(1)", "ranks.flip(1).unbind(1)"),
     ],
-    "training/heads.py": [
-        ("variance-of-labels", "variance = square - offset**2", "variance = square - offset"),
-    ],
-    "training/state.py": [
+    "training/tasks.py": [
         (
             "error-is-minimized",
             '_MINIMIZED = ("loss", "mse", "mae", "ece")',
@@ -731,6 +728,9 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "if not 0 < self._config.patience <= since_best:",
             "if not 0 < self._config.patience < since_best:",
         ),
+    ],
+    "training/heads.py": [
+        ("variance-of-labels", "variance = square - offset**2", "variance = square - offset"),
     ],
     "training/run.py": [
         (

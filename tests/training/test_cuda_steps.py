@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"
 )
 
-_LOOKS = "state.py"  # reads the sums for the progress about twice per second
+_LOOKS = "validation.py"  # reads the sums for the progress about twice per second
 
 
 class ReportWaits(wt.Callback):

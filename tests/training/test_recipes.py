@@ -34,8 +34,7 @@ from wdstrain.training.optim import (
     parameter_groups,
     rate_factor,
 )
-from wdstrain.training.state import Monitor
-from wdstrain.training.tasks import Task
+from wdstrain.training.tasks import Monitor, Task
 from wdstrain.training.validation import EvalMetrics
 from wdstrain.training.weights import freeze, load, train_mode
 
@@ -158,7 +157,7 @@ def test_metrics_of_every_kind_equal_scikit_learn_for_any_batches() -> None:
 
 
 def monitor(*heads: Head, **options: Any) -> Monitor:
-    return Monitor(Config(**options), Task(heads), {})
+    return Monitor(Config(**options), Task(heads).main_metric, {})
 
 
 def test_the_main_metric_of_the_task_selects_the_best_epoch() -> None:

@@ -3,7 +3,7 @@
 train, evaluate                     train; evaluate and predict
 validation                          a pass over samples without learning, and sums of an epoch
 options, config                     what these take, and the checks of it
-run, data, state                    a run: its shards, model, position and callbacks
+run, data                           a run: its shards, model and position
 inputs                              inputs of the model
 tasks, heads, metrics               labels, outputs of the model, losses, and scores
 models, weights, optim              models by name, weights, trained models, export, optimizers

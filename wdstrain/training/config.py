@@ -334,12 +334,6 @@ class PredictArguments(TrainedArguments):
     out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet", flag=None)
 
 
-def given_options(arguments: TrainedArguments) -> dict[str, Any]:
-    """Return the options of a run in `arguments` that are not None."""
-    values = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _name(value: Any) -> str:
     """Return a name as options have it: module:function if it can be imported by that, else <name>."""
     if isinstance(value, str):
@@ -373,11 +367,14 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     data = table.pop("data", {})
     options = {str(name).replace("-", "_"): value for name, value in table.items()}
     lists = [urls if isinstance(urls, list) else [urls] for urls in dict(data).values()]
-    if not set(data) <= set(_DATA) or not all(isinstance(u, str) for urls in lists for u in urls):
-        raise UsageError(
+    refuse(
+        (
+            not set(data) <= set(_DATA)
+            or not all(isinstance(own, str) for urls in lists for own in urls),
             f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only.",
             "Write for example: [data] train = 'shards/train-*.tar'",
         )
+    )
     return options, data
 
 
@@ -394,11 +391,13 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 def _read_table(path: str) -> dict[Any, Any]:
     """Return the table of a file."""
     kind = os.path.splitext(path)[1].lower()
-    if kind not in (".toml", ".yaml", ".yml"):
-        raise UsageError(
+    refuse(
+        (
+            kind not in (".toml", ".yaml", ".yml"),
             f"{path} is neither .toml nor .yaml.",
             "Name a file of options such as config.toml.",
         )
+    )
     try:
         raw = Path(path).read_bytes()
         if kind == ".toml":

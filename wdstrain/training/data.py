@@ -166,8 +166,7 @@ def _with_some_classes(index: Index, name: str | None, classes: Sequence[str]) -
     values = pa.DictionaryArray.from_arrays(numbers, names).cast(column.values.type)
     own = replace(column, classes=tuple(classes), values=values)
     columns = [own if other.place == own.place else other for other in index.columns]
-    label = replace(label, classes=own.classes)
-    index = replace(index.with_columns(columns), labels=(label,))
+    index = replace(index.with_columns(columns), labels=(replace(label, classes=own.classes),))
     return index.take(np.flatnonzero(numbers.is_valid()))
 
 
@@ -273,12 +272,14 @@ def run_fields(
         if own != _without_randomness(own)
         or len({batch[name].numpy().tobytes() for batch in epochs}) > 1
     ]
-    if random:
-        raise UsageError(
-            f"the input {random[0]!r} differs between epochs, and validation needs the same images "
-            "every time.",
+    refuse(
+        (
+            random,
+            f"the input {', '.join(map(repr, random))} differs between epochs, and validation needs "
+            "the same images every time.",
             "Give fields without augmentation: val_fields=.",
         )
+    )
     return train, val
 
 

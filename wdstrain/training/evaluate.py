@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, repeat
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -38,12 +37,11 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import check_file_output, put_whole
+from wdstrain.storage.files import check_file_output, put_whole, read_whole
 from wdstrain.training.config import (
     EvaluateArguments,
     PredictArguments,
     TrainedArguments,
-    given_options,
     refuse,
 )
 from wdstrain.training.data import (
@@ -57,6 +55,7 @@ from wdstrain.training.heads import Head, MaskHead
 from wdstrain.training.inputs import Fields, with_targets
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.models import last_layer
+from wdstrain.training.options import RunOptions
 from wdstrain.training.report import write_evaluation
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import (
@@ -126,7 +125,8 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
 
 def _loaded(arguments: TrainedArguments) -> LoadedCheckpoint:
     """Return the model that the arguments name. Raises UsageError for columns that masks lack."""
-    options = given_options(arguments)
+    values = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
+    options = {name: value for name, value in values.items() if value is not None}
     loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
     refuse(
         *(
@@ -394,11 +394,13 @@ def _scored_images(
     images: Sequence[tuple[str, str]], fields: Fields, setup: Setup, model: nn.Module
 ) -> Batches:
     """Yield outputs and samples of image files, a batch at a time. images: (key, path)."""
-    if len(fields) > 1:
-        raise UsageError(
+    refuse(
+        (
+            len(fields) > 1,
             f"image files give one input, and the model has {len(fields)}: {', '.join(fields)}.",
             "Convert the files to shards.",
         )
+    )
     ((name, field),) = fields.items()
     sized, size = setup.task.is_dense and isinstance(field, Image), setup.config.batch_size
     read = partial(_read_image, field=field, sized=sized)
@@ -407,8 +409,7 @@ def _scored_images(
             inputs, samples = zip(*pool.map(read, images[first : first + size]), strict=True)
             outputs = setup.call(model, {name: torch.stack(inputs).to(setup.device)})
             yield outputs.float(), list(samples)
-            done = first + len(samples)
-            setup.reporter.step("predicting", done, len(images), unit="samples")
+            setup.reporter.step("predicting", first + len(samples), len(images), unit="samples")
 
 
 def _read_image(image: tuple[str, str], field: Field, sized: bool) -> tuple[Tensor, _Sample]:
@@ -418,7 +419,7 @@ def _read_image(image: tuple[str, str], field: Field, sized: bool) -> tuple[Tens
     try:
         if not os.path.isfile(path):  # opening a pipe would block
             raise OSError("it is not a regular file")
-        data = Path(path).read_bytes()
+        data = cast(bytes, read_whole(path))
         extension = os.path.splitext(path)[1][1:].lower()
         field.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
         size = upright_size(data) if sized else None

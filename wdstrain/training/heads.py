@@ -53,7 +53,11 @@ class Head(ABC):
 
     kind: ClassVar[str]
     main_metric: ClassVar[str]  # chooses the best checkpoint
-    has_accuracy: ClassVar[bool] = False  # whether an epoch of training has one
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether an epoch of training has an accuracy."""
+        return self.main_metric == "accuracy"
 
     @property
     def name(self) -> str:
@@ -170,7 +174,6 @@ class ClassHead(Head):
 
     kind: ClassVar[str] = "class"
     main_metric: ClassVar[str] = "accuracy"
-    has_accuracy: ClassVar[bool] = True
     ignored: ClassVar[int] = -1
 
     def losses(
@@ -272,7 +275,6 @@ class MaskHead(ClassHead):
 
     kind: ClassVar[str] = "mask"
     main_metric: ClassVar[str] = "mIoU"
-    has_accuracy: ClassVar[bool] = False
     ignored: ClassVar[int] = IGNORED
 
     def field(self, image: Field | None = None) -> Field:

@@ -97,11 +97,13 @@ class InputSpec:
         if self.source == "array":
             return NumpyArray(self.names, Example(self.shape, self.dtype))
         kinds = [kind for kind, source in _SOURCES.items() if source == self.source]
-        if not kinds:
-            raise UsageError(
+        refuse(
+            (
+                not kinds,
                 f"the checkpoint was trained on a field of your own, {self.source}(...).",
                 "Give it again: fields=.",
             )
+        )
         return LabelField(self.names, kinds[0], self.column, self.classes, is_bound=True)
 
     @property
@@ -312,12 +314,13 @@ def input_fields(
             f"{title}= gives no input of the model.",
             f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
         ),
+        (
+            wrong,
+            f"{title}= names an input {', '.join(map(repr, wrong))}: several inputs are keyword "
+            "arguments of the model, so each needs a name such as image, and names with __ are those "
+            "of a batch.",
+        ),
     )
-    if wrong:
-        raise UsageError(
-            f"{title}= names an input {wrong[0]!r}: several inputs are keyword arguments of the model, "
-            f"so each needs a name such as image, and names with __ are those of a batch."
-        )
     targets = with_targets(inputs, task)
     for name in heads.keys() & fields.keys():
         given = fields[name] if index is None else with_classes(fields[name], index)

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
@@ -135,11 +135,10 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
             option="model",
             value=name,
         ) from error
-    kind = type(model).__name__
     refuse(
         (
             not isinstance(model, nn.Module),
-            f"{{model}} returned {kind}: must be a torch.nn.Module.",
+            f"{{model}} returned {type(model).__name__}: must be a torch.nn.Module.",
             "",
             {"model": name},
         )
@@ -326,10 +325,13 @@ def checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 def _run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _frozen_statistics(block)
-
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _frozen_statistics(block)),
+        **kwargs,
+    )
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from wdstrain.errors import UsageError
-from wdstrain.training.config import Config
+from wdstrain.training.config import Config, refuse
 from wdstrain.training.distributed import local
 from wdstrain.training.models import import_function, output_layers
 
@@ -91,10 +90,12 @@ def make_optimizer(
         given = import_function(config.optimizer)
     if callable(given):
         optimizer = given(groups)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer."
+        refuse(
+            (
+                not isinstance(optimizer, torch.optim.Optimizer),
+                f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer.",
             )
+        )
         for group in optimizer.param_groups:  # of a factory that made groups of its own
             group.setdefault("lr_scale", 1.0)
         return optimizer
@@ -102,9 +103,12 @@ def make_optimizer(
     # With amp=fp16 others than fused optimizers wait in each step for the check for overflows.
     fused = all(p.is_cuda for group in groups for p in group["params"]) or None
     if config.optimizer == "sgd":
-        momentum = config.momentum
         return torch.optim.SGD(
-            groups, **values, momentum=momentum, nesterov=momentum > 0, fused=fused
+            groups,
+            **values,
+            momentum=config.momentum,
+            nesterov=config.momentum > 0,
+            fused=fused,
         )
     return torch.optim.AdamW(groups, **values, fused=fused)
 

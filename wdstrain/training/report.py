@@ -24,6 +24,7 @@ from wdstrain.training.config import Config
 from wdstrain.training.heads import Head
 from wdstrain.training.metrics import Classes, classes_of
 from wdstrain.training.results import (
+    History,
     curves,
     heading,
     metric_rows,
@@ -31,9 +32,8 @@ from wdstrain.training.results import (
     metric_title,
     metric_value,
 )
-from wdstrain.training.run import Run
-from wdstrain.training.state import STAGES, Monitor
-from wdstrain.training.tasks import Task
+from wdstrain.training.run import STAGES, Run
+from wdstrain.training.tasks import Monitor, Task
 from wdstrain.training.validation import PALETTE, Preview
 from wdstrain.training.weights import LoadedCheckpoint
 
@@ -53,7 +53,6 @@ _STAGE_NAMES = {
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 
-History = Sequence[Mapping[str, Any]]
 # (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
 Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
 
@@ -75,8 +74,10 @@ def write_report(
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
     }
-    verdict = f"{last['verdict'][:1].upper()}{last['verdict'][1:]}."
-    texts = [f"{best}. The other figures are of the last epoch.", verdict]
+    texts = [
+        f"{best}. The other figures are of the last epoch.",
+        f"{last['verdict'][:1].upper()}{last['verdict'][1:]}.",
+    ]
     cards = [*_curves(run.task, run.monitor.name, history, steps)]
     if details:
         cards += _results(run.task, last["val"], details)

@@ -11,16 +11,17 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.config import Config, TrainArguments
+from wdstrain.training.config import Config, TrainArguments, refuse
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
@@ -41,13 +42,32 @@ from wdstrain.training.models import blocks_of, build, check_shapes
 from wdstrain.training.optim import ModelEMA, make_optimizer, rate_factor
 from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
-from wdstrain.training.state import Monitor, TrainerState, check_objects
-from wdstrain.training.tasks import Task
+from wdstrain.training.tasks import Monitor, Task, check_objects
 from wdstrain.training.validation import EpochSums, Setup
+
+# Stages of a step: data, copy to the device, forward and backward, optimizer, other.
+STAGES = ("data", "copy", "compute", "optimizer", "other")
 
 
 class Diverged(WdstrainError):
     """A loss or a weight is not finite."""
+
+
+@dataclass
+class TrainerState:
+    """Position and history of a run.
+
+    step: in the epoch, of batches. best: validation of the best epoch. since_best: epochs
+    that did not improve on it by more than min_delta. seconds: of the epoch so far, by stage.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    since_best: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    verdict: str = ""
 
 
 class Run:
@@ -116,14 +136,13 @@ class Run:
             if val is not None
             else None
         )
-        former: ModelInputs | model_weights.LoadedWeights | None = self.weights
+        normalization = self.weights.normalization if self.weights is not None else None
         if checkpoint is not None:
-            former = ModelInputs.from_state(checkpoint["inputs"])
-        normalization = (former and former.normalization) or Normalization()
+            normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
         self.setup = Setup(
             task=task,
             config=config,
-            inputs=ModelInputs(specs_of(val_fields), normalization),
+            inputs=ModelInputs(specs_of(val_fields), normalization or Normalization()),
             device=device,
             distributed=distributed,
             reporter=reporter,
@@ -131,7 +150,7 @@ class Run:
             training_step=arguments.training_step,
             metrics=arguments.metrics or {},
         )
-        self.monitor = Monitor(config, task, self.setup.metrics)
+        self.monitor = Monitor(config, task.main_metric, self.setup.metrics)
         self.checkpoints: Checkpoints | None = None  # where this process writes
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
@@ -145,12 +164,14 @@ class Run:
         distributed, checkpoint = self.setup.distributed, self.checkpoint
         position = checkpoint and [checkpoint["state"][name] for name in ("epoch", "step")]
         facts = (position, self.train_set.fingerprint, self.val_fingerprint, vars(self.config))
-        if any(other != facts for other in distributed.gather(facts)):
-            raise UsageError(
+        refuse(
+            (
+                any(other != facts for other in distributed.gather(facts)),
                 f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
                 f"different checkpoints in {self.folder}, different shards or different options.",
                 "Give all of them the same, and a folder that all of them share.",
             )
+        )
 
     def start(self) -> None:
         """Place the model on its device, and make its optimizer. Collective."""
@@ -159,14 +180,15 @@ class Run:
         if config.channels_last and not config.fsdp:  # which splits contiguous tensors only
             model = model.to(memory_format=torch.channels_last)
         if config.sync_batchnorm and distributed.size > 1:
-            if device.type == "cpu":
-                raise UsageError(
-                    "torch synchronizes batch norms on GPUs only.",
-                    option="sync_batchnorm",
-                    value=True,
+            refuse(
+                (
+                    device.type == "cpu",
+                    "{sync_batchnorm}: torch synchronizes batch norms on GPUs only.",
+                    "",
+                    {"sync_batchnorm": True},
                 )
-            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model)
+            )
+            model = cast(Any, nn.SyncBatchNorm).convert_sync_batchnorm(model)
         self.average = ModelEMA(model, config.ema) if config.ema else None
         self.model = distributed.place(model, device, shards=config.fsdp)
         if self.average is not None:
@@ -286,14 +308,13 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     """Return what a checkpoint holds. sums: of the epoch so far, of all processes. Collective."""
     state = run.state
     epoch, step = (state.epoch, state.step) if state.step < run.steps else (state.epoch + 1, 0)
-    position = {"epoch": epoch, "step": step, "bad": int(sums["bad"]) if step else 0}
-    if step and run.setup.distributed.size > 1:
-        del position["bad"]  # each rank counts its own
+    own = bool(step) and run.setup.distributed.size > 1  # each rank counts its own bad samples
+    bad = {} if own else {"bad": int(sums["bad"]) if step else 0}
     raw = {"raw": whole(run.model.state_dict())} if run.average is not None else {}
     objects: dict[str, Any] = {
-        "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)]
+        "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)],
+        "criterion_state": run.setup.criterion_modules.state_dict(),
     }
-    objects |= {"criterion_state": run.setup.criterion_modules.state_dict()}
     return {
         **{name: value for name, value in objects.items() if value},
         **run.arguments.own_losses,
@@ -304,7 +325,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "scaler": run.scaler.state_dict(),
         "state": {**vars(state), "lr_scale": float(run.lr_scale)},
         "sums": dict(sums),
-        "loader": {**run.loader.state_dict(), **position},
+        "loader": {**run.loader.state_dict(), "epoch": epoch, "step": step, **bad},
         "val": run.val_fingerprint,
         "config": vars(run.config),
         "task": run.task.state(),
@@ -367,8 +388,10 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     ]
     differences = former.differing(run.config)
     differences += [text.format(was, now) for text, is_same, was, now in parts if not is_same]
-    if differences:
-        raise UsageError(
+    refuse(
+        (
+            differences,
             f"the checkpoint is of another run: {'; '.join(differences)}.",
             "Use the same values, or another folder.",
         )
+    )

@@ -28,7 +28,7 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.storage.files import check_folder_output, disk_errors, publish, write_whole
-from wdstrain.training.config import CONFIG, METRICS, read_lines
+from wdstrain.training.config import CONFIG, METRICS, read_lines, refuse
 
 STEPS = "steps.jsonl"
 REPORT, BOARD, CHECKPOINTS = "report.html", "tensorboard", "checkpoints"
@@ -43,17 +43,21 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
 
     Raises StorageError if it cannot be written.
     """
-    if resume and overwrite:
-        raise UsageError("resume and overwrite exclude each other.", "Give one of them.")
     names = set(os.listdir(folder) if os.path.isdir(folder) else ())
     names -= {_LOCK, *_incomplete(folder)}
-    if names and CONFIG not in names:
-        raise UsageError(f"{folder} holds files that are not of a run.", "Choose another folder.")
-    if names and not overwrite and not resume:
-        raise UsageError(
+    refuse(
+        (resume and overwrite, "resume and overwrite exclude each other.", "Give one of them."),
+        (
+            names and CONFIG not in names,
+            f"{folder} holds files that are not of a run.",
+            "Choose another folder.",
+        ),
+        (
+            names and not overwrite and not resume,
             f"{folder} holds a run already.",
             "Choose another folder, continue with {resume}, or replace it with {overwrite}.",
-        )
+        ),
+    )
     check_folder_output(folder)
 
 
@@ -66,11 +70,13 @@ class RunDir:
         with disk_errors(folder, "Choose another folder."), ExitStack() as stack:
             os.makedirs(folder, exist_ok=True)
             self._fd = lock_file(self.path(_LOCK))
-            if self._fd is None:
-                raise UsageError(
+            refuse(
+                (
+                    self._fd is None,
                     f"another process is training into {folder}.",
                     "Wait for it, or choose another folder.",
                 )
+            )
             stack.callback(self.close)
             for name in _RUN_FILES.intersection(os.listdir(folder)) if overwrite else ():
                 if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
@@ -144,9 +150,8 @@ class Checkpoints:
                 # best.pt first: a run resumed from this step does not write it again
                 for final in (BEST, name, LAST) if best else (name, LAST):
                     self._put(temporary, final)
-                for old in names(self._folder)[: -self._keep]:
-                    if old != name:
-                        os.unlink(os.path.join(self._folder, old))
+                for old in set(names(self._folder)[: -self._keep]) - {name}:
+                    os.unlink(os.path.join(self._folder, old))
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             why = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise StorageError(
@@ -223,9 +228,11 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise UsageError(
             f"{path} is a checkpoint of another program: it lacks model, config or task."
         )
-    if state.get("format") != FORMAT:
-        raise UsageError(
+    refuse(
+        (
+            state.get("format") != FORMAT,
             f"{path} has the checkpoint format {state.get('format')}: must be {FORMAT}.",
             "Read it with the version of wdstrain that wrote it.",
         )
+    )
     return state

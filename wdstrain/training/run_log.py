@@ -17,7 +17,7 @@ from wdstrain.training.config import METRICS
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
-from wdstrain.training.run import Diverged, Run
+from wdstrain.training.run import STAGES, Diverged, Run
 from wdstrain.training.run_dir import (
     BOARD,
     CHECKPOINTS,
@@ -26,7 +26,6 @@ from wdstrain.training.run_dir import (
     Checkpoints,
     RunDir,
 )
-from wdstrain.training.state import STAGES
 
 _ON_DEVICE = ("compute", "optimizer")
 _SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
@@ -103,7 +102,8 @@ class RunLog:
             return
         values = {"loss": mean_loss(new), "lr": run.lr, "samples_per_second": rate}
         spent = {f"{name}_seconds": round(seconds, 6) for name, seconds in window.items()}
-        self._write(STEPS, {"epoch": state.epoch, "step": state.step} | values | spent)
+        with self._going_on():
+            self._dir.log(STEPS, {"epoch": state.epoch, "step": state.step} | values | spent)
         events = {f"step/{name}": value for name, value in values.items()}
         events |= {f"time/{name}": window[name] / whole for name in STAGES}
         self._add_events(events, state.epoch * run.steps + state.step)
@@ -127,7 +127,8 @@ class RunLog:
         details: of its validation. best: sentence on the best epoch.
         """
         metrics = self._run.state.history[-1]
-        self._write(METRICS, metrics)
+        with self._going_on():
+            self._dir.log(METRICS, metrics)
         parts = {"train": metrics, **{n: metrics.get(n, {}) for n in ("val", "val_raw")}}
         values = {
             f"{part}/{name}": value
@@ -139,10 +140,6 @@ class RunLog:
         with self._going_on():
             steps = self._dir.lines(STEPS)
             write_report(self._dir.path(REPORT), self._run, best, steps, details)
-
-    def _write(self, name: str, line: Mapping[str, Any]) -> None:
-        with self._going_on():
-            self._dir.log(name, line)
 
     def _add_events(self, values: Mapping[str, float], step: int) -> None:
         board, self._board = self._board, None  # a failed one writes no more

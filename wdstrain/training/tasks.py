@@ -8,6 +8,7 @@ one process that has it whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
-from wdstrain.training.config import refuse
+from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments, is_made, refuse
 from wdstrain.training.heads import HEADS, Criterion, Head
 
 
@@ -97,6 +98,11 @@ class Task:
     def has_several(self) -> bool:
         """Whether there are several heads; then metrics are named HEAD/METRIC."""
         return len(self.heads) > 1
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that chooses the best epoch without the option monitor."""
+        return "loss" if self.has_several else self.heads[0].main_metric
 
     def metric_name(self, head: Head, name: str) -> str:
         """Return the name of a head's metric."""
@@ -217,8 +223,13 @@ def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     Raises UsageError for an unknown name, and for a kind that cannot learn the label.
     """
     name, kind = (word, "") if word in known else map(str.strip, word.partition(":")[::2])
-    if name not in known:
-        raise UsageError(f"the index has no label {name!r}.", f"Use one of: {', '.join(known)}.")
+    refuse(
+        (
+            name not in known,
+            f"the index has no label {name!r}.",
+            f"Use one of: {', '.join(known)}.",
+        )
+    )
     target, count = known[name], len(known[name].classes)
     has_two = target.is_class and count == 2
     excluded = set() if has_two else {"binary"}
@@ -256,3 +267,146 @@ _KINDS = {
     "number": ("number",),
     "mask": ("mask",),
 }
+
+
+# --- the best epoch -------------------------------------------------------------------------------
+
+_MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
+
+
+class Monitor:
+    """Metric of validation that chooses the best epoch, and ends a run that improves no longer."""
+
+    def __init__(self, config: Config, main: str, metrics: Mapping[str, Any]) -> None:
+        """main: the metric without the option monitor. metrics: of the user's.
+
+        Raises UsageError for one without a direction.
+        """
+        self._config, self.name = config, config.monitor or main
+        name, _, direction = self.name.rpartition(":")
+        maximizes: bool | None = self.name.rpartition("/")[2] not in _MINIMIZED
+        if direction in ("min", "max"):
+            self.name, maximizes = name, direction == "max"
+        elif self.name in metrics:
+            maximizes = getattr(metrics[self.name], "higher_is_better", None)
+        if maximizes is None:
+            raise UsageError(
+                "the metric has no higher_is_better.",
+                f"Say whether less or more is better: {self.name}:min or {self.name}:max.",
+                option="monitor",
+                value=self.name,
+            )
+        self.maximizes = maximizes
+
+    def improves(self, value: float, best: float, min_delta: float = 0.0) -> bool:
+        """Return whether a value improves on the best by more than min_delta.
+
+        NaN never does, and every number improves on NaN.
+        """
+        gain = value - best if self.maximizes else best - value
+        return gain > min_delta or (math.isnan(best) and not math.isnan(value))
+
+    def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
+        """Return whether an epoch is the best so far. Without validation every epoch is."""
+        if val is None or best is None:
+            return True
+        return self.improves(val.get(self.name, math.nan), best.get(self.name, math.nan))
+
+    def waits(self, history: Sequence[Mapping[str, Any]], min_delta: float = 0.0) -> list[int]:
+        """Return for each epoch how many epochs up to it did not improve on the best before."""
+        best, waited, waits = math.nan, 0, []
+        for line in history:
+            value = line.get("val", {}).get(self.name, math.nan)
+            waited += 1
+            if self.improves(value, best, min_delta):
+                best, waited = value, 0
+            waits.append(waited)
+        return waits
+
+    def plateaus(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return how often the schedule "plateau" dropped the learning rate."""
+        every = self._config.plateau_epochs
+        return sum(waited > 0 and waited % every == 0 for waited in self.waits(history))
+
+    def stop_reason(self, since_best: int) -> str:
+        """Return why training ends early; "" if it goes on. since_best: epochs."""
+        if not 0 < self._config.patience <= since_best:
+            return ""
+        return (
+            f"{self.name} did not improve for {since_best} epochs "
+            f"(patience={self._config.patience}). Raise patience, or set it to 0, to go on."
+        )
+
+    def check(self, val: Mapping[str, float]) -> None:
+        """Raise UsageError if validation lacks the metric that the option names."""
+        refuse(
+            (
+                self._config.monitor is not None and self.name not in val,
+                "{monitor} is not among the metrics of validation.",
+                f"Use one of: {', '.join(sorted(val))}.",
+                {"monitor": self.name},
+            )
+        )
+
+
+# --- objects of the user --------------------------------------------------------------------------
+
+_OF_LOSSES = ("label_smoothing", "class_weights")
+
+
+def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_val: bool) -> None:
+    """Raise UsageError for objects of the user's that are none, and for options without effect."""
+    criterion, metrics, optimizer = arguments.criterion, arguments.metrics, arguments.optimizer
+    own = criterion if isinstance(criterion, Mapping) else {task.heads[0].name: criterion}
+    labels = [head.name for head in task.heads]
+    loss = "(outputs, target) -> loss, such as torch.nn.CrossEntropyLoss()"
+    groups = "of parameter groups, such as lambda groups: torch.optim.Adam(groups, lr=1e-3)"
+    functions = [
+        *(("criterion", function, loss) for function in own.values()),
+        ("training_step", arguments.training_step, "(batch, model) -> loss"),
+        ("optimizer", None if isinstance(optimizer, str) else optimizer, groups),
+    ]
+    for name, value, form in functions:
+        if value is not None and not callable(value):
+            raise UsageError(f"must be a function {form}.", option=name, value=value)
+    has_losses = criterion is not None and (own is not criterion or len(own) >= len(labels))
+    replaced = (
+        ("training_step", arguments.training_step is not None, _OF_LOSSES),
+        ("criterion", has_losses, _OF_LOSSES),
+        ("optimizer", is_made(config.optimizer), ("lr", "weight_decay")),
+        ("fields", arguments.fields is not None, IMAGE_OPTIONS),
+    )
+    needs_val = config.patience or config.monitor or config.schedule == "plateau"
+    refuse(
+        (
+            not has_val and (needs_val or arguments.val_fields is not None),
+            "patience, monitor, val_fields and the schedule plateau need validation data.",
+            "Give {val}.",
+            {"val": ...},
+        ),
+        (
+            own.keys() - set(labels),
+            f"criterion names {', '.join(map(repr, own))}, and the labels are {', '.join(labels)}.",
+        ),
+        (
+            config.class_weights != "none" and config.balance in task.label_names,
+            "{class_weights} and {balance} both correct for rare classes.",
+            "Give one of them.",
+            {"class_weights": config.class_weights, "balance": config.balance},
+        ),
+        (
+            metrics is not None and not isinstance(metrics, Mapping),
+            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
+            f'{{"kappa": torchmetrics.CohenKappa(...)}}.',
+        ),
+        *(
+            (
+                is_given and not config.has_default(name),
+                f"{{{name}}} has no effect with {{{owner}}}.",
+                f"Leave it out, and let your {owner} do it.",
+                {name: getattr(config, name), owner: ...},
+            )
+            for owner, is_given, names in replaced
+            for name in names
+        ),
+    )

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
@@ -46,11 +46,48 @@ from wdstrain.training.report import (
     samples_sentence,
     verdict,
 )
-from wdstrain.training.run import Diverged, Run, resume
+from wdstrain.training.run import STAGES, Diverged, Run, resume
 from wdstrain.training.run_log import RunLog
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Scored, evaluate_pass
 from wdstrain.training.weights import set_trainable, train_mode
+
+
+class Callback:
+    """Base class of callbacks. Override the methods that you need; each is called on every rank.
+
+    `trainer` is the run (`wdstrain.training.run.Run`). A callback may read `trainer.model`,
+    `trainer.optimizer`, `trainer.config`, `trainer.state` and `trainer.is_leader`, call
+    `trainer.stop(reason)`, and set `trainer.lr_scale`, a factor on the learning rate of all further
+    steps. What `state_dict()` of a callback returns is kept in checkpoints, and given to its
+    `load_state_dict` on a resume.
+    """
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Before the first step, also of a resumed run."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """After each step of the optimizer. Reading a loss here would wait for the GPU."""
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """After the validation of an epoch. metrics: the line of metrics.jsonl."""
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """After a checkpoint was written, on the rank that wrote it."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """After the last epoch, or when the run ended early; not after an error."""
+
+
+def check_callback(callback: object) -> None:
+    """Raise UsageError for a method on_... that no run calls."""
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
+            raise UsageError(
+                f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
+                f"{', '.join(known)}."
+            )
 
 
 @dataclass
@@ -84,6 +121,8 @@ def train(arguments: TrainArguments) -> TrainResult:
     UsageError and ShardError before anything is written, and Stopped after a signal, when a
     checkpoint was written.
     """
+    for callback in arguments.callbacks:
+        check_callback(callback)
     distributed = DistributedContext()
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
@@ -227,7 +266,8 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
         run.monitor.check(metrics["val"])
     former, is_best = state.best, run.monitor.is_best(metrics.get("val"), state.best)
     metrics["is_best"] = is_best
-    state.finish_epoch(metrics)
+    state.history.append(metrics)
+    state.epoch, state.step, state.seconds = state.epoch + 1, 0, dict.fromkeys(STAGES, 0.0)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.waits(state.history, run.config.min_delta)[-1]
     if run.is_leader:

@@ -5,7 +5,6 @@ Also here: the sums of an epoch of training, and predicted masks as pictures.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -30,7 +29,7 @@ from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.report.terminal import Reporter
-from wdstrain.storage.files import write_whole
+from wdstrain.storage.files import put_whole
 from wdstrain.training.config import Config, refuse
 from wdstrain.training.distributed import DistributedContext, is_sharded
 from wdstrain.training.heads import Criterion, TrainingStep
@@ -160,8 +159,8 @@ def evaluate_pass(
     values["bad"] = sum(distributed.gather(loader.report()["bad"]))
     for name, points in previews.points.items():
         details[name]["points"] = list(chain(*distributed.gather(points)))
-    worst = _worst(chain(*distributed.gather(previews.worst)))
-    return values, {"heads": details, "worst": worst}
+    worst = chain(*distributed.gather(previews.worst))
+    return values, {"heads": details, "worst": _worst(worst)}
 
 
 class EpochSums:
@@ -292,8 +291,9 @@ class _Previews:
         """picture: name of RGB images in the batch."""
         self._task, self._picture = task, picture
         self.worst: list[Preview] = []
-        numbers = (head.name for head in task.heads if head.kind == "number")
-        self.points: dict[str, list[tuple[float, float]]] = {name: [] for name in numbers}
+        self.points: dict[str, list[tuple[float, float]]] = {
+            head.name: [] for head in task.heads if head.kind == "number"
+        }
 
     def add(
         self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
@@ -345,25 +345,15 @@ class _Previews:
 # --- masks ----------------------------------------------------------------------------------------
 
 
-def mask_png(numbers: Pixels) -> bytes:
-    """Return a mask as a PNG whose palette shows the classes. numbers: uint8[h, w]"""
-    image, buffer = Image.fromarray(numbers, "L"), io.BytesIO()
-    image.putpalette(PALETTE.tobytes())
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 class MaskFolder:
-    """Folder of predicted masks, named by the keys of their pictures."""
+    """Folder of predicted masks, named by the keys of their pictures: PNGs in colors of the classes."""
 
     def __init__(self, inputs: ModelInputs, path: str) -> None:
         self._folder, self._names, self._image = os.path.splitext(path)[0], set[str](), inputs.image
-        is_used = os.path.isfile(self._folder) or (
-            os.path.isdir(self._folder) and os.listdir(self._folder)
-        )
         refuse(
             (
-                is_used,
+                os.path.isfile(self._folder)
+                or (os.path.isdir(self._folder) and os.listdir(self._folder)),
                 f"{self._folder} has files already, and predicted masks would be written there.",
                 "Name another out, or empty the folder.",
             )
@@ -388,7 +378,10 @@ class MaskFolder:
         while name.lower() in self._names:
             name += f"-{len(self._names)}"
         self._names.add(name.lower())
-        write_whole(os.path.join(self._folder, f"{name}.png"), mask_png(numbers))
+        picture = Image.fromarray(numbers, "L")
+        picture.putpalette(PALETTE.tobytes())
+        with put_whole(os.path.join(self._folder, f"{name}.png")) as file:
+            picture.save(file, "PNG")
         return f"{os.path.basename(self._folder)}/{name}.png"
 
 

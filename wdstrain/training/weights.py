@@ -277,9 +277,12 @@ class LoadedCheckpoint:
                 {"model": "module:function"},
             )
         )
-        given = config.model if model is None else model
-        size = inputs.image_size or max(config.image_shape)
-        net = build(given, task.outputs, size, is_dense=task.is_dense)
+        net = build(
+            config.model if model is None else model,
+            task.outputs,
+            inputs.image_size or max(config.image_shape),
+            is_dense=task.is_dense,
+        )
         problem = f"the weights of {path} are of another model than {config.model}"
         with refusing_others(problem, "Give the same model."):
             net.load_state_dict(state["model"])
@@ -367,8 +370,7 @@ def export(
         raise UsageError(
             f"the model {loaded.config.model} cannot be exported as {kind}: {cause}"
         ) from error
-    about = json_bytes(_description(loaded, kind == ".pt"), indent=1)
-    write_whole(f"{path}.json", about)
+    write_whole(f"{path}.json", json_bytes(_description(loaded, kind == ".pt"), indent=1))
     return [path, f"{path}.json"]
 
 
