@@ -293,7 +293,7 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
-    labels = known_labels(index)
+    labels = [label for label in known_labels(index) if label.kind != "mask"]
     if index.columns or not labels:
         return index
     ids = np.arange(len(index)) if exact else even_part(index, _LABELS)

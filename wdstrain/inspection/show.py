@@ -142,7 +142,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     title, notes = f"the first {count} of {len(index)} samples", list[str]()
     lines = [np.arange(count)]
     if by_class:
-        labels = [label for label in labels if label.kind != "number"]
+        labels = [label for label in labels if label.kind not in ("number", "mask")]
         lines, title, notes = _by_class(index, options, labels)
     elif options.keys:
         lines = [_by_key(index, options.keys)]
