@@ -55,7 +55,7 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
     checked = verify(shards)
     if checked.findings:
         raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")
-    tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
+    tell.line(f"3. verified: {counted(checked.samples, 'sample')}, every checksum as packed")
     tell.line(f"4. training a small model for 4 epochs: {out}")
     # The steps are so short that threads mostly wait for each other: ten times as long with two.
     torch.set_num_threads(1)

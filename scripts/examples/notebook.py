@@ -19,7 +19,7 @@ from skimage import data
 from torch import nn
 
 import wdstrain as wt
-from wdstrain.report import charts, pages
+from wdstrain.report import charts
 
 # Shows a value like the last line of a cell; prints it when this runs as a script.
 display = import_module("IPython.display").display if find_spec("IPython") else print
@@ -179,7 +179,7 @@ class Curves:
     def _repr_html_(self) -> str:
         ends = [(name, range(1, len(ys) + 1), ys) for name, ys in self.lines.items()]
         lines = [charts.Line(*end) for end in ends]
-        return pages.fragment(self.title, charts.lines(lines, across=self.across))
+        return f"<b>{self.title}</b>{charts.lines(lines, across=self.across)}"
 
 
 def plot(title: str, across: str, **lines: list[float]) -> None:

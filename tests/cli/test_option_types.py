@@ -92,7 +92,7 @@ def opened(folder: Path, out: str, **options: Any) -> object:
         pytest.param(convert_arrays, "label", None, marks=TYPE),
         pytest.param(pack, "labels", ["cls"], marks=ATTRIBUTE),
         pytest.param(pack, "group", "cls", marks=TYPE),
-        (plan, "label", ["label"]),
+        (plan, "where", ["label == 'a'"]),
         (plan, "shuffle", "yes"),
         pytest.param(loader, "cache_dir", ["cache"], marks=TYPE),
         pytest.param(mixture, "sources", ["absent"], marks=ATTRIBUTE),

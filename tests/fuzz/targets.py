@@ -300,7 +300,8 @@ def run_rescue(data: bytes) -> None:
         try:
             with open_source(path) as source:
                 expected = promised or Index((Shard(path, 0, 0),))
-                intact, findings = recover(ShardScan(source, lambda count: None), expected)
+                check = recover(ShardScan(source, lambda count: None), expected)
+                intact, findings = check.found, check.findings
         except CompressedError:
             return
         for number in range(len(intact)):

@@ -607,15 +607,6 @@ def test_separated_members_of_a_sample_are_joined(tmp_path: Path) -> None:
     ]
 
 
-def test_repair_with_decode_skips_undecodable_samples(tmp_path: Path) -> None:
-    write_tar(tmp_path / "x.tar", [("a", {"png": picture(1)}), ("b", {"png": picture(2)[:-40]})])
-    assert wt.repair(tmp_path / "x.tar", tmp_path / "all").samples == 2
-    done = wt.repair(tmp_path / "x.tar", tmp_path / "decoded", decode=True)
-    assert (done.samples, done.lost) == (1, 1)
-    assert (done.findings[0].key, done.findings[0].field) == ("b", "png")
-    assert wt.verify(tmp_path / "decoded", decode=True).ok
-
-
 def test_an_index_without_checksums_names_the_lost_samples(shards: Path, tmp_path: Path) -> None:
     wt.index(shards)
     path = shards / "part-001.tar"
@@ -725,7 +716,6 @@ def test_non_finite_targets_are_findings(tmp_path: Path) -> None:
     assert reasons.keys() == {("k3", "json"), *((f"k{n}", "y") for n in bad)}
     assert reasons["k1", "y"] == "its y is NaN or infinite, and cannot be trained on"
     assert reasons["k3", "json"] == "its z is NaN or infinite, and cannot be trained on"
-    assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0
 
 
 def test_columns_are_compared_with_the_bytes_of_their_fields(tmp_path: Path) -> None:

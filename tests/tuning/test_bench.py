@@ -147,7 +147,7 @@ def test_the_verb_prints_rates_and_the_bottleneck(tmp_path: Path, capsys: Any) -
     samples = [(f"k{i:02d}", {"png": picture(i), "cls": b"0"}) for i in range(32)]
     write_tar(tmp_path / "shards" / "a.tar", samples)
     words = ["bench", str(tmp_path / "shards"), "--batch-size", "8", "--seconds", "0.1"]
-    assert main([*words, "--image-size", "32", "--cold"]) == 0
+    assert main([*words, "--image-size", "32"]) == 0
     shown = capsys.readouterr().out
     for word in ("storage", "decode", "hand-off", "loader", "first batch", "verdict"):
         assert word in shown

@@ -1,4 +1,4 @@
-"""Parsers, flags from option dataclasses, chosen samples, results, and the summary of an index."""
+"""Parsers, verbs of one function, flags from option dataclasses, results, and a set's summary."""
 
 from __future__ import annotations
 
@@ -7,24 +7,38 @@ import dataclasses
 import json
 import re
 import sys
-import types
+import time
 import typing
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import Reporter, print_result, table_text
-from wdstrain.runtime.options import REQUIRED, choices_of, help_text, parse_list, types_of
+from wdstrain.report.terminal import print_error, print_message, print_result, table_text
+from wdstrain.runtime.options import (
+    REQUIRED,
+    choices_of,
+    help_text,
+    parse_list,
+    parse_pair,
+    types_of,
+)
 
 if TYPE_CHECKING:
     from wdstrain.shards.index import Index
 
 Verb = Callable[[argparse.Namespace], int]
+Rows = Sequence[tuple[str, ...]]
+Shown = tuple[dict[str, Any], Rows, str]  # as JSON, as rows of a table, as text below the table
 
 _Field = dataclasses.Field[Any]
 _PLAIN = (int, float, str)
+_MOST_FINDINGS = 20  # that are printed one by one
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,31 +70,66 @@ class Parser(argparse.ArgumentParser):
         return {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
 
 
-def verb(
-    parent: Any,
-    name: str,
-    run: Verb,
-    text: str,
-    example: str,
-    options: type[Any] | None = None,
-    out: tuple[str, str] | None = None,
-) -> argparse.ArgumentParser:
+class FunctionVerb(NamedTuple):
+    """A verb that calls one function and prints its result.
+
+    options: dataclass with the arguments of the function, which are the flags of the verb.
+    function: its place below the package. example: words after `wdstrain`. shown: function of the
+    result and of the seconds that it took.
+    """
+
+    options: type[Any]
+    function: str
+    example: str
+    shown: Callable[[Any, float], Shown]
+
+
+def add_function(row: FunctionVerb, verbs: Any, text: str) -> None:
+    """Add such a verb to the verbs of the command line. text: what it does."""
+    run = partial(_run_function, row)
+    add_options(verb(verbs, row.example.split()[0], run, text, row.example), row.options)
+
+
+def _run_function(row: FunctionVerb, arguments: argparse.Namespace) -> int:
+    options = row.options(**given(arguments, row.options))  # checked before torch is imported
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
+    module, _, name = row.function.rpartition(".")
+    begun = time.monotonic()
+    done = getattr(import_module(f"wdstrain.{module}"), name)(**vars(options))
+    result(arguments, *row.shown(done, round(time.monotonic() - begun, 3)))
+    for note in getattr(done, "notes", ()):
+        print_message(f"note: {note}")
+    findings = getattr(done, "findings", ())
+    _print_findings(findings)
+    return 1 if findings else 0
+
+
+def _print_findings(findings: Sequence[Any]) -> None:
+    """Print findings; many of them by kind, with the first of each."""
+    kinds: dict[Any, list[Any]] = {}
+    for finding in findings:
+        is_one_of_many = len(findings) > _MOST_FINDINGS and bool(getattr(finding, "key", ""))
+        kind = (finding.field, finding.kind) if is_one_of_many else finding
+        kinds.setdefault(kind, []).append(finding)
+    for same in sorted(kinds.values(), key=len, reverse=True):
+        print_error(f"{len(same)} x {same[0]}" if len(same) > 1 else str(same[0]))
+    if len(findings) > _MOST_FINDINGS:
+        print_error(f"{len(findings)} findings of {len(kinds)} kinds. To list all: --json")
+
+
+def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
     """Add a verb with the flags that all have, and return its parser.
 
     run: does the work and returns the exit status. text: what it does. example: its words after
-    `wdstrain`. options: dataclass whose fields are its other flags. out: metavar and help
-    of --out.
+    `wdstrain`.
     """
+    lines = wrap(f"example: wdstrain {example}", 76, subsequent_indent=" " * 8)
     parser: argparse.ArgumentParser = parent.add_parser(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=_example(example),
+        epilog=" \\\n".join(lines),
     )
-    if options is not None:
-        add_options(parser, options)
-    if out is not None:
-        parser.add_argument("-o", "--out", metavar=out[0], help=out[1])
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("-q", "--quiet", action="store_true", help="print no progress and no notes")
     parser.add_argument("-v", "--verbose", action="store_true", help="print log messages")
@@ -89,27 +138,6 @@ def verb(
         parser=parser, verb=run, interrupted="Run the same command again to start anew."
     )
     return parser
-
-
-def add_verb(
-    run: Verb,
-    options: type[Any],
-    example: str,
-    verbs: Any,
-    text: str,
-    out: tuple[str, str] | None = None,
-) -> None:
-    """Add a verb, the first word of its example, to the verbs of the command line."""
-    verb(verbs, example.split()[0], run, text, example, options, out)
-
-
-def _example(words: str) -> str:
-    """Return an example, on two lines if it is too long for one."""
-    line = f"example: wdstrain {words}"
-    if len(line) > 78:
-        cut = line.rindex(" ", 0, 76)
-        line = f"{line[:cut]} \\\n        {line[cut:]}"
-    return line
 
 
 def urls(parser: argparse.ArgumentParser) -> None:
@@ -141,12 +169,13 @@ def selected(arguments: argparse.Namespace) -> list[str] | Index:
 
 
 def result(
-    arguments: argparse.Namespace, report: dict[str, Any], rows: list[tuple[str, str]]
+    arguments: argparse.Namespace, report: dict[str, Any], rows: Rows, below: str = ""
 ) -> None:
+    """Print a result: `report` with --json, else a table of the rows and the text below it."""
     if arguments.json:
         print_json(report)
     else:
-        print_result(table_text(rows))
+        print_result(table_text(rows) + below)
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -168,42 +197,35 @@ def is_utf8() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def step_bytes(reporter: Reporter, title: str, done: int, total: int | None, text: str) -> None:
-    """Report progress in megabytes. done, total: bytes."""
-    megabytes = None if total is None else total // 10**6
-    reporter.step(title, done // 10**6, megabytes, text, "MB")
-
-
 def facts(index: Index) -> dict[str, Any]:
+    """Return what verbs that make an index print of it as JSON."""
+    sizes = {split: 0 for split in index.splits}
+    for shard in index.shards:
+        sizes[shard.split] += shard.samples
+    columns = [{**column.row, "missing": column.values.null_count} for column in index.columns]
     return {
         "samples": len(index),
         "shards": len(index.shards),
         "bytes": sum(shard.bytes for shard in index.shards),
-        "splits": {
-            split: sum(shard.samples for shard in index.shards if shard.split == split)
-            for split in index.splits
-        },
+        "splits": sizes,
         "fields": list(index.fields),
         "labels": [label.row for label in index.labels],
-        "columns": [
-            {**column.row, "missing": column.values.null_count} for column in index.columns
-        ],
+        "columns": columns,
     }
 
 
 def summary(index: Index) -> list[tuple[str, str]]:
+    """Return the same as rows for people."""
     known = facts(index)
-    rows = [
+    splits = ", ".join(f"{name} {count}" for name, count in known["splits"].items())
+    return [
         ("samples", str(known["samples"])),
         ("shards", str(known["shards"])),
         ("MB", f"{known['bytes'] / 1e6:.1f}"),
+        *([("splits", splits)] if any(index.splits) else []),
+        ("fields", ", ".join(index.fields)),
+        *((f"label {label.name}", label.summary) for label in index.labels),
     ]
-    if any(index.splits):
-        rows.append(
-            ("splits", ", ".join(f"{name} {count}" for name, count in known["splits"].items()))
-        )
-    rows.append(("fields", ", ".join(index.fields)))
-    return rows + [(f"label {label.name}", label.summary) for label in index.labels]
 
 
 # --- flags, made from the fields of option dataclasses -------------------------------------------
@@ -249,13 +271,10 @@ def _flags_of(options: type[Any]) -> dict[str, list[str]]:
 
 def given(arguments: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
     """Return the options that were given, by the names of their keyword arguments."""
-    names = [field.name for field in dataclasses.fields(options)]
-    values = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    return {name: dict(value) if _is_pairs(value) else value for name, value in values.items()}
-
-
-def _is_pairs(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, tuple) for v in value)
+    fields = [field for field in dataclasses.fields(options) if hasattr(arguments, field.name)]
+    values = {field.name: getattr(arguments, field.name) for field in fields}
+    pairs = [field.name for field in fields if field.metadata["parse"] is parse_pair]
+    return values | {name: dict(values[name]) for name in pairs}
 
 
 def _add_positional(target: Any, field: _Field) -> None:
@@ -269,41 +288,34 @@ def _add_positional(target: Any, field: _Field) -> None:
 
 
 def _add_flag(target: Any, field: _Field, names: list[str], hint: Any) -> None:
-    about, flag = field.metadata, names[-1]
+    about = field.metadata
     words: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-    if hint is bool:
-        no_flag = f"--no-{flag.removeprefix('--')}"
-        if field.default is True:
-            words["help"] = _escaped(about["no_help"] or f"{about['help']} (default)")
-            target.add_argument(no_flag, action="store_false", **words)
-            return
-        words["help"] = _escaped(help_text(field))
-        negatable = argparse.BooleanOptionalAction if about["negatable"] else "store_true"
-        target.add_argument(flag, action=negatable, **words)
-        return
     if switches := about.get("switches"):
         group = target.add_mutually_exclusive_group()
         for value, text in switches.items():
             group.add_argument(f"--{value}", action="store_const", const=value, help=text, **words)
         return
-    words |= {
-        "help": _escaped(help_text(field)),
-        "required": field.default is REQUIRED,
-        "type": _converter(about["parse"], hint),
-    }
-    if choices := choices_of(field, hint):
-        words["choices"] = choices
+    words["help"] = _escaped(help_text(field))
+    if hint is bool and field.default is True:
+        names = [f"--no-{names[-1].removeprefix('--')}"]
+        text = about["no_help"] or f"{about['help']} (default)"
+        words |= {"action": "store_false", "help": _escaped(text)}
+    elif hint is bool:
+        words["action"] = argparse.BooleanOptionalAction if about["negatable"] else "store_true"
     else:
-        words["metavar"] = about["metavar"] or None
-    if about["several"] or about["parse"] is parse_list:
-        words["action"] = "extend" if about["parse"] is parse_list else "append"
+        words |= {"required": field.default is REQUIRED, "type": _converter(about["parse"], hint)}
+        choices = choices_of(field, hint)
+        words |= {"choices": choices} if choices else {"metavar": about["metavar"] or None}
+        if about["several"] or about["parse"] is parse_list:
+            words["action"] = "extend" if about["parse"] is parse_list else "append"
     target.add_argument(*names, **words)
 
 
 def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str], Any]:
     """Return a function that parses a text, with an error that argparse prints."""
     if parse is None:
-        return next((kind for kind in _PLAIN if kind in _parts(hint)), str)
+        kinds = typing.get_args(hint) or (hint,)  # of a union, or the type itself
+        return next((kind for kind in _PLAIN if kind in kinds), str)
 
     def convert(text: str) -> Any:
         try:
@@ -312,13 +324,6 @@ def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str],
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
 
 
 def _escaped(text: str) -> str:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from wdstrain import __version__
-from wdstrain.cli.common import Parser, print_json
+from wdstrain.cli.common import Parser, add_function, print_json
 from wdstrain.errors import UsageError, WdstrainError, as_keyword
 from wdstrain.report.terminal import print_error, quiet
 
@@ -104,11 +104,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"wdstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     named = next((word for word in words if not word.startswith("-")), "")
-    for name, (module, text) in _VERBS.items():
-        if name == named:
-            getattr(import_module(f"wdstrain.cli.{module}"), f"add_{name}")(verbs, text)
-        else:
+    for name, (place, text) in _VERBS.items():
+        if name != named:
             verbs.add_parser(name, help=text)
+            continue
+        module = import_module(f"wdstrain.cli.{place}")
+        row = getattr(module, "FUNCTIONS", {}).get(name)
+        if row is None:
+            getattr(module, f"add_{name}")(verbs, text)
+        else:
+            add_function(row, verbs, text)
     return parser
 
 

@@ -12,16 +12,15 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import (
+    FunctionVerb,
+    Shown,
     add_options,
-    add_verb,
     facts,
     given,
-    print_json,
     result,
     summary,
     verb,
@@ -37,19 +36,19 @@ from wdstrain.conversion.source_options import (
     TorchvisionOptions,
 )
 from wdstrain.errors import UsageError
+from wdstrain.inspection.result import rows_of
 from wdstrain.report.printing import counted
-from wdstrain.report.terminal import Reporter, print_message, print_result
-from wdstrain.runtime.options import REQUIRED, option
-from wdstrain.shards.options import CheckedOptions, IndexOptions
+from wdstrain.report.terminal import Reporter, print_message
+from wdstrain.runtime.options import integer
+from wdstrain.shards.options import IndexOptions
 
 if TYPE_CHECKING:
     from wdstrain.conversion.runner import ConversionResult, Step
+    from wdstrain.shards.index import Index
 
 _INTERRUPTED = (
     "Run the same command with --resume to continue. The output folder is as it was before."
 )
-_MOST_REASONS = 5  # rows of reasons to skip samples
-_MOST_CLASSES = 20  # rows of classes in the summary
 
 # name, options, title, example
 _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
@@ -167,16 +166,13 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
 
         begun = time.monotonic()
         done = run_conversion(options, print_message)
-    out = os.fspath(options.out)
+    seconds = max(1e-9, time.monotonic() - begun)
+    hint = " Is that a folder in which the class folders lie?" if kind is FolderOptions else ""
     for label in done.index.labels:
         if label.is_class and len(label.classes) == 1:
-            hint = (
-                " Is that a folder in which the class folders lie?" if kind is FolderOptions else ""
-            )
             print_message(f"note: there is only one class, {label.classes[0]!r}.{hint}")
-    seconds = time.monotonic() - begun
     report = {
-        "out": out,
+        "out": os.fspath(options.out),
         **facts(done.index),
         "listed": done.info["listed"],
         "skipped": len(done.bad),
@@ -190,11 +186,8 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
         "kept_shards": done.kept,
         "seconds": round(seconds, 3),
     }
-    result(
-        arguments,
-        report,
-        [*summary(done.index), *_rows(done, out, seconds, is_dry=options.dry_run)],
-    )
+    rows = _rows(done, report["out"], seconds, is_dry=options.dry_run)
+    result(arguments, report, [*summary(done.index), *rows])
     return 0
 
 
@@ -202,119 +195,112 @@ def _rows(
     done: ConversionResult, out: str, seconds: float, *, is_dry: bool
 ) -> list[tuple[str, str]]:
     """Return the rows of the summary. is_dry: nothing was written."""
-    parts = [f"{done.packed} {'to pack' if is_dry else 'packed'}"]
-    parts += [f"{len(done.bad)} skipped"] if done.bad else []
-    parts += [f"{done.limited} beyond --limit"] if done.limited else []
-    counts, samples = done.info, done.info["samples"]
-    rows = [("source", f"{counts['listed']} = {' + '.join(parts)}")]
+    info, counts, size = done.info, done.info["samples"], sum(s.bytes for s in done.index.shards)
+    packed = {"to pack" if is_dry else "packed": done.packed}
+    parts = {**packed, "skipped": len(done.bad), "beyond --limit": done.limited}
+    taken = [f"{count} {what}" for what, count in parts.items() if count or what in packed]
+    skipped = [f"{count} x {reason}" for reason, count in done.skipped_reasons.items()]
     if done.bad:
-        listed = f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; "
-        rows.append(("skipped", f"{'' if is_dry else listed}the first: {done.bad[0].sentence}"))
-        reasons = list(done.skipped_reasons.items())
-        rows += [("", f"{count} x {reason}") for reason, count in reasons[:_MOST_REASONS]]
-        if len(reasons) > _MOST_REASONS:
-            rows.append(("", f"{len(reasons) - _MOST_REASONS} more reasons"))
-    rows += [
-        ("passed over", f"{count} x {reason}")
-        for reason, count in sorted(counts["ignored"].items())
-    ]
-    info = done.index.info
-    if (split := info.get("split")) and not info.get("appended"):  # shares of the set before
-        shares = (
-            f"{name} {split['got'].get(name, 0):.1%} ({share:.1%} asked)"
-            for name, share in split["shares"].items()
-        )
-        by = f"; whole groups of {split['group_by']}" if split["group_by"] else ""
-        rows.append(("split", ", ".join(shares) + by))
-    if counts["divided"]:
-        rows.append(
-            (
-                "divided",
-                f"{counts['divided']} images are in two splits or more, as several rows have the same "
-                "image",
-            )
-        )
-    if counts["renamed"]:
-        names_file = os.path.join(out, "renamed.jsonl")
-        place = "" if is_dry else f"; what the source calls them is in {names_file}"
-        rows.append(("renamed", f"{counts['renamed']} keys{place}"))
-    names = list(dict.fromkeys(name for by_class in samples.values() for name in by_class if name))
-    for name in names[:_MOST_CLASSES]:
-        line = ", ".join(f"{split} {of.get(name, 0)}" for split, of in samples.items())
-        rows.append((f"  {name}", line))
-    if len(names) > _MOST_CLASSES:
-        rows.append(("  ...", f"{len(names) - _MOST_CLASSES} more classes"))
-    if done.kept:
-        rows.append(("resumed", f"{done.kept} of its parts were whole already"))
-    size_ = sum(shard.bytes for shard in done.index.shards)
-    per_second = 1 / max(1e-9, seconds)
-    rate = f", {len(done.index) * per_second:.0f} samples/s, {size_ / 1e6 * per_second:.0f} MB/s"
-    rows.append(("time", f"{seconds:.1f} s{'' if done.kept or is_dry else rate}"))
-    return [*rows, ("shards would be in" if is_dry else "shards are in", out)]
+        listed = "" if is_dry else f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; "
+        skipped.insert(0, f"{listed}the first: {done.bad[0].sentence}")
+    divided = f"{counted(info['divided'], 'image')} {'is' if info['divided'] == 1 else 'are'}"
+    names_file = os.path.join(out, "renamed.jsonl")
+    place = "" if is_dry else f"; what the source calls them is in {names_file}"
+    names = dict.fromkeys(name for by_class in counts.values() for name in by_class if name)
+    rate = f", {len(done.index) / seconds:.0f} samples/s, {size / 1e6 / seconds:.0f} MB/s"
+    return rows_of(
+        {
+            "source": f"{info['listed']} = {' + '.join(taken)}",
+            "skipped": skipped,
+            "passed over": [f"{count} x {why}" for why, count in sorted(info["ignored"].items())],
+            "split": _shares(done.index.info),
+            "divided": f"{divided} in two splits or more, as several rows have the same image"
+            if info["divided"]
+            else "",
+            "renamed": f"{counted(info['renamed'], 'key')}{place}" if info["renamed"] else "",
+            "classes": [
+                f"{name}: "
+                + ", ".join(f"{split} {of.get(name, 0)}" for split, of in counts.items())
+                for name in names
+            ],
+            "resumed": f"{done.kept} of its parts were whole already" if done.kept else "",
+            "time": f"{seconds:.1f} s{'' if done.kept or is_dry else rate}",
+            "shards would be in" if is_dry else "shards are in": out,
+        }
+    )
 
 
-# --- index ---------------------------------------------------------------------------------------
+def _shares(info: dict[str, Any]) -> str:
+    """Return the shares of the splits that a conversion drew, and those that were asked for."""
+    split = info.get("split")
+    if not split or info.get("appended"):  # they are those of the set before
+        return ""
+    shares = (
+        f"{name} {split['got'].get(name, 0):.1%} ({share:.1%} asked)"
+        for name, share in split["shares"].items()
+    )
+    by = f"; whole groups of {split['group_by']}" if split["group_by"] else ""
+    return ", ".join(shares) + by
 
 
-def _index(arguments: argparse.Namespace) -> int:
-    from wdstrain.shards.declare import column_rows, index
-
-    made = index(**given(arguments, IndexOptions))
-    result(arguments, facts(made), [*summary(made), *column_rows(made)])
-    return 0
+# --- other verbs ---------------------------------------------------------------------------------
 
 
-# --- remove --------------------------------------------------------------------------------------
+def _indexed(made: Index, seconds: float) -> Shown:
+    from wdstrain.shards.declare import column_rows
+
+    return facts(made), [*summary(made), *column_rows(made)], ""
+
+
+FUNCTIONS = {
+    "index": FunctionVerb(
+        IndexOptions, "shards.declare.index", "index old --columns cls,json.kind", _indexed
+    )
+}
+
+
+def add_remove(verbs: Any, text: str) -> None:
+    """Add `remove`."""
+    example = "remove shards/photos --where \"label == 'blurred'\""
+    add_options(verb(verbs, "remove", _remove, text, example), RemoveOptions)
 
 
 def _remove(arguments: argparse.Namespace) -> int:
     from wdstrain.conversion.changes import remove
 
-    options = RemoveOptions(**given(arguments, RemoveOptions))
+    options = given(arguments, RemoveOptions)
     with Reporter() as reporter:
         done = remove(
-            **given(arguments, RemoveOptions),
+            **options,
             progress=lambda copied, total: reporter.step("copying", copied, total, "", "samples"),
         )
-    would = "would be " if options.dry_run else ""
-    shards = f"{done.rewritten} rewritten, {done.deleted} deleted"
+    would = "would be " if options.get("dry_run") else ""
     rows = [
         ("removed", f"{counted(done.removed, 'sample')} {would}removed"),
         ("left", counted(done.samples, "sample")),
-        ("shards", f"{would}{shards}" if would else shards),
+        ("shards", f"{would}{done.rewritten} rewritten, {done.deleted} deleted"),
         ("set", done.folder),
     ]
     result(arguments, vars(done), rows)
     return 0
 
 
-# --- serve ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ServeOptions(CheckedOptions):
-    """Options of `serve`."""
-
-    folder: str = option(
-        REQUIRED,
-        "folder to serve; hidden files and files outside of it are not served",
-        metavar="DIR",
-    )
-    _: KW_ONLY
-    host: str = option(
-        "127.0.0.1",
-        "address to listen at; 0.0.0.0 lets other machines connect",
-        metavar="ADDRESS",
-    )
-    port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
+def add_serve(verbs: Any, text: str) -> None:
+    """Add `serve`."""
+    parser = verb(verbs, "serve", _serve, text, "serve shards/photos --port 8000")
+    files = "folder to serve; hidden files and files outside of it are not served"
+    parser.add_argument("folder", metavar="DIR", help=files)
+    host = "address to listen at; 0.0.0.0 lets other machines connect (default: %(default)s)"
+    parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=host)
+    port = "port to listen at; 0 chooses a free one (default: %(default)s)"
+    parser.add_argument("--port", metavar="N", type=int, default=8000, help=port)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    options = ServeOptions(**given(arguments, ServeOptions))
-
     from wdstrain.serve import Server
 
-    server, begun = Server(options.folder, options.host, options.port), time.monotonic()
+    port, begun = integer("port", arguments.port, 0), time.monotonic()
+    server = Server(arguments.folder, arguments.host, port)
     before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
     try:
         with server:
@@ -330,24 +316,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         pass
     finally:
         signal.signal(signal.SIGTERM, before)
-    seconds, count = time.monotonic() - begun, server.requests
-    if arguments.json:
-        report = {
-            "folder": server.folder,
-            "url": server.url,
-            "requests": count,
-            "bytes": server.bytes,
-        }
-        print_json({**report, "seconds": round(seconds, 3)})
-    else:
-        print_result(
-            f"served {counted(count, 'request')}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s"
-        )
+    seconds, sent = time.monotonic() - begun, {"requests": server.requests, "bytes": server.bytes}
+    report = {"folder": server.folder, "url": server.url, **sent, "seconds": round(seconds, 3)}
+    requests = f"served {counted(server.requests, 'request')}"
+    result(arguments, report, [(f"{requests}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s",)])
     return status
-
-
-add_index = partial(add_verb, _index, IndexOptions, "index old --columns cls,json.kind")
-add_remove = partial(
-    add_verb, _remove, RemoveOptions, "remove shards/photos --where \"label == 'blurred'\""
-)
-add_serve = partial(add_verb, _serve, ServeOptions, "serve shards/photos --port 8000")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wdstrain.conversion.options import Options, Path
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, as_list, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.options import ignored_number, progress_option, shard_urls, where_option
+from wdstrain.shards.options import progress_option, shard_urls, where_option
 
 if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo
@@ -68,24 +68,6 @@ class FolderOptions(ClassOptions):
         "folder with the mask of each image, such as a/1.png for the image a/1.jpg",
         metavar="DIR",
     )
-    mask_classes: Sequence[str] = option(
-        (),
-        "names of the classes in the masks, in the order of their numbers",
-        metavar="A,B,...",
-        parse=parse_list,
-    )
-    ignore: int | None = ignored_number()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        needs = (("mask_classes", "masks"), ("ignore", "mask_classes"))
-        for name, owner in needs:
-            if getattr(self, name) not in (None, ()) and not getattr(self, owner):
-                raise UsageError(
-                    f"{{{name}}} describes masks and needs {{{owner}}}.",
-                    "Give both.",
-                    {name: getattr(self, name), owner: ...},
-                )
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.codecs import (
-    IGNORED,
-    decode_image,
-    decode_jpegs,
-    decode_mask,
-    is_jpeg,
-    resize,
-)
+from wdstrain.decode.codecs import decode_image, decode_jpegs, decode_mask, is_jpeg, resize
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import Augment, Draws, region
@@ -36,6 +29,7 @@ from wdstrain.shards.offsets import Ints
 
 _LONGEST_HEAD = 1024  # bytes of a .npy file before its numbers; longer heads are read one by one
 
+IGNORED = 255  # pixels that have no class: they count neither in losses nor in metrics
 _TORCH_DTYPES = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
     + ["float16", "float32", "float64", "complex64", "complex128"]
@@ -141,14 +135,14 @@ class Mask:
     size: tuple[int, int] | None
     augment: Augment
     classes: int | None = None
-    ignored: int | None = None
 
     @property
     def example(self) -> Example | None:
         return Example(self.size, "int64") if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
-        numbers = self.numbers(data)
+        numbers = decode_mask(data)
+        self._check(numbers)
         if out is not None and self.size is not None:
             top, left, height, width = region(
                 len(numbers), numbers.shape[1], self.size, self.augment, draws
@@ -163,18 +157,16 @@ class Mask:
         out[...] = numbers
         return None
 
-    def numbers(self, data: bytes | memoryview) -> npt.NDArray[np.integer]:
-        """Return the numbers of a whole mask. Raises SampleError for numbers that are no class."""
-        numbers = decode_mask(data, self.ignored)
+    def _check(self, numbers: npt.NDArray[np.integer]) -> None:
+        """Raise SampleError for numbers that are no class."""
         if self.classes is None:
-            return numbers
+            return
         wrong = (numbers >= self.classes) | (numbers < 0)
         if wrong.any() and (wrong := wrong & (numbers != IGNORED)).any():
             raise SampleError(
                 f"it has the class number {numbers[wrong][0]}: must be 0 to {self.classes - 1}, or "
                 f"{IGNORED} for pixels without a class"
             )
-        return numbers
 
 
 @dataclass(frozen=True)
@@ -292,7 +284,6 @@ def mask(
     ratio: tuple[float, float] = RATIO,
     crop_pct: float = 1.0,
     classes: int | None = None,
-    ignore: int | None = None,
 ) -> Mask:
     """Return a field of masks: the class number of each pixel, 255 where there is none.
 
@@ -305,7 +296,6 @@ def mask(
     to the nearest pixel. Changes of color are for images only. "trivialaugment" and "randaugment"
     also rotate and shear, so they are refused.
     classes: number of classes; a mask with another number is a bad sample.
-    ignore: number of the stored pixels without a class, beside 255. The batch has 255 for it.
 
         size, augment = 256, "rrc+flip"
         fields = {"image": wt.image(size=size, augment=augment), "mask": wt.mask(size=size, augment=augment)}
@@ -313,12 +303,10 @@ def mask(
     like = image(names, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if classes is not None and not 1 <= classes <= IGNORED:
         raise UsageError(f"must be 1 to {IGNORED}.", option="classes", value=classes)
-    return mask_like(like, field_names(names), classes, ignore)
+    return mask_like(like, field_names(names), classes)
 
 
-def mask_like(
-    source: Image, names: tuple[str, ...], classes: int | None, ignored: int | None
-) -> Mask:
+def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None) -> Mask:
     """Return the field of masks that belong to images of this field."""
     if source.augment.policy:
         raise UsageError(
@@ -327,7 +315,7 @@ def mask_like(
             option="augment",
             value=source.augment.policy,
         )
-    return Mask(names, source.size, source.augment, classes, ignored)
+    return Mask(names, source.size, source.augment, classes)
 
 
 def json(names: str = "json") -> Json:

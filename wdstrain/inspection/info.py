@@ -7,28 +7,33 @@ and labels without a column are read from some samples. A damaged shard is repor
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from wdstrain.errors import WdstrainError
-from wdstrain.inspection.labels import known_labels, with_values
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, Size, rows_of, text_of
-from wdstrain.inspection.values import Content, described, quantiles
+from wdstrain.inspection.values import (
+    Content,
+    described,
+    known_labels,
+    quantiles,
+    with_values,
+)
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column
 from wdstrain.shards.columns import counted as value_counts
-from wdstrain.shards.declare import even_part
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_size
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import Note, groups_of, join_once, open_index, recall_or_scan
+from wdstrain.shards.resolve import groups_of, join_once, open_index, recall_or_scan
 from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import is_remote
 
@@ -37,11 +42,12 @@ _LABELS = 2_000  # samples whose labels are read, if the index has no columns
 _VALUE_BYTES = 8 << 20  # of the values of a sample that are read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
+_log = logging.getLogger("wdstrain")
 _ALONE = "For its classes, look at each set alone"
 
 
-@dataclass(frozen=True, repr=False)
-class Sizes(Result):
+@dataclass(frozen=True)
+class Sizes:
     """Sizes of the values of a field, in bytes. total: of all values."""
 
     smallest: int
@@ -51,11 +57,11 @@ class Sizes(Result):
     total: int
 
 
-@dataclass(frozen=True, repr=False)
-class FieldSummary(Result):
+@dataclass(frozen=True)
+class FieldSummary:
     """A field: the number of samples that have it, the sizes of its values, and what they are."""
 
-    name: str = field(repr=False)
+    name: str
     content: Content
     samples: int
     sizes: Sizes
@@ -63,14 +69,14 @@ class FieldSummary(Result):
     def __str__(self) -> str:
         sizes = self.sizes
         return (
-            f"{self.content}\n{counted(self.samples, 'sample')} of {sizes.smallest} to "
+            f"{self.content.what}\n{counted(self.samples, 'sample')} of {sizes.smallest} to "
             f"{sizes.largest}, median {sizes.median}, 99 % at most {sizes.percentile_99}, "
             f"{sizes.total} in all"
         )
 
 
-@dataclass(frozen=True, repr=False)
-class Numbers(Result):
+@dataclass(frozen=True)
+class Numbers:
     """Distribution of the finite numbers of a column.
 
     quartiles: values that occur. not_finite: NaN or infinite values. bins: (low, high, samples) of
@@ -83,11 +89,15 @@ class Numbers(Result):
     quartiles: tuple[float, ...]
     largest: float
     not_finite: int
-    bins: tuple[tuple[float, float, int], ...] = field(repr=False)
+    bins: tuple[tuple[float, float, int], ...]
+
+    def __str__(self) -> str:
+        rows = rows_of({name: value for name, value in vars(self).items() if name != "bins"})
+        return "; ".join(map(" ".join, rows))
 
 
-@dataclass(frozen=True, repr=False)
-class ColumnSummary(Result):
+@dataclass(frozen=True)
+class ColumnSummary:
     """Statistics of one column, of the `looked_at` samples; exact: these are all samples.
 
     kind: as of `shards.kinds`. missing: samples looked at that have no value, or none that fits.
@@ -97,13 +107,13 @@ class ColumnSummary(Result):
     numbers: for numbers and integers.
     """
 
-    name: str = field(repr=False)
+    name: str
     kind: str
-    is_label: bool = field(repr=False)
-    exact: bool = field(repr=False)
+    is_label: bool
+    exact: bool
     looked_at: int
     missing: int
-    classes: dict[str, int] = field(repr=False)
+    classes: dict[str, int]
     distinct: int
     empty: tuple[str, ...]
     imbalance: float | None
@@ -113,11 +123,13 @@ class ColumnSummary(Result):
         texts = {
             counted(self.looked_at, "sample"): True,
             str(self.numbers): self.numbers is not None,
-            f"{self.distinct} different values": self.numbers is None and not self.is_label,
+            counted(self.distinct, "different value"): self.numbers is None and not self.is_label,
             f"the largest class has {self.imbalance or 0:.3g} times the samples of the smallest": (
                 (self.imbalance or 0) > 1
             ),
-            f"{len(self.empty)} classes without samples: {text_of(self.empty)}": bool(self.empty),
+            f"{counted(len(self.empty), 'class')} without samples: {text_of(self.empty)}": (
+                bool(self.empty)
+            ),
             f"{self.missing} without a valid value": bool(self.missing),
         }
         return "; ".join(text for text, is_said in texts.items() if is_said)
@@ -137,7 +149,7 @@ class ColumnSummary(Result):
 class Info(Result):
     """Contents of some shards. Prints as text; `as_dict()` is JSON-able.
 
-    ok: nothing is wrong with the shards. exact: no label was left unread. bytes: of all shards.
+    exact: no label was left unread. bytes: of all shards.
     made: how the set was made, in words; info: the same as the index has it. ignored: members that
     belong to no sample, by reason. keys: the first keys. contents: each field. columns: statistics
     of labels, then of other columns. disagreements: labels that cannot be joined, because they
@@ -149,8 +161,8 @@ class Info(Result):
     bytes: int
     splits: dict[str, int]
     fields: tuple[str, ...]
-    labels: tuple[ColumnInfo, ...] = field(repr=False)
-    info: dict[str, Any] = field(repr=False)
+    labels: tuple[ColumnInfo, ...]
+    info: dict[str, Any]
     exact: bool
     made: tuple[str, ...]
     ignored: dict[str, int]
@@ -158,12 +170,12 @@ class Info(Result):
     contents: tuple[FieldSummary, ...]
     columns: tuple[ColumnSummary, ...]
     disagreements: dict[str, str]
-    findings: tuple[str, ...]
-    ok: bool = field(repr=False)
+    findings: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        return {**super().as_dict(), "labels": [label.row for label in self.labels]}
+        labels = [label.row for label in self.labels]
+        return {**super().as_dict(), "labels": labels, "ok": self.ok}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
@@ -180,7 +192,6 @@ class Info(Result):
             **{f"field {part.name}": part for part in self.contents},
             **{f"column {part.name}": part for part in self.columns},
             "not exact": "" if self.exact else "some labels were read; to read all: --exact",
-            "findings": self.findings,
         }
         return rows_of(named)
 
@@ -196,8 +207,8 @@ def info(options: InfoOptions) -> Info:
     """
     urls, errors = options.urls, list[WdstrainError]()
     if options.where is not None:
-        urls = open_index(urls, note=options.note).where(options.where)
-    parts = [urls] if isinstance(urls, Index) else _parts(expand(urls), options.note, errors)
+        urls = open_index(urls, note=_log.warning).where(options.where)
+    parts = [urls] if isinstance(urls, Index) else _parts(expand(urls), errors)
     index = join_once(parts)
     if not index.shards and errors:
         raise errors[0]
@@ -226,19 +237,18 @@ def info(options: InfoOptions) -> Info:
             for label in index.differing
         },
         findings=tuple(dict.fromkeys(printable(str(error)) for error in errors)),
-        ok=not errors,
     )
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _parts(paths: list[str], note: Note | None, errors: list[WdstrainError]) -> list[Index]:
+def _parts(paths: list[str], errors: list[WdstrainError]) -> list[Index]:
     """Return the index of the intact shards of each folder. errors: receives those of others."""
     parts = []
     for shards, index in groups_of(paths):
         if index is None:
-            parts.append(recall_or_scan(shards, note, errors))
+            parts.append(recall_or_scan(shards, _log.warning, errors))
             continue
         good = []
         for number, shard in enumerate(index.shards):
@@ -293,12 +303,9 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
-    labels = [label for label in known_labels(index) if label.kind != "mask"]
-    if index.columns or not labels:
-        return index
-    ids = np.arange(len(index)) if exact else even_part(index, _LABELS)
+    labels = () if index.columns else known_labels(index)
     try:
-        return with_values(index.take(ids), labels)
+        return with_values(index, labels, None if exact else _LABELS)
     except WdstrainError as error:
         errors.append(error)
         return index

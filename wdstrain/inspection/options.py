@@ -6,12 +6,12 @@ Each is declared once, and is a keyword argument of the function and a flag of t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import REQUIRED, is_number, option, parse_list
+from wdstrain.runtime.options import REQUIRED, as_list, is_number, option, parse_list
 from wdstrain.shards.options import CheckedOptions, shard_urls, where_option
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class InfoOptions(CheckedOptions):
         False,
         "read all labels that have no column in the index; without it, at most 2000 are read and "
         "counted",
-    )
-    note: Callable[[str], None] | None = option(
-        None, "function that is called with a line about an index that was made", flag=None
     )
 
 
@@ -99,15 +96,8 @@ class PeekOptions(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("classes", "keys"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise UsageError(
-                    "must be a list.",
-                    f"Write {name}=[{value!r}].",
-                    option=name,
-                    value=value,
-                )
-            object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value or ()))))
+            given = map(str, as_list(getattr(self, name) or ()))
+            object.__setattr__(self, name, tuple(dict.fromkeys(given)))
         is_batch = isinstance(self.source, Mapping)  # whose classes are named
         names, keys = 0 if is_batch else len(self.classes), len(self.keys)
         if max(self.n * max(1, names), keys) > MAX_SHOWN:
@@ -157,13 +147,8 @@ class RepairOptions(CheckedOptions):
         flag="-o --out",
     )
     _: KW_ONLY
-    decode: bool = option(False, "leave out samples that cannot be decoded or parsed")
     overwrite: bool = option(False, "replace the shards in the output folder")
     progress: Reporter | bool | None = option(None, _PROGRESS, flag=None)
-
-
-def _prices(text: str) -> list[float]:
-    return [float(word) for word in parse_list(text)]
 
 
 @dataclass(frozen=True)
@@ -199,38 +184,11 @@ class PlanOptions(CheckedOptions):
         "samples that fill no step on every rank: left out (drop), filled up with repeated samples "
         "(pad), or a short last batch (keep)",
     )
-    label: str | None = option(
-        None,
-        "label whose mixing is measured (default: the only label with classes)",
-        metavar="NAME",
-    )
     rate: float = option(
         1000.0, "samples per second of each rank, for the hours of the epoch", metavar="N"
-    )
-    price: Sequence[float] | None = option(
-        None,
-        "price of a GB that is read, and of 1000 requests, for the cost of the epoch",
-        metavar="GB,REQUESTS",
-        parse=_prices,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_number(self.rate) and self.rate > 0):
-            raise UsageError(
-                "must be > 0.",
-                option="rate",
-                value=self.rate,
-            )
-        if self.price is not None and len(self.price) != 2:
-            raise UsageError(
-                "must be two numbers, such as 0.09,0.0004.",
-                option="price",
-                value=self.price,
-            )
-
-
-def check_ending(path: str) -> None:
-    """Raise UsageError for a path that does not end in .png."""
-    if not path.lower().endswith(".png"):
-        raise UsageError(f"{path}: the file must end in .png.")
+            raise UsageError("must be > 0.", option="rate", value=self.rate)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
     Entry,
+    ShardCheck,
     ShardScan,
     compared,
     each_shard,
@@ -34,13 +35,12 @@ from wdstrain.inspection.scan import (
     rows_of,
     shards_at,
 )
-from wdstrain.inspection.verify import ShardsRead, decode_error
+from wdstrain.inspection.verify import ShardsRead
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar_headers import BLOCK
 from wdstrain.storage.remote import is_remote, name_of, redacted
@@ -48,7 +48,7 @@ from wdstrain.storage.remote import is_remote, name_of, redacted
 Taken = dict[str, list[Entry]]  # the members of each sample that is intact
 
 
-@dataclass
+@dataclass(repr=False)
 class Repair(ShardsRead):
     """Result of `wt.repair`: copied and lost samples.
 
@@ -76,9 +76,9 @@ def repair(options: RepairOptions) -> Repair:
     with Staging(result.out, overwrite=options.overwrite) as stage:
         try:
             folder = stage.folder()
-            rescued, _ = each_shard(todo, recover, _unreadable, "repairing", options.progress)
+            rescued, _ = each_shard(todo, recover, "repairing", options.progress)
             made = [
-                _saved(expected, *found, folder, options.decode, result)
+                _saved(expected, found, folder, result)
                 for expected, found in zip(todo.values(), rescued, strict=True)
             ]
             parts = [index for index in made if len(index)]
@@ -112,54 +112,34 @@ def _check(out: str, paths: list[str]) -> None:
             raise UsageError(f"two shards are named {name}.", "Repair their folders one by one.")
 
 
-def _unreadable(finding: Finding) -> tuple[Index, list[Finding]]:
-    return Index(), [finding]
-
-
-def _saved(
-    expected: Index,
-    intact: Index,
-    findings: list[Finding],
-    folder: str,
-    decode: bool,
-    result: Repair,
-) -> Index:
+def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> Index:
     """Write the intact samples of a shard, and return its index, which is empty without any.
 
-    What is lost is added to the result. findings: of the scan.
+    What is lost is added to the result.
     """
-    listed, labels = expected.shards[0], expected.labels if decode else None
-    target = os.path.join(folder, listed.name)
-    written = write_samples(target, listed.split, _readable(intact, findings, labels))
+    listed, target = expected.shards[0], os.path.join(folder, expected.shards[0].name)
+    written = write_samples(target, listed.split, _writable(check))
     if not len(written):
         os.unlink(target)
-    named = len({finding.key for finding in findings} - {""})
+    named = len({finding.key for finding in check.findings} - {""})
     lost = max(named, listed.samples - len(written))
     if lost > named:
-        reason = f"held {listed.samples} samples, of which {lost - named} are lost without a trace"
-        findings.append(Finding(listed.shown, "", "", 0, reason))
+        held = counted(listed.samples, "sample")
+        reason = f"held {held}, of which {lost - named} are lost without a trace"
+        check.findings.append(Finding(listed.shown, "", "", 0, reason))
     result.lost += lost
-    result.findings += limited(findings)
+    result.findings += limited(check.findings)
     return written
 
 
-def _readable(
-    intact: Index, findings: list[Finding], labels: Sequence[ColumnInfo] | None
-) -> Iterator[tuple[str, list[Part]]]:
-    """Yield the samples to write. A sample that cannot be written or decoded becomes a finding.
-
-    labels: of the index, with which values are decoded; None: they are not.
-    """
+def _writable(check: ShardCheck) -> Iterator[tuple[str, list[Part]]]:
+    """Yield the samples to write. A sample that cannot be written becomes a finding."""
+    intact = check.found
     for number, values in intact.read(np.arange(len(intact))):
-        key, reason = intact.key(number), ""
-        for name, offset, _ in intact.members(number):
-            if "\0" in key + name:
-                reason = "a NUL character is in its name"
-            elif labels is not None:
-                reason = decode_error(name, values[name], labels)
-            if reason:
-                findings.append(Finding(intact.shards[0].shown, key, name, offset, reason))
-                break
+        key, start = intact.key(number), int(intact.offsets.start[number])
+        if "\0" in "".join((key, *values)):
+            reason = "a NUL character is in its name"
+            check.findings.append(Finding(intact.shards[0].shown, key, "", start, reason))
         else:
             yield key, list(values.items())
 
@@ -178,7 +158,7 @@ def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> I
 # --- one shard ------------------------------------------------------------------------------------
 
 
-def recover(scan: ShardScan, expected: Index) -> tuple[Index, list[Finding]]:
+def recover(scan: ShardScan, expected: Index) -> ShardCheck:
     """Return the intact samples of a shard, and what is lost.
 
     expected: what the index says of the shard. Raises StorageError or ShardError for a shard that
@@ -198,21 +178,19 @@ def recover(scan: ShardScan, expected: Index) -> tuple[Index, list[Finding]]:
     lost += _strangers(scan, found, expected) if by_checksums else scan.damages
     rows = [(key, own[0][1], own[-1][1], own) for key, own in taken.items()]
     shard = Shard(scan.source.path, len(taken), scan.size)
-    return Index((shard,), Offsets.of_samples(rows)), lost
+    return ShardCheck(lost, Index((shard,), Offsets.of_samples(rows)))
 
 
-def _strangers(scan: ShardScan, found: Index, expected: Index) -> list[Finding]:
-    """Return a finding for the samples that an index does not list: the shard was replaced."""
+def _strangers(scan: ShardScan, found: Index, expected: Index) -> Iterator[Finding]:
+    """Yield a finding for the samples that an index does not list: the shard was replaced."""
     keys, known = (index.keys(np.arange(len(index))) for index in (found, expected))
     listed = {*known}
-    strange = [key for key in keys if key not in listed]
-    if not strange:
-        return []
-    reason = (
-        f"holds {len(strange)} samples that its index does not list, the first '{strange[0]}'; "
-        f"they are not copied. Run: wdstrain index on it first"
-    )
-    return [scan.finding(reason)]
+    if strange := [key for key in keys if key not in listed]:
+        yield scan.finding(
+            f"holds {counted(len(strange), 'sample')} that its index does not list, the first "
+            f"'{strange[0]}'; "
+            "they are not copied. Run: wdstrain index on it first"
+        )
 
 
 def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from wdstrain.runtime.options import format_size
@@ -19,39 +19,44 @@ class Size(int):
         return format_size(self)
 
 
-@dataclass(frozen=True, repr=False)
 class Result:
-    """Base of dataclasses that print all their fields, but those with repr=False and empty ones."""
+    """Base of dataclasses that print as names and values, and are JSON-able.
+
+    findings: what is wrong; a verb prints them, and ends with status 1. notes: about other things.
+    """
+
+    findings: Sequence[object] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no findings."""
+        return not self.findings
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        return rows_of({f.name: getattr(self, f.name) for f in fields(self) if f.repr})
-
-    def __str__(self) -> str:
-        return "; ".join(" ".join(row) for row in self.rows())
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{name}: {text}" for name, text in self.rows())
+        raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        return asdict(self)
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {text}" for name, text in self.rows()]
+        return "\n".join([*lines, *map(str, self.findings[:_MOST])])
 
 
 def rows_of(named: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values as text: a row for each part of a result, by its first field."""
-    rows = list[tuple[str, str]]()
-    for name, value in named.items():
-        title = name.replace("_", " ")
-        if isinstance(value, tuple) and value and isinstance(value[0], Result):
-            rows += [(f"{title} {next(iter(vars(part).values()))}", str(part)) for part in value]
-        elif value not in (None, "", (), {}, []):
-            rows.append((title, text_of(value)))
-    return rows
+    """Return names and values as text, without empty ones."""
+    filled = {name: value for name, value in named.items() if value not in (None, "", (), {}, [])}
+    return [(name.replace("_", " "), text_of(value)) for name, value in filled.items()]
 
 
 def text_of(value: object) -> str:
-    """Return a value as text: numbers with five digits, the first 20 items of a list."""
+    """Return a value as text: numbers with five digits, the first 20 items of a list.
+
+    Items that are long or have parts get lines of their own.
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -61,5 +66,7 @@ def text_of(value: object) -> str:
     if not isinstance(value, (list, tuple)):
         return str(value)
     texts = [text_of(item) for item in value[:_MOST]]
-    more = [f"and {len(value) - _MOST} more"] * (len(value) > _MOST)
-    return ("\n" if max(map(len, texts), default=0) > _LONG else ", ").join(texts + more)
+    if len(value) > _MOST:
+        texts.append(f"and {len(value) - _MOST} more")
+    has_lines = any(len(text) > _LONG or "," in text or ": " in text for text in texts)
+    return ("\n" if has_lines else ", ").join(texts)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
-from typing import TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -24,6 +25,7 @@ from isal.isal_zlib import crc32
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
+from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index, Shard
@@ -51,7 +53,21 @@ _POLL = 0.1  # seconds between reports of progress
 _KINDS = b"0\x007" + EXTENSIONS  # of headers at which a walk goes on: files, and extensions
 
 Entry = tuple[str, int, int, int]  # of a member: field, offset, size, crc32
-T = TypeVar("T")
+
+
+@dataclass
+class ShardCheck:
+    """What a pass over one shard found.
+
+    found: its samples, or the intact ones for `repair`; no shard if it could not be read to its
+    end. hashes: of the contents and of the images (0: none) of each sample, valid within this
+    process. counts: by what is counted, and of which name.
+    """
+
+    findings: list[Finding]
+    found: Index = field(default_factory=Index)
+    hashes: array[int] = field(default_factory=lambda: array("q"))
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class ShardScan(Window):
@@ -163,16 +179,15 @@ def is_header(block: bytes) -> bool:
 
 def each_shard(
     shards: Mapping[str, Index],
-    work: Callable[[ShardScan, Index], T],
-    failed: Callable[[Finding], T],
+    work: Callable[[ShardScan, Index], ShardCheck],
     title: str,
     progress: Reporter | bool | None,
     num_workers: int | None = None,
-) -> tuple[list[T], int]:
+) -> tuple[list[ShardCheck], int]:
     """Return (results of the work on each shard in order, bytes read). Shards are read in threads.
 
-    shards: what the index says of each, by path. failed: makes the result for a shard that cannot
-    be read. An exception, also one of `progress`, ends all reads.
+    shards: what the index says of each, by path. A shard that cannot be read is a finding. An
+    exception, also one of `progress`, ends all reads.
     """
     stopping, total, reads = threading.Event(), _total_megabytes(shards), list[int]()
 
@@ -181,13 +196,13 @@ def each_shard(
         if stopping.is_set():
             raise StorageError(f"{title} was stopped.")
 
-    def attempt(shard: tuple[str, Index]) -> T:
+    def attempt(shard: tuple[str, Index]) -> ShardCheck:
         path, expected = shard
         try:
             with open_source(path, state="", stopping=stopping) as source:
                 return work(ShardScan(source, tick), expected)
         except WdstrainError as error:
-            return failed(finding_of(shown_path(path), error))
+            return ShardCheck([finding_of(shown_path(path), error)])
 
     # Unlike an executor, a pool that is left after an interrupt waits for no stalled server.
     with reporting(progress, True) as reporter, ThreadPool(num_workers or cores()) as threads:
@@ -258,7 +273,7 @@ def finding_of(shown: str, error: WdstrainError) -> Finding:
 
 def limited(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of a shard; of very many the first, and how many more there are."""
-    more = f"has {len(findings) - MOST} more findings than the {MOST} that are listed"
+    more = f"has {counted(len(findings) - MOST, 'more finding')} than the {MOST} that are listed"
     rest = [Finding(one.shard, "", "", 0, more) for one in findings[MOST : MOST + 1]]
     return [*findings[:MOST], *rest]
 
@@ -322,9 +337,8 @@ def _index_at(findings: dict[str, Finding], path: str) -> Index:
 
 def _total_megabytes(shards: Mapping[str, Index]) -> int | None:
     """Return the size of all shards; None if that is not known."""
-    unknown = [path for path, index in shards.items() if not index.shards[0].bytes]
-    if any(map(is_remote, unknown)):
-        return None
-    known = sum(index.shards[0].bytes for index in shards.values())
-    local = sum(os.path.getsize(path) for path in unknown if os.path.exists(path))
-    return (known + local) // 10**6
+    sizes = [
+        index.shards[0].bytes or (os.path.exists(path) and os.path.getsize(path))
+        for path, index in shards.items()
+    ]
+    return sum(sizes) // 10**6 if all(sizes) else None

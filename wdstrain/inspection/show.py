@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from torch import Tensor
 from wdstrain.augment.gpu import RNG
 from wdstrain.decode.labels import LabelField
 from wdstrain.errors import DamageError, UsageError
-from wdstrain.inspection.labels import choices, known_labels, listed, with_values
-from wdstrain.inspection.options import PeekOptions, check_ending
+from wdstrain.inspection.options import PeekOptions
+from wdstrain.inspection.result import text_of
+from wdstrain.inspection.values import known_labels, with_values
 from wdstrain.inspection.views import SampleView, is_mask, is_shown, png_sheet
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
@@ -34,7 +35,6 @@ from wdstrain.order.rng import bits
 from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import table_text
 from wdstrain.runtime.options import format_size, takes
-from wdstrain.shards.declare import even_part
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
@@ -67,9 +67,9 @@ class Peek(list[SampleView]):
         self._lines, self.title, self.notes = lines, title, tuple(notes)
 
     @property
-    def broken(self) -> int:
-        """Number of samples with an error."""
-        return sum(bool(view.error) for view in self)
+    def bad(self) -> list[SampleView]:
+        """Samples with an error."""
+        return [view for view in self if view.error]
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write a picture (.png). Returns the path.
@@ -77,13 +77,14 @@ class Peek(list[SampleView]):
         Raises UsageError for another ending, StorageError if it cannot be written.
         """
         name = os.fspath(path)
-        check_ending(name)
+        if not name.lower().endswith(".png"):
+            raise UsageError(f"{name}: the file must end in .png.")
         write_whole(name, self._repr_png_())
         return name
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pixels as JSON-able values."""
-        counts = {"shown": len(self), "broken": self.broken, "notes": [*self.notes]}
+        counts = {"shown": len(self), "broken": len(self.bad), "notes": [*self.notes]}
         return {"title": self.title, **counts, "samples": [view.as_dict() for view in self]}
 
     def __repr__(self) -> str:
@@ -108,24 +109,24 @@ def peek(options: PeekOptions) -> Peek:
     exist; of a Loader what its loop would raise.
     """
     source = options.source
-    if isinstance(source, (Mapping, Loader)):
-        names = options.classes if isinstance(source, Mapping) else ()  # of its class numbers
-        if vars(options) != vars(PeekOptions(source, options.n, classes=names)):
-            raise UsageError(
-                f"a {type(source).__name__} has an order of its own, and its first rows are shown.",
-                "To choose samples, give its shards: loader.index.",
-            )
-        if isinstance(source, Loader):
-            return _peek_loader(source, options.n)
-        return _peek_batch(source, options)
     if isinstance(source, Iterator):
         raise UsageError(
             f"{type(source).__name__} is used up by looking at it.",
             "Give one of its batches, next(...), or the Loader.",
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about odd images that it can show
-        return _peek_shards(source, options)
+    if not isinstance(source, (Mapping, Loader)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about odd images that it can show
+            return _peek_shards(source, options)
+    names = options.classes if isinstance(source, Mapping) else ()  # of its class numbers
+    if vars(options) != vars(PeekOptions(source, options.n, classes=names)):
+        raise UsageError(
+            f"a {type(source).__name__} has an order of its own, and its first rows are shown.",
+            "To choose samples, give its shards: loader.index.",
+        )
+    if isinstance(source, Loader):
+        return _peek_loader(source, options.n)
+    return _peek_batch(source, options)
 
 
 def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
@@ -138,44 +139,43 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     index = first or open_index(source, note=_log.warning)
     if not len(index):
         raise UsageError("these shards hold no samples.", "Check the address.")
-    labels, count = known_labels(index, options.label), min(options.n, len(index))
-    title, notes = f"the first {count} of {len(index)} samples", list[str]()
-    lines = [np.arange(count)]
+    labels = known_labels(index) if options.label is None else [_label(index, options.label)]
     if by_class:
-        labels = [label for label in labels if label.kind not in ("number", "mask")]
-        lines, title, notes = _by_class(index, options, labels)
+        labels = [label for label in labels if label.kind != "number"]
+        index = with_values(index, labels[:1], _MAX_LABELS)
+        lines, how = _by_class(index, options, labels)
     elif options.keys:
-        lines = [_by_key(index, options.keys)]
-        title = f"{len(options.keys)} of {len(index)} samples, by key"
+        lines, how = [_by_key(index, options.keys)], "by key"
     elif options.order == "random":
-        lines = [np.sort(_shuffled(np.arange(len(index)), options.seed)[:count])]
-        title = f"{count} of {len(index)} samples, at random (seed {options.seed})"
-    elif first is not None:
-        title = f"the first {count} samples (their number is unknown without an index)"
+        mixed = _shuffled(np.arange(len(index)), options.seed)
+        lines, how = [np.sort(mixed[: options.n])], f"at random (seed {options.seed})"
+    else:
+        lines, how = [np.arange(min(options.n, len(index)))], "the first"
     views = [[_view(index, labels, number) for number in ids.tolist()] for ids in lines]
-    return Peek(views, f"{_place_of(index)}: {title}", notes)
+    amount = f"{sum(map(len, lines))} of {counted(len(index), 'sample')}"
+    if first is not None:
+        amount = f"{counted(len(index), 'sample')} of a number that is unknown without an index"
+    return Peek(views, f"{_place_of(index)}: {amount}, {how}")
 
 
 def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView:
     """Return a sample. Only members that can be shown are read; near ones in one request."""
-    view, labelled = _stored(index, number), {label.field for label in labels}
-    sizes = {name: size for name, _, size in index.members(number)}
-    shown = [name for name in sizes if name in labelled or is_shown(name)]
+    view, sizes = _stored(index, number), {name: size for name, _, size in index.members(number)}
+    names, fields = {label.place: label.name for label in labels}, {label.field for label in labels}
+    for column in index.columns:
+        value = column.values[number].as_py() if column.place in names else None
+        if value is not None:
+            view.labels[names[column.place]] = text_of(value)
     view.fields.update((name, format_size(size)) for name, size in sizes.items())
+    shown = [n for n in sizes if sizes[n] <= _MAX_BYTES and (n in fields or is_shown(n))]
     try:
-        read = index.read([number], [name for name in shown if sizes[name] <= _MAX_BYTES])
-        values = dict(read)[number]
+        values = dict(index.read([number], shown))[number]
     except DamageError as error:
         view.add_error("", error)
         return view
     for name in sorted(values, key=is_mask):  # a mask is drawn over its image
         view.fields.pop(name)
         view.add_bytes(name, values[name], labels)
-    # The bytes of sets that number their classes differently count in other classes.
-    places = [label.place for label in index.differing]
-    for column in index.columns:
-        if column.name in view.labels and column.place in places:
-            view.labels[column.name] = str(column.values[number])
     return view
 
 
@@ -206,59 +206,66 @@ def _first_samples(urls: Urls, n: int) -> Index | None:
     return join(parts)
 
 
+def _label(index: Index, name: str) -> ColumnInfo:
+    """Return a label, or a field as one. Raises UsageError for a name that is neither."""
+    known = [*known_labels(index), *(ColumnInfo(f, "class", f) for f in index.fields)]
+    chosen = [label for label in known if label.name == name]
+    if not chosen:
+        names = list(dict.fromkeys(label.name for label in known))
+        raise UsageError(f"there is no label {name!r}.", _choices(name, names))
+    return chosen[0]
+
+
 def _by_class(
     index: Index, wanted: PeekOptions, labels: Sequence[ColumnInfo]
-) -> tuple[list[Ints], str, list[str]]:
-    """Return (n samples of each wanted class, or n samples evenly over all classes; title; notes).
+) -> tuple[list[Ints], str]:
+    """Return (n samples of each wanted class, or n samples evenly over all classes; how).
 
     labels: the only label with classes.
     """
     if len(labels) != 1:
         names = ", ".join(label.name for label in labels) or "none of these shards"
         raise UsageError(f"choose the label with the classes (label): {names}.")
-    label, n, none = labels[0], wanted.n, np.zeros(0, np.int64)
-    ids_of, looked_at = _class_ids(index, label)
-    known = label.classes or sorted(ids_of, key=lambda name: (len(name), name))
+    ids_of, n = _class_ids(index, labels[0]), wanted.n
+    known = labels[0].classes or sorted(ids_of, key=lambda name: (len(name), name))
     for name in wanted.classes:
         if name not in known:
-            problem = f"the label {label.name!r} has no class {name!r}."
-            raise UsageError(problem, choices(name, known))
-    order = wanted.classes or known
-    classes = {name: _shuffled(ids_of.get(name, none), wanted.seed, name) for name in order}
-    least = n if wanted.classes else 1
-    few = [f"{name} ({len(ids)})" for name, ids in classes.items() if len(ids) < least]
-    notes = [f"too few samples of {listed(few)}, of {looked_at} labels"] if few else []
-    taken, how = Counter(dict.fromkeys(order, n)), f"{n} of each of {listed(order)}"
+            problem = f"the label {labels[0].name!r} has no class {name!r}."
+            raise UsageError(problem, _choices(name, known))
+    chosen = {
+        name: _shuffled(ids_of[name], wanted.seed, name)[:n]
+        for name in wanted.classes or known
+        if name in ids_of
+    }
+    how = f"{n} of each of {_listed(wanted.classes)}"
     if not wanted.classes:  # one of each class, then a second of each, and so on
-        places = _shuffled(np.arange(len(order)), wanted.seed, "classes").tolist()
-        mixed = [order[place] for place in places]
-        turns = (name for turn in range(n) for name in mixed if turn < len(classes[name]))
-        taken, how = Counter(islice(turns, n)), f"evenly over {len(order)} classes"
-    lines = [np.sort(ids[: taken[name]]) for name, ids in classes.items()]
-    lines = [ids for ids in lines if len(ids)]
-    count = sum(map(len, lines))
-    title = f"{count} of {len(index)} samples, {how} (seed {wanted.seed})"
-    return lines if count > len(lines) else [np.concatenate([none, *lines])], title, notes
+        how = f"evenly over {counted(len(known), 'class')}"
+        places = _shuffled(np.arange(len(chosen)), wanted.seed, "classes").tolist()
+        turns = [
+            (turn, place, name)
+            for place, (name, ids) in zip(places, chosen.items(), strict=True)
+            for turn in range(len(ids))
+        ]
+        taken = Counter(name for *_, name in sorted(turns)[:n])
+        chosen = {name: ids[: taken[name]] for name, ids in chosen.items() if taken[name]}
+    lines = [np.sort(ids) for ids in chosen.values()]
+    if all(len(ids) == 1 for ids in lines):  # they share a line of the sheet
+        lines = [np.concatenate([np.zeros(0, np.int64), *lines])]
+    return lines, f"{how} (seed {wanted.seed})"
 
 
-def _class_ids(index: Index, label: ColumnInfo) -> tuple[dict[str, Ints], int]:
-    """Return (ids of each class that has samples, ascending; number of labels looked at)."""
+def _class_ids(index: Index, label: ColumnInfo) -> dict[str, Ints]:
+    """Return the ids of each class that has samples, ascending. label: has a column."""
+    values = next(column.values for column in index.columns if column.place == label.place)
     rows = np.arange(len(index))
-    columns = [known for known in index.columns if known.place == label.place]
-    if not columns:
-        rows = even_part(index, _MAX_LABELS)
-        columns = [*with_values(index.take(rows), [label]).columns]
-    values, looked_at = columns[0].values, len(rows)
     if pa.types.is_list(values.type):
-        rows = rows[np.asarray(pc.list_parent_indices(values), np.int64)]
-        values = values.flatten()
+        rows, values = np.asarray(pc.list_parent_indices(values), np.int64), values.flatten()
     coded = values.dictionary_encode()  # of classes, as it is
-    table = pa.table({"code": coded.indices, "row": rows}).filter(pc.field("code").is_valid())
-    groups = table.group_by("code", use_threads=False).aggregate([("row", "list")])
-    names = coded.dictionary.take(groups["code"].combine_chunks()).to_pylist()
-    return dict(
-        zip(map(str, names), map(np.array, groups["row_list"].to_pylist()), strict=True)
-    ), looked_at
+    rows, codes = rows[np.asarray(coded.is_valid())], np.asarray(coded.indices.drop_null())
+    starts = np.cumsum(np.bincount(codes, minlength=len(coded.dictionary)))[:-1]
+    parts = np.split(rows[np.argsort(codes, kind="stable")], starts)
+    names = map(str, coded.dictionary.to_pylist())
+    return {name: ids for name, ids in zip(names, parts, strict=True) if len(ids)}
 
 
 def _shuffled(ids: Ints, *words: int | str) -> Ints:
@@ -271,6 +278,18 @@ def _by_key(index: Index, keys: Sequence[str]) -> Ints:
         return np.array([number_of(index, key) for key in keys], np.int64)
     except KeyError as error:
         raise UsageError(error.args[0], f"Use a key such as {index.key(0)!r}.") from None
+
+
+def _choices(name: str, names: Sequence[str]) -> str:
+    """Return a sentence with a name that resembles `name`, and the names there are."""
+    near = get_close_matches(name, names, 1, 0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Use one of: {_listed(names) or 'none'}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first ten names."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 # --- rows of a loader and of a batch --------------------------------------------------------------
@@ -288,9 +307,6 @@ def _peek_loader(loader: Loader, n: int) -> Peek:
                 for number in batches.delivered.ids.tolist()[: n - len(views)]
             ]
             _add_rows(new, batch, names, index.labels)
-            for view, is_own in zip(new, batches.delivered.own, strict=False):
-                if not is_own:
-                    view.add_error("", "it replaces a bad sample")
             views += new
         bad = copy.report()["bad_samples"][:_MAX_BAD]
     epoch, step = loader.next_position

@@ -19,7 +19,10 @@ from PIL import Image
 from wdstrain.decode.codecs import decode_image, open_picture
 from wdstrain.decode.formats import format_of, is_image
 from wdstrain.report.printing import printable
-from wdstrain.shards.kinds import npy_array, parsed_json
+from wdstrain.shards.columns import typed
+from wdstrain.shards.declare import even_part, read_columns
+from wdstrain.shards.index import Index
+from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json
 
 _BINARY = "binary data of unknown type"
 _PICKLE = "pickle (never loaded)"
@@ -85,9 +88,6 @@ class Content:
     kinds: dict[str, int]
     entries: dict[str, int]
     images: ImageSummary | None
-
-    def __str__(self) -> str:
-        return self.what
 
 
 def described(name: str, values: Iterable[bytes]) -> Content:
@@ -189,3 +189,28 @@ def _image_summary(headers: Sequence[Header | str]) -> ImageSummary:
         height=quantiles(heights, (0, 0.5, 1)) if good else (),
         rotated=sum(rotated) / max(1, len(good)),
     )
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def known_labels(index: Index) -> list[ColumnInfo]:
+    """Return the labels of an index, else its field `cls`."""
+    if index.labels or index.differing:  # that number their classes differently
+        return list(index.labels)
+    return [ColumnInfo(name, "class", name) for name in ("cls", "cls2") if name in index.fields]
+
+
+def with_values(index: Index, labels: Sequence[ColumnInfo], most: int | None) -> Index:
+    """Return an index with columns of these labels: itself, if it has them.
+
+    Else labels are read from the shards, of `most` samples spread over the set (None: of all); the
+    index has only these samples and columns.
+    """
+    if {label.place for label in labels} <= {column.place for column in index.columns}:
+        return index
+    part = index if most is None else index.take(even_part(index, most))
+    read = read_columns(part, [label.place for label in labels])
+    # Class numbers count in the classes of each shard, which may differ.
+    named = [label for label in labels if label.classes and not index.differing]
+    return read.with_columns(typed(read.columns, named))

@@ -8,24 +8,24 @@ in each shard; equal bytes with it are a finding.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 
 from wdstrain.conversion.listing import split_of
-from wdstrain.decode.fields import mask
 from wdstrain.decode.formats import EXTENSIONS, is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
+from wdstrain.inspection.result import Result, Size, rows_of
 from wdstrain.inspection.scan import (
     MOST,
+    ShardCheck,
     ShardScan,
     compared,
     each_shard,
@@ -35,6 +35,7 @@ from wdstrain.inspection.scan import (
 )
 from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
+from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.index import Index, join
@@ -49,8 +50,8 @@ _LARGEST = 1 << 30  # bytes of a field that is decoded or compared
 _DECODED = ("cls", "json", "npy", "text", "txt")  # fields that are decoded, besides images
 
 
-@dataclass
-class ShardsRead:
+@dataclass(repr=False)
+class ShardsRead(Result):
     """Result of a verb that reads shards: how much it read, findings, and notes.
 
     findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`. notes:
@@ -63,20 +64,18 @@ class ShardsRead:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def ok(self) -> bool:
-        """Whether there are no findings."""
-        return not self.findings
-
-    def report(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        findings = [
-            {**finding._asdict(), "sentence": finding.sentence} for finding in self.findings
-        ]
+        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
         return {**vars(self), "findings": findings, "ok": self.ok}
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Return names and values as text."""
+        own = {"bytes": Size(self.bytes), "findings": len(self.findings), "notes": ""}
+        return rows_of({**self.as_dict(), **own})
 
-@dataclass
+
+@dataclass(repr=False)
 class Verification(ShardsRead):
     """Result of `wt.verify`: counts and findings.
 
@@ -90,22 +89,10 @@ class Verification(ShardsRead):
 
     unindexed: int = 0
     fields: dict[str, int] = field(default_factory=dict)
-    columns: Counter[str] = field(default_factory=Counter)
-    decoded: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
+    columns: dict[str, int] = field(default_factory=dict)
+    decoded: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class ShardCheck(Verification):
-    """Verification of one shard.
-
-    found: its samples; no shard if it could not be read to its end. hashes: of the contents and of
-    the images (0: none) of each sample, valid within this process.
-    """
-
-    found: Index = field(default_factory=Index)
-    hashes: array[int] = field(default_factory=lambda: array("q"))
 
 
 @takes(VerifyOptions)
@@ -119,18 +106,20 @@ def verify(options: VerifyOptions) -> Verification:
     if options.where is not None:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
         shards = {path: index for path, index in shards.items() if path in chosen}
-    result, work = Verification(len(shards), findings=findings), partial(_check, options.decode)
-    checks, result.bytes = each_shard(
-        shards, work, _unreadable, "verifying", options.progress, options.num_workers
+    work, progress = partial(_check, options.decode), options.progress
+    checks, size = each_shard(shards, work, "verifying", progress, options.num_workers)
+    counts = sum((check.counts for check in checks), Counter[tuple[str, str]]())
+    result = Verification(
+        shards=len(shards),
+        bytes=size,
+        findings=[*findings, *chain.from_iterable(check.findings for check in checks)],
+        unindexed=counts["unindexed", ""],
+        columns=_of(counts, "columns"),
+        decoded=_of(counts, "decoded"),
+        ignored=_of(counts, "ignored"),
     )
-    for check in checks:
-        result.findings += check.findings
-        result.unindexed += check.unindexed
-        result.columns += check.columns
-        result.decoded += check.decoded
-        result.ignored += check.ignored
     if result.unindexed:
-        part = f"{result.unindexed} of {result.shards} shards have no checksums"
+        part = f"{result.unindexed} of {counted(result.shards, 'shard')} have no checksums"
         result.notes.append(f"{part}: only their structure was checked")
     labels = {label.field for index in shards.values() for label in index.labels}
     _compare_samples(checks, [*need, *sorted(labels - {*need})], result)
@@ -138,8 +127,8 @@ def verify(options: VerifyOptions) -> Verification:
     return result
 
 
-def _unreadable(finding: Finding) -> ShardCheck:
-    return ShardCheck(findings=[finding])
+def _of(counts: Counter[tuple[str, str]], kind: str) -> dict[str, int]:
+    return {name: count for (of, name), count in counts.items() if of == kind and count}
 
 
 # --- one shard ------------------------------------------------------------------------------------
@@ -147,12 +136,12 @@ def _unreadable(finding: Finding) -> ShardCheck:
 
 def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
-    check, listed, labels = ShardCheck(ignored=scan.ignored), expected.shards[0], expected.labels
+    check, listed, labels = ShardCheck([]), expected.shards[0], expected.labels
     columns, faults = ColumnBuilder([column.place for column in expected.columns]), scan.faults
 
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
-        check.decoded[name] += is_decoded
+        check.counts["decoded", name] += is_decoded
         return is_decoded or (size <= _LARGEST and (name in EXTENSIONS or columns.reads(name)))
 
     for key, members, values in scan.samples(wants):
@@ -166,7 +155,7 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
             if not size and _is_needed(name, labels):
                 reason = "it has 0 bytes"
             elif decode and name in values:
-                reason = decode_error(name, values[name], labels, is_finite=True)
+                reason = _decode_error(name, values[name], labels)
             if reason:
                 faults.append(scan.finding(reason, key, name, offset))
     check.found = scan.index(listed)
@@ -176,9 +165,10 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
             "name: tar --hard-dereference"
         )
         faults.insert(0, scan.finding(reason))
-    changes = _changes(scan, check.found, expected, columns.finish(), check.columns)
+    changes = _changes(scan, check.found, expected, columns.finish(), check.counts)
     check.findings = limited([*scan.damages, *faults, *changes])
-    check.unindexed = int(not (listed.sha256 or expected.offsets.has_checksums))
+    check.counts["unindexed", ""] = not (listed.sha256 or expected.offsets.has_checksums)
+    check.counts.update({("ignored", reason): count for reason, count in scan.ignored.items()})
     return check
 
 
@@ -192,7 +182,7 @@ def _changes(
     found: Index,
     expected: Index,
     stored: Sequence[Column],
-    counts: Counter[str],
+    counts: Counter[tuple[str, str]],
 ) -> Iterator[Finding]:
     """Yield what differs between a shard and its index: samples, checksums, and columns.
 
@@ -213,30 +203,29 @@ def _changes(
         note = ", though every field is as packed" if has_checksums else ""
         yield scan.finding(f"has another sha256 than its index says{note}")
     yield from lost
-    if not differing:
-        changed = {(fault.key, fault.field) for fault in lost}
-        for fault in _column_changes(scan, expected, stored, counts):
-            if (fault.key, fault.field) not in changed:
-                yield fault
+    changed = {(fault.key, fault.field) for fault in lost}
+    faults = () if differing else _column_changes(scan, expected, stored, counts)
+    yield from (fault for fault in faults if (fault.key, fault.field) not in changed)
 
 
 def _column_changes(
-    scan: ShardScan, expected: Index, stored: Sequence[Column], counts: Counter[str]
+    scan: ShardScan, expected: Index, stored: Sequence[Column], counts: Counter[tuple[str, str]]
 ) -> Iterator[Finding]:
     """Yield the values of columns that differ from those that were read from the shard."""
     for column, other in zip(expected.columns, stored, strict=True):
         if column.field not in expected.fields or not len(expected):
             continue  # its values do not come from the samples, or are lost
         held = expected.offsets.extents[column.field][0]
-        counts[column.stored_as] += len(held) - held.null_count
+        counts["columns", column.stored_as] += len(held) - held.null_count
         for number, indexed, value in _differences(column, other):
             if held[number].is_valid:
-                reason = (
+                yield scan.finding(
                     f"the index has {indexed!r:.80} in its column {column.name}, the shard "
-                    f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}"
+                    f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}",
+                    expected.key(number),
+                    column.field,
+                    held[number].as_py(),
                 )
-                at = held[number].as_py()
-                yield scan.finding(reason, expected.key(number), column.field, at)
 
 
 def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
@@ -259,21 +248,16 @@ def _can_decode(field: str, labels: Sequence[ColumnInfo]) -> bool:
     return is_known or any(label.field == field for label in labels)
 
 
-def decode_error(
-    field: str, data: bytes, labels: Sequence[ColumnInfo], *, is_finite: bool = False
-) -> str:
+def _decode_error(field: str, data: bytes, labels: Sequence[ColumnInfo]) -> str:
     """Return the reason that training cannot use a field; "" if it can. Nothing is unpickled.
 
-    labels: of the index. is_finite: NaN and infinite labels are refused.
+    labels: of the index.
     """
     mine = [label for label in labels if label.field == field]
     try:
         for label in mine:
-            if label.kind == "mask":
-                mask(field, classes=len(label.classes), ignore=label.ignored).numbers(data)
-                continue
             value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
-            if is_finite and label.kind == "number" and not math.isfinite(value):
+            if label.kind == "number" and not math.isfinite(value):
                 return f"its {label.entry or field} is NaN or infinite, and cannot be trained on"
         if not mine and field.rpartition(".")[2] == "cls":
             return "" if str(scalar(memoryview(data), None)) else "it is empty"
@@ -351,10 +335,10 @@ def _lacking(whole: Index, has: Mapping[str, Bools], required: list[str]) -> Ite
         if kind not in rules:
             count = len(whole) - len(ids)
             ids = ids if count >= _NEARLY_ALL * len(whole) else []
-            reason += f", which {count} of {len(whole)} samples have"
+            reason += f", which {count} of {counted(len(whole), 'sample')} have"
         yield from (_finding(whole, number, reason) for number in ids[:MOST])
         if len(ids) > MOST:
-            more = f"holds the first of {len(ids) - MOST} more samples: {reason}"
+            more = f"holds the first of {counted(len(ids) - MOST, 'more sample')}: {reason}"
             yield Finding(whole.shard_with(ids[MOST]).shown, "", "", 0, more)
 
 

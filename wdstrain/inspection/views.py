@@ -27,8 +27,7 @@ from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import parsed
 from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
-from wdstrain.shards.declare import is_mask as is_mask_field
-from wdstrain.shards.kinds import ColumnInfo, scalar
+from wdstrain.shards.kinds import ColumnInfo
 
 Pixels = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -89,21 +88,19 @@ class SampleView:
 
     def add_error(self, name: str, reason: object) -> None:
         """Add an error of a field; of the sample if `name` is empty."""
-        text = str(reason) or type(reason).__name__
-        self.error += ("; " if self.error else "") + (f"{name}: {text}" if name else text)
+        text = ": ".join(filter(None, (name, str(reason) or type(reason).__name__)))
+        self.error = "; ".join(filter(None, (self.error, text)))
 
     def add_bytes(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
         """Add a field as it is stored in a shard. labels: of the set, some of which it may hold."""
         mine = [label for label in labels if label.field == name]
         try:
             for label in mine:
-                if label.kind == "number":
-                    self.labels[label.name] = text_of(scalar(memoryview(data), label.entry))
-                elif label.kind != "mask":
+                if label.kind != "mask" and label.name not in self.labels:
                     names = classes_in(memoryview(data), label.entry, label.classes)
-                    self.labels[label.name] = "|".join(names)
+                    self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
-                numbers = decode_mask(data, mine[0].ignored if mine else None).astype(np.int64)
+                numbers = decode_mask(data).astype(np.int64)
                 self.add(name, numbers, mine[0].classes if mine else ())
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self.add(name, parsed(name, data))
@@ -128,17 +125,12 @@ class SampleView:
         elif not isinstance(value, str):
             text = json.dumps(value, ensure_ascii=False, default=lambda item: type(item).__name__)
             self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
-        else:
-            self._add_text(name, _shortened(value))
-
-    def _add_text(self, name: str, text: str) -> None:
-        """Add a number or name as a label, and a first text as the caption."""
-        if name.rpartition(".")[2] in _WORDS:
-            self.labels[name] = text
+        elif name.rpartition(".")[2] in _WORDS:
+            self.labels[name] = _shortened(value)
         elif self.text:
-            self.fields[name] = text
+            self.fields[name] = _shortened(value)
         else:
-            self.text = text
+            self.text = _shortened(value)  # the caption
 
     def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
@@ -155,7 +147,7 @@ class SampleView:
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
     """Return whether a field holds class numbers of pixels. labels: that it holds."""
-    return is_mask_field(name) or any(label.kind == "mask" for label in labels)
+    return name.split(".")[-2:] == ["mask", "png"] or any(label.kind == "mask" for label in labels)
 
 
 def is_shown(name: str) -> bool:
@@ -218,21 +210,24 @@ def _to_image(value: Array) -> Pixels:
 
 
 def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[str]) -> bytes:
-    """Return a PNG with equal cells in a grid. Each of `rows` begins on a new line."""
+    """Return a PNG with cells in a grid. Each of `rows` begins on a new line.
+
+    The cells of a line are as high as the longest text among them needs.
+    """
     panels = max([1, *(len(view.pictures) for row in rows for view in row)])
     width = panels * (_CELL + _PADDING) + _PADDING
-    height = _CELL + _MAX_LINES * _LINE + 3 * _PADDING
     columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
     lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
+    heights = [max(_height(view, width) for view in line) for line in lines]
     sheet_width = max(480, columns * width)
     head = [line for text in (title, *notes) for line in _wrapped(text, sheet_width, 14)]
     top = 20 * len(head) + 2 * _PADDING
-    sheet = Image.new("RGB", (sheet_width, top + len(lines) * height), _BACK)
+    sheet = Image.new("RGB", (sheet_width, top + sum(heights)), _BACK)
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
-    for number, line in enumerate(lines):
+    for line, height in zip(lines, heights, strict=True):
         for column, view in enumerate(line):
-            cell = _cell(view, (width, height))
-            sheet.paste(cell, (column * width, top + number * height))
+            sheet.paste(_cell(view, (width, height)), (column * width, top))
+        top += height
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
@@ -246,13 +241,25 @@ def _cell(view: SampleView, size: tuple[int, int]) -> Image.Image:
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
         picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
         cell.paste(picture, (_PADDING + place * step, _PADDING))
-    key = _wrapped(view.key, size[0], 11)[:2]
-    lines = [line for text in view.lines for line in _wrapped(text, size[0], 11)[:4]]
-    text = "\n".join([*lines[: _MAX_LINES - len(key)], *key])
-    top = step + _PADDING if view.pictures else _PADDING
-    color = _RED if view.error else _INK
-    ImageDraw.Draw(cell).text((_PADDING, top), text, color, _font(11), spacing=2)
+    text, color = "\n".join(_texts(view, size[0])), _RED if view.error else _INK
+    ImageDraw.Draw(cell).text((_PADDING, _text_top(view)), text, color, _font(11), spacing=2)
     return ImageOps.expand(ImageOps.crop(cell, 2), 2, _RED if view.error else _BACK)
+
+
+def _height(view: SampleView, width: int) -> int:
+    """Return the height that the cell of a sample needs, in pixels."""
+    return _text_top(view) + _LINE * len(_texts(view, width)) + _PADDING
+
+
+def _text_top(view: SampleView) -> int:
+    return _CELL + 2 * _PADDING if view.pictures else _PADDING
+
+
+def _texts(view: SampleView, width: int) -> list[str]:
+    """Return the lines of text of a cell: what there is to know of the sample, then its key."""
+    key = _wrapped(view.key, width, 11)[:2]
+    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
+    return [*lines[: _MAX_LINES - len(key)], *key]
 
 
 def _wrapped(text: str, width: int, size: int) -> list[str]:

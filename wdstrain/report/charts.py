@@ -57,7 +57,8 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
                 hint = f"{line.name}: {_number(point[1], share, 4)} at {across} {point[0]:.4g}"
                 circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
                 parts.append(f"{circle}<title>{escape(hint)}</title></circle>")
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+    head = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-size="11" fill="currentColor"'
+    svg = f"<svg {head}>{''.join(parts)}</svg>"
     return svg + pages.legend(dict(zip((line.name for line in series), COLORS, strict=False)))
 
 
@@ -88,7 +89,8 @@ def _axes(
     """Yield grid lines and the labels of both axes. share: label the y axis in percent."""
     text = '<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>'.format
     for y, mark in zip(np.linspace(_BOTTOM, _TOP, len(y_marks)), y_marks, strict=True):
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        place = f'x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        yield f'<line class="grid" stroke="#8886" {place}/>'
         yield text(_LEFT - 6, y + 4, "end", _number(mark, share))
     for x, mark in zip(np.linspace(_LEFT, _RIGHT, len(x_marks)), x_marks, strict=True):
         yield text(x, _BOTTOM + 15, "middle", _number(mark, False))

@@ -27,15 +27,6 @@ def page(title: str, parts: Iterable[str]) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def fragment(title: str, body: str) -> str:
-    """Return HTML for a page of another program, such as a notebook.
-
-    title: plain text. body: HTML. Its styles apply only within it.
-    """
-    head = f"<style>{_FRAGMENT_STYLE}</style><h4>{escape(title)}</h4>"
-    return f'<div class="wdstrain">{head}{body}</div>'
-
-
 def card(title: str, body: str) -> str:
     """Return a part of a page with a heading."""
     return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
@@ -99,10 +90,10 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
 
 
 def legend(colors: Mapping[str, str]) -> str:
-    """Return names with their colors."""
+    """Return names with their colors, also for a page without these styles."""
+    mark = '<i style="display:inline-block;width:10px;height:10px;margin-right:5px;background:{}">'
     spans = (
-        f'<span><i style="background:{color}"></i>{escape(name)}</span>'
-        for name, color in colors.items()
+        f"<span>{mark.format(color)}</i>{escape(name)}</span>" for name, color in colors.items()
     )
     return f'<div class="legend">{"".join(spans)}</div>'
 
@@ -152,7 +143,7 @@ svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--line)}
 .legend span{display:inline-block;margin-right:14px;color:var(--soft);white-space:nowrap}
-.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
+.legend i{border-radius:2px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:500;padding:2px 10px 2px 0;vertical-align:top}
 td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
@@ -176,33 +167,4 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .wrong{color:#d05032}
 .key{color:var(--soft);font-size:11px}
 @media(max-width:600px){main{padding:10px}.card{padding:10px}svg text{font-size:13px}}
-"""
-
-
-_FRAGMENT_STYLE = """
-.wdstrain{font:13px/1.45 system-ui,sans-serif;text-align:left;max-width:760px}
-.wdstrain h4{font-size:14px;margin:0 0 6px}
-.wdstrain p{margin:0 0 6px}
-.wdstrain table{font:inherit;color:inherit;border-collapse:collapse;table-layout:auto;
-  font-variant-numeric:tabular-nums;margin:0 0 8px}
-.wdstrain th{font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
-.wdstrain th,.wdstrain td{text-align:left!important;background:none}
-.wdstrain td{padding:2px 8px 2px 0;overflow-wrap:anywhere;vertical-align:top}
-.wdstrain .bars{width:100%}
-.wdstrain .bars th{white-space:nowrap}
-.wdstrain .bars td:last-child{text-align:right;width:5em}
-.wdstrain .bar{width:70%}
-.wdstrain .bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
-.wdstrain svg{width:100%;max-width:520px;height:auto;display:block}
-.wdstrain svg text{fill:currentColor;opacity:.7;font-size:11px}
-.wdstrain .grid{stroke:#8886}
-.wdstrain .legend span{margin-right:14px;opacity:.8}
-.wdstrain .wrong{color:#d05032}
-.wdstrain .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));
-  gap:12px 20px;margin:10px 0}
-.wdstrain .card{min-width:0}
-.wdstrain .card h2{font-size:13px;font-weight:500;margin:0 0 6px}
-.wdstrain pre{font:12px/1.4 ui-monospace,monospace;color:inherit;background:none;border:0;
-  margin:0 0 10px;padding:0;overflow:auto}
-.wdstrain .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """

@@ -27,7 +27,8 @@ from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
-from wdstrain.report.terminal import table_text
+from wdstrain.report.printing import counted
+from wdstrain.report.terminal import reporting, table_text
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
@@ -46,18 +47,14 @@ class Trial(NamedTuple):
     """A setting that was run.
 
     setting: the changed option, as "name=value". rate: samples/s. baseline: samples/s of the
-    settings in use, measured just before. advice: a flag of `wdstrain train`.
+    settings in use, measured just before. gain: rate / baseline. advice: a flag of `wdstrain train`.
     """
 
     setting: str
     rate: float
     baseline: float
+    gain: float
     advice: str
-
-    @property
-    def gain(self) -> float:
-        """Rate divided by the rate of the setting in use."""
-        return self.rate / max(1e-9, self.baseline)
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,8 +62,7 @@ class Bench:
     """Rates of a loader and its stages, in samples/s.
 
     stages: by name. "storage": reading, nothing decoded. "decode" or "transform": all decoders
-    together. "hand-off": batches from a local excerpt, nothing
-    decoded.
+    together. "hand-off": batches from a local excerpt, nothing decoded.
     achieved: the loader with all its stages. bottleneck: name of the slowest stage.
     first_batch: seconds until the first batch. mean_bytes: bytes per sample.
     page_cache: share of the shards in the page cache, 0 to 1; None if unknown.
@@ -91,14 +87,13 @@ class Bench:
     @property
     def verdict(self) -> str:
         """The bottleneck in one sentence."""
-        limit = self.stages.get(self.bottleneck, self.achieved)
+        limit = self.stages[self.bottleneck]
         if self.achieved > _BUSY * limit:
             return (
                 f"the loader gave {self.achieved:.0f} samples/s and its slowest stage alone "
                 f"{limit:.0f}: the machine was busy meanwhile. Measure again, or longer (seconds)."
             )
-        kind = "worker process(es)" if self.num_workers else "thread(s)"
-        decoders = f"{self.decoders} {kind}"
+        decoders = counted(self.decoders, "worker process" if self.num_workers else "thread")
         cause = {
             "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
             "decode": f"decoding in {decoders}",
@@ -110,39 +105,39 @@ class Bench:
     @property
     def advice(self) -> list[str]:
         """The command with the fastest setting, if it pays."""
-        best = max(self.trials, key=lambda trial: trial.gain, default=None)
-        pays = best is not None and best.gain >= _WORTH
-        return [f"wdstrain train SHARDS --out RUN {best.advice}"] if best and pays else []
+        paying = [trial for trial in self.trials if trial.gain >= _WORTH]
+        best = sorted(paying, key=lambda trial: trial.gain)[-1:]
+        return [f"wdstrain train SHARDS --out RUN {trial.advice}" for trial in best]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs for a table."""
-        size = f"{self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB"
         stages = {name: f"{rate:.0f} samples/s" for name, rate in self.stages.items()}
-        cached = ""
-        if self.page_cache is not None:
-            cached = f"; {self.page_cache:.0%} of the shards in the page cache"
+        cached = (
+            ""
+            if self.page_cache is None
+            else f"; {self.page_cache:.0%} of the shards in the page cache"
+        )
         stages["storage"] += f" ({self.stages['storage'] * self.mean_bytes / 1e6:.0f} MB/s{cached})"
         if len(stages) == 2:
             stages["decode"] = "nothing: the batches hold bytes"
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
-        rows = [
-            ("samples", f"{self.samples}, {size}"),
-            *stages.items(),
-            ("loader", f"{self.achieved:.0f} samples/s with {setting}"),
-            ("first batch", f"after {self.first_batch:.2f} s"),
-        ]
-        if self.bad:
-            rows.append(("bad samples", f"{self.bad} replaced; see wdstrain verify --decode"))
-        for trial in self.trials:
-            text = f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)"
-            rows.append(("tried", text))
-        if self.trials:
-            rows += [("use", command) for command in self.advice or ["the current settings"]]
-        return [*rows, ("verdict", self.verdict)]
+        tried = [f"{t.setting}: {t.rate:.0f} samples/s ({t.gain:.2f}x)" for t in self.trials]
+        use = "\n".join(self.advice) or "the current settings"
+        rows = {
+            "samples": f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB",
+            **stages,
+            "loader": f"{self.achieved:.0f} samples/s with {setting}",
+            "first batch": f"after {self.first_batch:.2f} s",
+            "bad samples": f"{self.bad} replaced; see wdstrain verify --decode" if self.bad else "",
+            "tried": "\n".join(tried),
+            "use": use if tried else "",
+            "verdict": self.verdict,
+        }
+        return [(name, text) for name, text in rows.items() if text]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        trials = [{**trial._asdict(), "gain": trial.gain} for trial in self.trials]
+        trials = [trial._asdict() for trial in self.trials]
         return {**asdict(self), "trials": trials, "advice": self.advice, "verdict": self.verdict}
 
     def __repr__(self) -> str:
@@ -161,10 +156,7 @@ def bench(options: BenchOptions) -> Bench:
     """
     index = open_shards(options.urls)
     if not len(index):
-        raise UsageError(
-            "there are no samples in these shards.",
-            "Check the address.",
-        )
+        raise UsageError("there are no samples in these shards.", "Check the address.")
     fields = options.fields
     if fields is None and options.transform is None and not options.as_bytes:
         fields = usual_fields(index, options.image_size, options.augment)
@@ -174,37 +166,26 @@ def bench(options: BenchOptions) -> Bench:
     whole = _Subject(loader.index, fields, options.transform, chosen, options.seconds)
     index, decodes = whole.index, fields is not None or options.transform is not None
     powers = {2**power for power in range(cores().bit_length()) if 2**power <= cores()}
-    counts = (
-        sorted({0, cores(), *powers} - {options.num_workers}) if options.tune and decodes else []
-    )
-    done, trials = list[str](), list[Trial]()
-
-    def note(measurement: str) -> None:
-        if options.note is not None:
-            options.note(measurement, len(done), 3 + decodes + len(counts))
-        done.append(measurement)
-
-    with tempfile.TemporaryDirectory() as folder:
+    others = {0, cores(), *powers} - {options.num_workers} if options.tune and decodes else ()
+    page_cache, trials = _share_in_page_cache(index), list[Trial]()
+    with tempfile.TemporaryDirectory() as folder, reporting(options.progress, True) as reporter:
         part = whole.on_excerpt(max(_EXCERPT, 4 * options.batch_size), f"{folder}/part.tar")
-        _drop_page_cache(index, options)
-        page_cache = _share_in_page_cache(index)
-        note("storage")
-        rates = {"storage": whole.as_bytes().run()["rate"]}
-        if decodes:
-            note("decoding")
-            rates["decode" if options.transform is None else "transform"] = part.run()["rate"]
-        note("hand-off")
-        rates["hand-off"] = part.as_bytes().run()["rate"]
-        _drop_page_cache(index, options)
-        note("the loader")
+        decoding = {"decode" if options.transform is None else "transform": part} if decodes else {}
+        stages = {"storage": whole.as_bytes(), **decoding, "hand-off": part.as_bytes()}
+        todo, rates = 1 + len(stages) + len(others), dict[str, float]()
+        for name, subject in stages.items():
+            reporter.step("measuring", len(rates), todo, name, "")
+            rates[name] = subject.run()["rate"]
+        reporter.step("measuring", len(rates), todo, "the loader", "")
         achieved = whole.run()
-        for count in counts:
-            note(f"num_workers={count}")
+        for done, count in enumerate(sorted(others), 1 + len(rates)):
+            setting = f"num_workers={count}"
+            reporter.step("measuring", done, todo, setting, "")
             with suppress(UsageError):  # fields or functions cannot be sent to processes
                 # The load of a machine changes from minute to minute: both are measured together.
                 baseline, rate = whole.run()["rate"], whole.run(num_workers=count)["rate"]
-                advice = f"--num-workers {count}"
-                trials.append(Trial(f"num_workers={count}", rate, baseline, advice))
+                gain, advice = rate / max(1e-9, baseline), f"--num-workers {count}"
+                trials.append(Trial(setting, rate, baseline, gain, advice))
     slow = {name: rate for name, rate in rates.items() if rate < _LIMITS * rates["hand-off"]}
     return Bench(
         samples=len(index),
@@ -316,12 +297,3 @@ def _share_in_page_cache(index: Index) -> float | None:
             except OSError:
                 return None
     return hits / len(rows)
-
-
-def _drop_page_cache(index: Index, options: BenchOptions) -> None:
-    """With `cold`, ask the system to drop local shards from the page cache."""
-    for shard in index.shards if options.cold else ():
-        if not is_remote(shard.path):
-            with open(shard.path, "rb") as file, suppress(OSError):
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

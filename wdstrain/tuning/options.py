@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import option, parse_size
-from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
+from wdstrain.shards.options import CheckedOptions, shard_urls, where_option
 
 if TYPE_CHECKING:
+    from wdstrain.report.terminal import Reporter
     from wdstrain.shards.index import Index
     from wdstrain.storage.addresses import Urls
 
@@ -90,9 +91,10 @@ class BenchOptions(LoaderChoices):
         False,
         "also measure other numbers of worker processes, and print the command to use",
     )
-    cold: bool = option(False, "drop local shards from the page cache first")
-    note: Callable[[str, int, int], None] | None = progress_option(
-        "(next measurement, its number, all measurements)"
+    progress: Reporter | bool | None = _python_only(
+        None,
+        "object with step(title, done, total, text, unit) and line(text) that shows progress "
+        "(default: in the terminal or notebook; False: none)",
     )
 
     def __post_init__(self) -> None:

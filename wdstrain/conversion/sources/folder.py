@@ -40,8 +40,8 @@ def list_folder(
     if fixed and flat:
         raise UsageError(
             "{classes} and {like} name classes, and {flat} packs none.",
-            "Choose one, or name the classes of masks with {mask_classes}.",
-            {"classes": ..., "like": ..., "flat": True, "mask_classes": ...},
+            "Choose one.",
+            {"classes": ..., "like": ..., "flat": True},
         )
     ignored = Counter[str]()
     roots = _splits(source, ignored, alone=flat) or {"": source}
