@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3241,
+    "conversion": 3156,
     "training": 3142,
     "inspection": 1509,
     "loader": 1209,
@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1347,
     "storage": 1057,
     "reader": 492,
-    "cli": 593,
+    "cli": 592,
     "runtime": 398,
     "tuning": 218,
     "order": 400,

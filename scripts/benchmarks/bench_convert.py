@@ -33,7 +33,7 @@ from PIL import Image
 from record import Record, turns
 
 import wdstrain as wt
-from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.encode import Recipe
 
 _STREAM = """
 import resource, sys

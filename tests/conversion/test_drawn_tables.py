@@ -58,7 +58,7 @@ class Case:
         self.kind = draw.choice(list(_ODD))
         self.declared = self.kind == "several" or draw.random() < 0.4
         self.count = draw.randrange(25, 60)
-        self.paths = draw.choice(["plain", "backslash", "absolute", "elsewhere", "dots"])
+        self.paths = draw.choice(["plain", "backslash", "absolute", "dots"])
         self.names = [self._name(n) for n in range(draw.randrange(self.count // 2, self.count))]
         self.pictures = {name: picture(n) for n, name in enumerate(self.names)}
         for name, data in self.pictures.items():
@@ -81,8 +81,6 @@ class Case:
             return name.replace("/", "\\")
         if self.paths == "absolute":
             return f"{self.folder}/set/{name}"
-        if self.paths == "elsewhere":
-            return f"/gone/data/{name}"
         return self.draw.choice(["./", "a/../", ""]) + name if self.paths == "dots" else name
 
     def _label(self) -> tuple[Any, Any]:
@@ -216,7 +214,7 @@ def check(folder: Path, seed: int) -> None:
         "num_workers": draw.choice([1, 1, 2]),
     }
     options["max_shard_samples"] = draw.choice([None, 7])
-    if case.paths == "elsewhere" or case.form == "frame":
+    if case.form == "frame":
         options["root"] = str(folder / "set")
     parted = draw.choice(["", "split", "split_by", "group_by"])
     if parted == "split_by":

@@ -208,7 +208,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),
-    "conversion/images.py": ("tests/conversion/test_resizing.py",),
+    "conversion/encode.py": ("tests/conversion/test_resizing.py",),
     "conversion/sources/table.py": (
         "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",
     ),
@@ -620,7 +620,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("content-of-spool", "else part[1:3]) for", "else part[1:2]) for"),
         ("good-samples-of-limit", "if good == limit:", "if good > limit:"),
     ],
-    "conversion/images.py": [
+    "conversion/encode.py": [
         ("shorter-side", "self.resize / min(size))", "self.resize / max(size))"),
         ("small-enough", "self._smaller(stored) == stored", "self._smaller(stored) <= stored"),
         ("turned-jpeg", "if is_plain and not is_turned", "if is_plain or is_turned"),

@@ -25,11 +25,11 @@ from wdstrain.cli.common import (
     summary,
     verb,
 )
-from wdstrain.conversion.options import Options
-from wdstrain.conversion.source_options import (
+from wdstrain.conversion.options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
+    Options,
     RemoveOptions,
     TableOptions,
     TarsOptions,

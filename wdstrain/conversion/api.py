@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from wdstrain.conversion.classes import class_names
+from wdstrain.conversion.labels import given_classes
 from wdstrain.conversion.listing import Source
-from wdstrain.conversion.options import Options
-from wdstrain.conversion.runner import ConversionResult, convert
-from wdstrain.conversion.source_options import (
+from wdstrain.conversion.options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
+    Options,
     PackOptions,
     TableOptions,
     TarsOptions,
     TorchvisionOptions,
 )
+from wdstrain.conversion.runner import ConversionResult, convert
 from wdstrain.conversion.sources.arrays import stream_arrays, stream_hdf5
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvision
@@ -114,7 +114,7 @@ def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionRe
 
 
 def _folder(options: FolderOptions) -> Source:
-    names = class_names(options.classes, options.like if options.flat else _numbering(options))
+    names = given_classes(options.classes, options.like if options.flat else _numbering(options))
     masks = None if options.masks is None else os.fspath(options.masks)
     return list_folder(os.fspath(options.source), flat=options.flat, fixed=names, masks=masks)
 

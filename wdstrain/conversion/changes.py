@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from wdstrain.conversion.options import RemoveOptions
 from wdstrain.conversion.shard_writer import write_samples
-from wdstrain.conversion.source_options import RemoveOptions
-from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.conversion.sources.shards import ids_of_keys
 from wdstrain.conversion.staging import Staging
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.order.rng import U64, bits, key
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import class_counts, with_labels
@@ -236,18 +236,7 @@ def _chosen(index: Index, options: RemoveOptions) -> Ints:
     allowed = np.repeat([shard.name in named for shard in index.shards], index.counts)
     if options.keys is None:
         return np.flatnonzero(matching(index, options.where or "") & allowed)
-    given = options.keys
-    wanted = read_keys(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else set(given)
-    keys = index.keys(np.arange(len(index)))
-    ids = [n for n in np.flatnonzero(allowed).tolist() if keys[n] in wanted]
-    missing = wanted.difference(keys[n] for n in ids)
-    if missing:
-        raise SourceError(
-            f"{len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. "
-            "Nothing was removed.",
-            "Take out the keys that do not exist.",
-        )
-    return np.array(ids, np.int64)
+    return ids_of_keys(index, np.flatnonzero(allowed), options.keys)
 
 
 def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) -> Index:

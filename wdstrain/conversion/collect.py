@@ -18,8 +18,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, count, groupby, islice
-from typing import Any, BinaryIO
+from itertools import chain, count, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,13 +107,21 @@ class Catalog:
         ]
         return blake2b(repr(rows).encode(), digest_size=16).digest()
 
-    def bad(self, number: int, reason: str) -> BadSample:
-        return _bad(self.name, self.items[number], reason, has_files=self.has_files)
-
     def fetch(self, numbers: Ints) -> list[Fetched]:
-        """Return key and parts of samples, or an error; they are read as they lie on the disk."""
+        """Return key and parts of samples, or an error; they are read as they lie on the disk.
+
+        Raises StorageError for a damaged spool.
+        """
         items = {number: self.items[number] for number in np.sort(numbers).tolist()}
-        fetched = dict((_from_files if self.has_files else _from_spool)(items))
+        if not self.has_files:  # each file of the spool is read forward
+            items = dict(sorted(items.items(), key=lambda item: item[1].parts[0][1][::3]))
+        fetched = dict[int, Fetched]()
+        for number, (key, pieces, *_) in items.items():
+            try:
+                parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in pieces]
+                fetched[number] = str(key), parts
+            except SampleError as error:
+                fetched[number] = str(key), error
         return [fetched[number] for number in numbers.tolist()]
 
     def moved(self, parts: Sequence[Index], at: Ints) -> Catalog:
@@ -154,7 +162,8 @@ class _Builder:
         key, group = str(sample.key), sample.group or sample.identity
         if sample.name:
             self._renamed[len(self.sizes)] = {"key": key, "name": sample.name}
-        self.sizes.append(sum(member_size(f"{key}.{field}", _size(part)) for field, part in parts))
+        sizes = ((f, part[1] if isinstance(part, tuple) else len(part)) for f, part in parts)
+        self.sizes.append(sum(member_size(f"{key}.{field}", size) for field, size in sizes))
         self._rank.append(rank)
         self._groups.append(rank if group in ("", key) else text_hash(self._seed, group))
         self._grouped = self._grouped or bool(sample.group)
@@ -191,7 +200,7 @@ class _Builder:
         )
 
 
-def _bad(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSample:
+def bad_sample(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSample:
     """Return a sample that cannot be packed; one of files is named by its row and first file."""
     if not has_files:
         return BadSample(source, 0, item.name or str(item.key), reason)
@@ -199,60 +208,30 @@ def _bad(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSampl
     return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
 
 
-def _from_files(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
-    """Yield samples of files with their numbers; the error of one that cannot be read."""
-    for number, (key, item_parts, *_) in items.items():
-        try:
-            parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in item_parts]
-        except SampleError as error:
-            yield number, (str(key), error)
-        else:
-            yield number, (str(key), parts)
+def _contents(path: str, size: int, check: int, offset: int | None = None) -> bytes:
+    """Return the bytes of a file, or of a piece at an offset in a spool, whose crc32 is `check`.
 
-
-def _contents(path: str, size: int, mtime_ns: int) -> bytes:
+    Raises SampleError for a file of the source that cannot be read or has another size.
+    """
+    is_file, start = offset is None, offset or 0
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
-            data = _read(fd, size, 0, beyond=1)
-            if len(data) == size:
-                return data
-            raise SampleError(
-                f"it had {size} bytes when it was listed and has {os.fstat(fd).st_size} now"
-            )
+            data = os.pread(fd, size + is_file, start)  # a byte more: a file may have grown
+            # One call returns at most 2 GB, and less from a network file system.
+            while len(data) < size and (more := os.pread(fd, size - len(data), start + len(data))):
+                data += more
+            now = os.fstat(fd).st_size
         finally:
             os.close(fd)
     except OSError as error:
-        raise SampleError(f"it cannot be read ({error.strerror})") from error
-
-
-def _from_spool(items: dict[int, Sample]) -> Iterator[tuple[int, Fetched]]:
-    """Yield samples of a spool with their numbers, each file read forward. Raises StorageError."""
-    order = sorted(items, key=lambda number: items[number].parts[0][1][::3])
-    for path, numbers in groupby(order, key=lambda number: items[number].parts[0][1][0]):
-        try:
-            with open(path, "rb") as file:
-                for number in numbers:
-                    key, pieces, *_ = items[number]
-                    parts = [(field, _spooled(file, *piece)) for field, piece in pieces]
-                    yield number, (str(key), parts)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
-
-
-def _spooled(file: BinaryIO, path: str, size: int, crc: int, offset: int) -> bytes:
-    data = _read(file.fileno(), size, offset)
-    if crc32(data) != crc:
+        if is_file:
+            raise SampleError(f"it cannot be read ({error.strerror})") from error
+        raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
+    if is_file and len(data) != size:
+        raise SampleError(f"it had {size} bytes when it was listed and has {now} now")
+    if not is_file and crc32(data) != check:
         raise StorageError(f"{path} has changed since it was written.", _ADVICE)
-    return data
-
-
-def _read(fd: int, size: int, offset: int, beyond: int = 0) -> bytes:
-    """Return bytes of a file. beyond: bytes to read after them, where the file may have grown."""
-    data = os.pread(fd, size + beyond, offset)
-    # One call returns at most 2 GB, and less from a network file system.
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
     return data
 
 
@@ -285,17 +264,13 @@ def collect(
         try:
             parts = list(map(_piece, entry.parts)) if has_files else files.put(rank, entry.parts)
         except SampleError as error:
-            bad.put(_bad(source.name, entry, str(error), has_files=True))
+            bad.put(bad_sample(source.name, entry, str(error), has_files=True))
             continue
         catalog.add(rank, entry, parts)
         if not has_files:
             progress(len(catalog.sizes), files.bytes)
     files.flush()
     return catalog.finish()
-
-
-def _size(part: Any) -> int:
-    return part[1] if isinstance(part, tuple) else len(part)
 
 
 def _piece(part: tuple[str, Any]) -> tuple[str, Any]:

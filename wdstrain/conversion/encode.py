@@ -1,4 +1,6 @@
-"""Bytes of the values of Python samples, by the name of the field.
+"""Bytes of fields: made of Python values, and of images that are checked or encoded again.
+
+Values become bytes by the name of the field (`encode`):
 
     jpg png webp ...   a PIL image, or uint8 pixels: [h, w], [h, w, c], or a tensor [c, h, w]
     cls                a whole number, or the name of a known class; stored as a number
@@ -9,6 +11,12 @@
 
 Bytes are kept as they are, except for a cls whose classes are known. Values that only a pickle
 could hold are refused: a shard is data, never code.
+
+The first bytes of an image are compared with those of known formats. On request it is also decoded,
+or downscaled (`Recipe`). Re-encoded images are upright (EXIF orientation applied) and 8-bit. JPEGs
+stay JPEGs, in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is
+given. Images of values beside a photo (mask.png, or a gray png beside a jpg) get its size without
+blending. JPEGs are decoded at the smallest scale that is large enough (scaled DCT of libjpeg).
 """
 
 from __future__ import annotations
@@ -16,22 +24,41 @@ from __future__ import annotations
 import io
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.conversion.images import eight_bit, jpeg, saved
-from wdstrain.conversion.listing import field_name
-from wdstrain.decode.formats import BY_EXTENSION, EXTENSIONS, JPEG
-from wdstrain.errors import SampleError
+from wdstrain.conversion.listing import Part, each_once, field_name
+from wdstrain.conversion.options import Check
+from wdstrain.decode.codecs import FIRST_TRANSPOSED, check_scans, decode_image, open_picture
+from wdstrain.decode.formats import (
+    BY_EXTENSION,
+    EXTENSIONS,
+    JPEG,
+    MAX_PIXELS,
+    format_of,
+    is_image,
+)
+from wdstrain.errors import SampleError, SourceError
 
 if TYPE_CHECKING:
     import torch
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
+_QUALITY = 90
+_ORIENTATION = 0x0112  # tag of EXIF
+
+Size = tuple[int, int]  # width and height
+Raster = npt.NDArray[np.uint8]  # [h, w, c]
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 class Pixels(NamedTuple):
@@ -105,7 +132,7 @@ def _encoded(
         return str(_class(value, classes)).encode()
     if kind == "json":
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        json.loads(text, object_pairs_hook=_checked)
+        json.loads(text, object_pairs_hook=each_once)
         return text.encode()
     if isinstance(value, str):
         return str.encode(value)  # str() of an enum is another text
@@ -116,12 +143,6 @@ def _encoded(
         f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an "
         f"array {name}.npy, an image {name}.png, a dict or list {name}.json, or give bytes or text"
     )
-
-
-def _checked(pairs: list[tuple[str, Any]]) -> None:
-    """Raise ValueError if two names of a dict are one name in JSON, such as 1 and "1"."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a name comes twice in {[name for name, _ in pairs]}")
 
 
 def array_field(name: str, values: npt.NDArray[Any]) -> str:
@@ -217,3 +238,198 @@ def _npy(name: str, value: Any) -> bytes:
     out = io.BytesIO()
     np.save(out, array, allow_pickle=False)
     return out.getvalue()
+
+
+# --- images that are checked, or encoded again ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Treatment of images. resize: most pixels of the shorter side; quality: of new JPEGs."""
+
+    resize: int | None
+    quality: int | None
+    check: Check
+
+    def __post_init__(self) -> None:
+        if self.resize is not None:
+            import torch  # noqa: F401  once, so that forked workers need not import it
+
+    @property
+    def changes(self) -> bool:
+        return self.resize is not None or self.quality is not None
+
+    def apply(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
+        for field, data in parts:
+            if is_image(field) and format_of(data) is None:
+                raise SampleError(
+                    f"its {field} does not begin as an image does, but with {data[:12]!r}"
+                )
+        if not self.changes and self.check != "decode":
+            return list(parts)
+        names = {field for field, _ in parts}
+        photo = _photo(parts) if self.changes else None
+        made = []
+        for field, data in parts:
+            if is_image(field):
+                name, data = self._image(field, data, photo)
+                # Two images of one sample keep different names. Readers find the format of an
+                # image in its bytes, so a field named png may hold a JPEG.
+                field = field if name in names else name
+                names.add(field)
+            made.append((field, data))
+        return made
+
+    def _image(self, field: str, data: bytes, photo: Part | None) -> Part:
+        with warnings.catch_warnings():  # Pillow warns of odd metadata, and raises for damage
+            warnings.simplefilter("ignore")
+            if photo is not None and "." not in field and not _is_map(field, data, photo):
+                return self._encoded(field, data)
+            decode_image(data)
+            if photo is not None and format_of(data) is not JPEG:
+                data = self._map(field, data, photo)
+            return field, data
+
+    def _map(self, field: str, data: bytes, photo: Part) -> bytes:
+        """Return an image of values, such as classes, in the size that its photo will have.
+
+        Values are never blended. An image of another size than its photo is kept.
+        """
+        stored, shown, _ = _sizes(*photo)
+        if self._keeps(stored):
+            return data
+        with open_picture(data) as image:
+            if image.size == stored != shown:
+                raise SampleError(
+                    f"its {field} has the size of the stored photo, which is shown rotated; store "
+                    f"both upright"
+                )
+            wanted = self._smaller(shown)
+            if wanted == shown or image.size != shown:
+                return data
+            return saved(image.resize(wanted, Image.Resampling.NEAREST), str(image.format))
+
+    def _encoded(self, field: str, data: bytes) -> Part:
+        stored, shown, frames = _sizes(field, data)
+        if self._keeps(stored):
+            decode_image(data)  # kept images are checked as re-encoded ones are
+            return field, data
+        if frames > 1:
+            raise SampleError(f"its {field} has {frames} frames, and one would be left")
+        wanted, is_jpeg = self._smaller(shown), format_of(data) is JPEG
+        if is_jpeg or self.quality is not None:
+            pixels = _scaled(data, self._smaller(stored)) if is_jpeg else decode_image(data)
+            made = _resized(pixels, wanted)
+            return "jpg", jpeg(made, self.quality or _QUALITY, "420")
+        return "png", saved(_with_alpha(data).resize(wanted, Image.Resampling.BICUBIC), "PNG")
+
+    def _keeps(self, stored: Size) -> bool:
+        """Return whether a photo of this size keeps its bytes."""
+        return self.quality is None and self._smaller(stored) == stored
+
+    def _smaller(self, size: Size) -> Size:
+        """Return a size scaled so that the shorter side is short enough."""
+        factor = min(1.0, self.resize / min(size)) if self.resize is not None else 1.0
+        return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+
+
+def _scaled(data: bytes, least: Size) -> Raster:
+    """Return a JPEG, upright, decoded at its smallest scale of at least this stored size.
+
+    uint8[h, w, 3], or [h, w, 1] of a gray one. Raises SampleError for a damaged JPEG.
+    """
+    with suppress(ValueError, KeyError), open_picture(data) as image:
+        is_turned = image.getexif().get(_ORIENTATION) in range(2, 9)
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        is_plain = colors in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS
+        if is_plain and not is_turned:
+            check_scans(data, height * width)
+            kind = "Gray" if colors == "Gray" else "RGB"
+            made = simplejpeg.decode_jpeg(data, kind, min_width=least[0], min_height=least[1])
+            return np.asarray(made)
+    return decode_image(data)
+
+
+def _resized(pixels: Raster, size: Size) -> Raster:
+    """Return uint8[h, w, c] with this width and height: bicubic, as Pillow but faster."""
+    if pixels.shape[1::-1] == size:
+        return pixels
+    import torch
+
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    made = torch.nn.functional.interpolate(
+        planes, size[::-1], mode="bicubic", antialias=True, align_corners=False
+    )
+    return made[0].permute(1, 2, 0).contiguous().numpy()
+
+
+def _with_alpha(data: bytes) -> Image.Image:
+    """Return an image upright, in 8 bits, with its alpha."""
+    decode_image(data)  # raises for a truncated image
+    with open_picture(data) as image:
+        picture = eight_bit(ImageOps.exif_transpose(image))
+        if picture.mode in ("P", "PA") or "transparency" in picture.info:
+            return picture.convert("RGBA")
+        return picture if picture.mode in ("L", "LA", "RGB", "RGBA") else picture.convert("RGB")
+
+
+def _photo(parts: Sequence[Part]) -> Part | None:
+    """Return the image that the others belong to: the first JPEG, or else the first one."""
+    images = [part for part in parts if is_image(part[0]) and "." not in part[0]]
+    return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
+
+
+def _is_map(field: str, data: bytes, photo: Part) -> bool:
+    """Return whether the pixels of a lossless image beside a JPEG are values of one channel."""
+    if field == photo[0] or format_of(photo[1]) is not JPEG or format_of(data) is JPEG:
+        return False
+    decode_image(data)  # raises an error for damage that says where it is
+    with open_picture(data) as image:
+        return image.mode in ("1", "L", "P") or image.mode.startswith("I")
+
+
+def _sizes(field: str, data: bytes) -> tuple[Size, Size, int]:
+    """Return the size of an image as it is stored, that of its upright form, and its frames.
+
+    Raises SampleError for an image whose header cannot be read.
+    """
+    try:
+        with open_picture(data) as image:
+            stored, frames = image.size, getattr(image, "n_frames", 1)
+            is_turned = image.getexif().get(_ORIENTATION) in range(FIRST_TRANSPOSED, 9)
+            shown = ImageOps.exif_transpose(image).size if is_turned else stored
+            return stored, shown, 1 if format_of(data) is JPEG else frames
+    except Exception as error:  # Pillow's plugins raise errors of any type
+        decode_image(data)  # raises an error with the same words for the same damage
+        raise SampleError(f"its {field} is not an image of a known format") from error
+
+
+# --- encoders -------------------------------------------------------------------------------------
+
+
+def jpeg(pixels: Raster, quality: int, subsampling: str) -> bytes:
+    """Return pixels [h, w, 1 or 3] as a JPEG."""
+    made, colors = np.ascontiguousarray(pixels), "Gray" if pixels.shape[2] == 1 else "RGB"
+    return bytes(simplejpeg.encode_jpeg(made, quality, colors, colorsubsampling=subsampling))
+
+
+def saved(image: Image.Image, plugin: str, **options: Any) -> bytes:
+    """Return an image as a file of a format of Pillow."""
+    out = io.BytesIO()
+    image.save(out, plugin, **options)
+    return out.getvalue()
+
+
+def eight_bit(image: Image.Image) -> Image.Image:
+    """Return a gray image of 16 bits with its upper 8 bits, and others as they are."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+
+
+def field_of(data: bytes) -> str:
+    """Return the field for an image, by its first bytes. Raises SourceError for other bytes."""
+    if (found := format_of(data)) is not None:
+        return found.extensions[0]
+    raise SourceError(f"it does not begin as an image does, but with {data[:12]!r}")

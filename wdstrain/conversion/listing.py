@@ -11,6 +11,7 @@ import marshal
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -203,6 +204,15 @@ def field_name(name: str) -> str:
     return lower
 
 
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if a name comes twice, such as 1 and "1"."""
+    document = dict(pairs)
+    if len(document) < len(pairs):  # only the last value would be kept
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it names {twice!r} twice")
+    return document
+
+
 def image_field(name: str) -> str | None:
     """Return the field of an image file, by its extension; None if it is not that of an image."""
     extension = name.rpartition(".")[2].lower()
@@ -270,8 +280,8 @@ def split_of(name: str) -> str:
 
 
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
-    """Raise UsageError if a path does not exist. shown: the path in the error."""
-    if not os.path.exists(path):
+    """Raise UsageError if a path does not exist, or is no folder. shown: the path in the error."""
+    if not (os.path.isdir(path) if kind == "folder" else os.path.exists(path)):
         raise UsageError(
             f"{shown or path}: there is no such {kind}, or no permission.",
             "Check it.",

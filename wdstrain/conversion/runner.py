@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from wdstrain.conversion.changes import (
     next_numbered_key,
 )
 from wdstrain.conversion.collect import Catalog, collect
-from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.encode import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import (
@@ -124,7 +124,7 @@ def convert(
         raise UsageError(
             "must be a function of a Step, or None.", option="progress", value=progress
         )
-    run = _Run(source, options, progress)
+    run = _Run(source, options, progress, BadSamples(options.on_error == "skip"))
     with Staging(
         out,
         overwrite=options.overwrite,
@@ -170,21 +170,17 @@ class _Run:
     """One run of a conversion.
 
     former: the set that it appends to. listed: samples of the source. limited: good ones that the
-    option `limit` leaves out. labels: of the samples. kept: shards that an earlier run had written.
+    option `limit` leaves out. labels: of the samples.
     """
 
     source: Source
     options: Options
     progress: Progress | None
+    bad: BadSamples
     former: Index | None = None
     listed: int = 0
     limited: int = 0
     labels: tuple[ColumnInfo, ...] = ()
-    kept: int = 0
-    bad: BadSamples = field(default_factory=BadSamples)
-
-    def __post_init__(self) -> None:
-        self.bad.collect = self.options.on_error == "skip"
 
     @property
     def call(self) -> dict[str, Any]:
@@ -211,8 +207,8 @@ class _Run:
             stops = np.cumsum(catalog.sizes[shard.numbers]).tolist()
             extents = zip(catalog.keys(shard.numbers), [0, *stops[:-1]], stops, strict=True)
             rows += [(*extent, ()) for extent in extents]
-            path, size = f"{out.rstrip('/')}/{shard.name}", stops[-1] + len(END)
-            shards.append(Shard(path, len(stops), size, shard.split))
+            path = f"{out.rstrip('/')}/{shard.name}"
+            shards.append(Shard(path, len(stops), stops[-1] + len(END), shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
         samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
@@ -232,10 +228,8 @@ class _Run:
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
         """Write the shards of a plan of all samples; also return the catalog of these."""
         spool = None if self.source.has_files else staging.folder("spill")
-        catalog, recipe = (
-            self._collected(spool, staging.shown),
-            Recipe(self.options.resize, self.options.quality, self.options.check),
-        )
+        catalog = self._collected(spool, staging.shown)
+        recipe = Recipe(self.options.resize, self.options.quality, self.options.check)
         if recipe.changes:
             catalog = self._encoded(catalog, recipe, staging.folder("encoded"))
             recipe = Recipe(None, None, "magic")
@@ -243,7 +237,6 @@ class _Run:
         staging.check_names({shard.split for shard in plan})
         with closing(self._shards(catalog, recipe, staging.folder(), plan, "packing")) as shards:
             for part in shards:
-                self.kept += part.is_kept
                 if len(part.numbers):
                     parts.append(replace(part, index=staging.add(part.index)))
         return parts, catalog
@@ -300,7 +293,7 @@ class _Run:
         info = self._info(counted(catalog, places, self.labels), len(renamed), divided)
         joined = join(indexes)
         index = replace(with_labels(joined, self.labels), info=info)
-        result = ConversionResult(index, info, bad, self.kept)
+        result = ConversionResult(index, info, bad, sum(part.is_kept for part in parts))
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
             return replace(result, index=former, kept=len(former.shards))

@@ -22,8 +22,8 @@ from time import perf_counter
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.collect import Catalog, Fetched
-from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.collect import Catalog, Fetched, bad_sample
+from wdstrain.conversion.encode import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Part
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_plan import PlannedShard
@@ -177,7 +177,8 @@ def _write_shard(
                     raise parts
                 packed = recipe.apply(parts)
             except SampleError as error:
-                bad.put(catalog.bad(int(shard.numbers[place]), str(error)))
+                item = catalog.items[int(shard.numbers[place])]
+                bad.put(bad_sample(catalog.name, item, str(error), has_files=catalog.has_files))
             else:
                 places.append(place)
                 yield key, packed

@@ -152,7 +152,7 @@ class Staging(AbstractContextManager["Staging"]):
         self.is_bucket, self.shown = is_object(address), address
         self.target = Bucket(address) if self.is_bucket else Folder(address)
         self.path = os.path.join(self.target.place, UNFINISHED)
-        self.is_complete, self._is_change = False, change
+        self.is_complete, self._is_change, self._former = False, change, Index()
         self._uploaded = uploaded if self.is_bucket else None
         self._is_new = self.is_bucket or not os.path.exists(address)
         self._lock = -1  # descriptor of the locked file
@@ -163,6 +163,9 @@ class Staging(AbstractContextManager["Staging"]):
                     self._open()
                 self._names = self.target.names() - self._sent.keys()
                 self._index = self.target.read(INDEX_NAME) or b""
+                with suppress(WdstrainError):  # it is damaged
+                    if (document := find_document(os.path.join(address, INDEX_NAME))) is not None:
+                        self._former = document
                 is_begun = self._is_used(overwrite, resume)
                 if not (self.is_complete or dry_run or (resume and is_begun)):
                     self._clear()
@@ -221,18 +224,11 @@ class Staging(AbstractContextManager["Staging"]):
             os.close(lock)
         return False
 
-    def _former(self) -> Index:
-        """Return what the index.json of the set says; nothing if it is damaged."""
-        with suppress(WdstrainError):
-            if (document := find_document(os.path.join(self.shown, INDEX_NAME))) is not None:
-                return document
-        return Index()
-
     def _is_used(self, overwrite: bool, resume: bool) -> bool:
         """Return whether a conversion was begun. Raises UsageError if the folder may not be used."""
         is_begun, names = os.path.exists(os.path.join(self.path, _CALL)), self._names
         if resume and not self._is_change and not is_begun:
-            self.is_complete = "listed" in self._former().info
+            self.is_complete = "listed" in self._former.info
         has_set = not _is_foreign(self._index or b"{}")
         rather = f"delete {self.path}" if self._is_change else "start anew with {overwrite}"
         is_free = overwrite or is_begun or self._is_change or self.is_complete
@@ -270,7 +266,7 @@ class Staging(AbstractContextManager["Staging"]):
 
     def check_names(self, splits: Iterable[str]) -> None:
         """Raise UsageError for foreign files that would be taken for shards of the new splits."""
-        listed = {shard.name for shard in self._former().shards}
+        listed = {shard.name for shard in self._former.shards}
         for name in sorted(self._names - listed):
             split = name.rpartition("-")[0]
             if name.endswith(".tar") and split in splits:
@@ -361,7 +357,7 @@ class Staging(AbstractContextManager["Staging"]):
         former index lists are deleted, and unless this is a change, the files beside them.
         """
         moved = self._files | {name: name for name in (*files, TABLE_NAME, INDEX_NAME)}
-        former = [shard.name for shard in self._former().shards]
+        former = [shard.name for shard in self._former.shards]
         former += [] if self._is_change else [SKIPPED_NAME, RENAMED_NAME]
         kept = {*moved, *(shard.name for shard in index.shards)}
         gone = [name for name in former if name not in kept]

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import (
+from wdstrain.conversion.encode import array_field
+from wdstrain.conversion.labels import (
     MOST_CLASSES,
-    class_names,
     class_rule,
     counted_classes,
+    given_classes,
     stated_classes,
 )
-from wdstrain.conversion.encode import array_field
 from wdstrain.conversion.listing import Source, check_there
-from wdstrain.conversion.source_options import ArraysOptions, Hdf5Options, RowOptions
+from wdstrain.conversion.options import ArraysOptions, Hdf5Options, RowOptions
 from wdstrain.conversion.sources.iterable import stream
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.options import as_list
@@ -94,8 +94,8 @@ def stream_hdf5(options: Hdf5Options) -> Source:
     }
     packed = {name: ", ".join(one.meaning) for name, one in data_sets.items() if one.meaning}
     if packed:
-        lines = (f"{n}: stored numbers are packed, without {some}" for n, some in packed.items())
-        about["decided"] = list(lines)
+        lines = [f"{n}: stored numbers are packed, without {some}" for n, some in packed.items()]
+        about["decided"] = lines
     return _stream_rows(file, data_sets, about, options, keys)
 
 
@@ -115,7 +115,7 @@ def _stream_rows(
             "text or whole number per row."
         )
     fields = _field_names(title, arrays)
-    names = class_names(options.classes, options.like)
+    names = given_classes(options.classes, options.like)
     only_cls = "cls" in arrays
     labels = [
         _label(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wdstrain.conversion.classes import stated_classes
-from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, image_field, walk
+from wdstrain.conversion.labels import stated_classes
+from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_there, image_field, walk
 from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
@@ -32,11 +32,7 @@ def list_folder(
     UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
     SourceError for one without images or class folders.
     """
-    if not os.path.isdir(source):
-        raise UsageError(
-            f"{source}: there is no such folder.",
-            "Check the path.",
-        )
+    check_there(source, kind="folder")
     if fixed and flat:
         raise UsageError(
             "{classes} and {like} name classes, and {flat} packs none.",
@@ -63,7 +59,7 @@ def list_folder(
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
     labels = (ColumnInfo("label", "class", "cls", classes=tuple(numbers)),) if classes else ()
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
-    about |= {"masks": True} if masks is not None else {}
+    about |= {} if masks is None else {"masks": True}
     moved = (n for place, n in enumerate(numbers) if n.isdecimal() and int(n) != place)
     if name := next(moved, ""):
         number = int(numbers[name])
@@ -137,11 +133,7 @@ def _with_masks(
     A mask has the path of its image, from its own folder and without the extension: masks/a/1.png
     is that of images/a/1.jpg. Raises SourceError for JPEGs and for two masks of an image.
     """
-    if not os.path.isdir(masks):
-        raise UsageError(
-            f"{masks}: there is no such folder.",
-            "Check the path.",
-        )
+    check_there(masks, kind="folder")
     root = os.path.realpath(source)
     if os.path.commonpath([root, os.path.realpath(masks)]) == root:
         raise UsageError(

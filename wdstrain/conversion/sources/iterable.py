@@ -18,17 +18,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wdstrain.conversion.classes import (
+from wdstrain.conversion.encode import encode
+from wdstrain.conversion.labels import (
     MOST_CLASSES,
     check_classes,
-    class_names,
     class_rule,
     counted_classes,
+    given_classes,
     stated_classes,
 )
-from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
-from wdstrain.conversion.source_options import PackOptions, TorchvisionOptions
+from wdstrain.conversion.options import PackOptions, TorchvisionOptions
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -37,7 +37,7 @@ _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 
 def stream_samples(options: PackOptions) -> Source:
     """Return the samples of an iterable or a data set as a source."""
-    names = class_names(options.classes, options.like)
+    names = given_classes(options.classes, options.like)
     return stream(
         "samples",
         {"": options.samples},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -27,12 +27,13 @@ from wdstrain.conversion.listing import (
     readable,
     split_of,
 )
-from wdstrain.conversion.source_options import TarsOptions
+from wdstrain.conversion.options import Path, TarsOptions
 from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
 from wdstrain.storage.remote import is_remote
@@ -46,7 +47,6 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     """
     given = options.urls
     urls = [os.fspath(u) for u in ([given] if isinstance(given, (str, os.PathLike)) else given)]
-    wanted = None if options.keys is None else read_keys(options.keys)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
@@ -58,7 +58,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         )
     labels = [label for label in index.labels if label.field in names]
     ignored = Counter[str](index.info.get("ignored", {}) if "made" in index.info else {})
-    index = _chosen(index, options, wanted, ignored)
+    index = _chosen(index, options, ignored)
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
     renamed = tuple(replace(label, field=names[label.field]) for label in labels)
     stratum = next((label for label in labels if label.is_class), None)
@@ -74,7 +74,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             yield Sample(key, kept, splits[shard.name], stratum=strata[number])
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
-    source = _stated(options, wanted)
+    source = _stated(options, index)
     own = ", ".join(dict.fromkeys(filter(None, splits.values())))
     if options.split and "," in own:
         source["decided"] = [f"splits: those of the source ({own}) are drawn again"]
@@ -91,27 +91,15 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     )
 
 
-def _chosen(
-    index: Index, options: TarsOptions, wanted: set[str] | None, ignored: Counter[str]
-) -> Index:
-    """Return the samples that meet the condition and have a wanted key; count the others.
-
-    wanted: None: all. Raises SourceError if the shards lack a wanted key.
-    """
+def _chosen(index: Index, options: TarsOptions, ignored: Counter[str]) -> Index:
+    """Return the samples that meet the condition and have a wanted key; count the others."""
     if options.where is not None:
         everything = len(index)
         index = with_columns_of(index, options.where).where(options.where)
         ignored["samples that do not meet the condition"] += everything - len(index)
-    if wanted is None:
+    if options.keys is None:
         return index
-    keys = index.keys(np.arange(len(index)))
-    if missing := wanted.difference(keys):
-        raise SourceError(
-            f"{options.keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as "
-            f"'{min(missing)}'. A key is the name of a member up to its first dot.",
-            "Remove the keys that do not exist.",
-        )
-    chosen = np.array([number for number, key in enumerate(keys) if key in wanted], np.int64)
+    chosen = ids_of_keys(index, np.arange(len(index)), options.keys)
     ignored["keys that were not asked for"] += len(index) - len(chosen)
     return index.take(chosen)
 
@@ -164,15 +152,15 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
     return names
 
 
-def _stated(options: TarsOptions, keys: set[str] | None) -> dict[str, Any]:
+def _stated(options: TarsOptions, index: Index) -> dict[str, Any]:
     """Return the arguments of a conversion of shards, as its provenance has them."""
-    text = "\n".join(sorted(keys or ()))
+    text = "\n".join(sorted(set(index.keys(np.arange(len(index))))) if options.keys else ())
     return {
         "kind": "tars",
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
-        "keys": None if keys is None else blake2b(text.encode(), digest_size=8).hexdigest(),
+        "keys": None if options.keys is None else blake2b(text.encode(), digest_size=8).hexdigest(),
         **({} if options.where is None else {"where": options.where}),
         "in_place": [],  # older versions replaced their source
     }
@@ -199,8 +187,23 @@ def _check_apart(index: Index, out: str) -> None:
         )
 
 
-def read_keys(path: str) -> set[str]:
-    """Return the keys in a file with one key on each line."""
+def ids_of_keys(index: Index, among: Ints, keys: Path | Sequence[str]) -> Ints:
+    """Return those of the ids `among` whose samples have one of the keys.
+
+    keys: a list, or a file with one key on each line. Raises SourceError for keys that none has.
+    """
+    wanted = _read_keys(os.fspath(keys)) if isinstance(keys, (str, os.PathLike)) else set(keys)
+    found = index.keys(among)
+    if missing := wanted.difference(found):
+        raise SourceError(
+            f"{len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A "
+            "key is the name of a member up to its first dot.",
+            "Take out the keys that do not exist.",
+        )
+    return np.asarray(among[np.array([key in wanted for key in found], bool)])
+
+
+def _read_keys(path: str) -> set[str]:
     check_there(path)
     try:
         with readable(path), open(path, encoding="utf-8") as file:

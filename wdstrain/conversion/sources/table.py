@@ -5,11 +5,8 @@ stored as `cls`, as all readers expect; others are read from the JSON by their c
 are files make a stored list; images whose bytes are in the table make a stream, so that memory does
 not grow with them.
 
-One rule gives the files of all paths, chosen before an image is read. A column holds paths, or a
-template such as `images/{id}.jpg` makes them of columns. Relative paths begin at the root. If no
-path with backslashes exists, backslashes become slashes. If a root is given and no absolute path
-exists, the paths are of another machine. Then the same beginning is removed from all: the shortest
-common one without which a file exists below the root.
+A column holds the paths of images, or a template such as `images/{id}.jpg` makes them of columns.
+Relative paths begin at the root. Backslashes are slashes, as tables of Windows have them.
 """
 
 from __future__ import annotations
@@ -20,16 +17,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import accumulate, chain, compress, count, takewhile
+from itertools import chain, compress, count, repeat
 from stat import S_ISREG
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.classes import fixed_classes, stated_classes
-from wdstrain.conversion.images import field_of
-from wdstrain.conversion.labels import KINDS, Decision, decide
+from wdstrain.conversion.encode import field_of
+from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
@@ -39,11 +35,9 @@ from wdstrain.conversion.listing import (
     Source,
     image_field,
 )
-from wdstrain.conversion.source_options import TableOptions
+from wdstrain.conversion.options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
-    Cells,
     batched,
-    collected,
     distinct,
     json_fields,
     values_of,
@@ -59,9 +53,6 @@ from wdstrain.shards.where import TableRows, matching
 from wdstrain.storage.remote import shown_path
 
 _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
-_ABSOLUTE = re.compile(
-    r"[/\\]|[A-Za-z]:[/\\]"
-)  # the root of a file system, also of another machine's
 
 
 @collector_paused()
@@ -134,10 +125,9 @@ class _Rows:
 
     def listing(self, bad: BadSamples) -> Source:
         """Return the rows whose images are files."""
-        rule = _PathRule(self._table.files, self._options.root, self._paths())
-        keys, items = Keys(), SampleStore()
+        images, keys, items = _Images(self._table.files, self._options.root), Keys(), SampleStore()
         firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
-        for entry in self._samples(rule):
+        for entry in self._samples(images):
             if isinstance(entry, BadSample):
                 bad.put(entry)
                 continue
@@ -146,24 +136,24 @@ class _Rows:
             identity = firsts.setdefault(entry.identity, key)
             name = entry.name if key != stem else ""
             items.append(entry._replace(key=key, name=name, identity=identity))
-        decided = [rule.decision(), *self._lines()]
+        decided = [images.decision(), *self._lines()]
         if twice := len(items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
         source = self._source(decided)
         return replace(source, samples=lambda: chain(bad.bad, items), has_files=True, stored=items)
 
-    def _paths(self) -> Cells:
+    def _paths(self) -> Iterator[str]:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
         columns = [self._table.column(name, written=True) for name in self._images]
-        return collected(map(self._path, compress(batched(*columns), self._chosen)))
+        return map(self._path, compress(batched(*columns), self._chosen))
 
     def _path(self, cells: tuple[Any, ...]) -> str:
         plain = (cell.get("path") if isinstance(cell, dict) else cell for cell in cells)
-        texts = list(map(_stripped, plain))
-        if self._apart:
-            return texts[0]
+        texts = [_stripped(cell).replace("\\", "/") for cell in plain]
+        if self._apart or not all(texts):
+            return texts[0] if self._apart else ""
         by_name = dict(zip(self._images, texts, strict=True))
-        return _COLUMN.sub(lambda match: by_name[match[1]], self._options.image) * all(texts)
+        return _COLUMN.sub(lambda match: by_name[match[1]], self._options.image)
 
     def stream(self, bad: BadSamples) -> Source:
         """Return the rows whose images are bytes in the table."""
@@ -213,29 +203,27 @@ class _Rows:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _samples(self, rule: _PathRule | None = None) -> Iterator[Sample | BadSample]:
+    def _samples(self, images: _Images | None = None) -> Iterator[Sample | BadSample]:
         """Yield the chosen rows as samples, whose name is that of the image.
 
-        rule: of images that are files; None: the images are cells.
+        images: those that are files; None: the images are cells.
         """
-        paths, rows = batched(() if rule is None else rule.paths), count()
+        paths, rows = self._paths() if images is not None else repeat(""), count()
         for file, lines, columns in self._table.batches(self._table.columns):
             for line, row, *values in zip(lines, rows, *columns.values(), strict=False):
                 if not self._chosen[row]:
                     continue
-                cells = dict(zip(columns, values, strict=True))
-                image = cells[self._options.image] if rule is None else next(paths)[0]
+                cells, path = dict(zip(columns, values, strict=True)), next(paths)
                 try:
-                    yield self._sample(rule, image, cells, file, line, row)
+                    yield self._sample(images, path, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
-                    path = "" if rule is None else image
                     yield BadSample(shown_path(file), line, path, str(error))
 
     def _sample(
         self,
-        rule: _PathRule | None,
-        image: Any,
+        images: _Images | None,
+        path: str,
         cells: dict[str, Any],
         file: str,
         line: int,
@@ -253,11 +241,11 @@ class _Rows:
         if options.split_by is not None and not split:
             raise SampleError(f"the split column '{options.split_by}' is empty")
         stratum = str(cells[self._stratum]) if self._stratum else ""
-        if rule is None:
+        if images is None:
             prefix = self._table.files.key_prefix(file)
-            sample = _bytes_image(image, f"{prefix}row-{line:09d}")
+            sample = _bytes_image(cells[options.image], f"{prefix}row-{line:09d}")
         else:
-            sample = rule.image(image)
+            sample = images.image(path)
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
@@ -343,36 +331,23 @@ def _bytes_image(cell: Any, name: str) -> Sample:
     return Sample(key, [(field_of(cell), cell)], identity=identity)
 
 
-class _PathRule:
-    """Rule that gives the file of each path of a table. paths: with slashes."""
+class _Images:
+    """Images of a table that are files. asked, exist: number of paths so far."""
 
-    def __init__(self, files: TableFiles, root: str | None, paths: Cells) -> None:
+    def __init__(self, files: TableFiles, root: str | None) -> None:
         base = files.base if root is None else root
         self._base, self.asked, self.exist = base or "", 0, 0
         # keys do not say where the folder is
         self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
-        odd = [path for (path,) in batched(paths) if "\\" in path]
-        self._turned = bool(odd) and not any(map(os.path.isfile, map(self._below, odd)))
-        if self._turned:
-            paths = collected(path.replace("\\", "/") for (path,) in batched(paths))
-        self.paths = paths
-        absolute = [path for (path,) in batched(self.paths) if _ABSOLUTE.match(path)]
-        is_foreign = root is not None and absolute and not any(map(os.path.isfile, absolute))
-        self._left_out = self._beginning(absolute) if is_foreign else None
 
     def image(self, path: str) -> Sample:
-        """Return a sample of the image of one of the paths. Raises SourceError."""
+        """Return a sample of the image at a path. Raises SourceError."""
         if not path:
             raise SourceError("there is no path of an image")
         self.asked += 1
-        name, field = path, image_field(path)
+        field, file = image_field(path), os.path.join(self._base, path)
         if field is None:
             raise SourceError("the path has no extension of an image")
-        if self._left_out is not None and path.startswith(self._left_out):
-            name = path[len(self._left_out) :].lstrip("/")
-        elif _ABSOLUTE.match(path):
-            name = os.path.normpath(path).removeprefix(self._prefix)
-        file = self._below(path if self._left_out is None else name)
         try:
             status = os.stat(file)
         except PermissionError:
@@ -381,32 +356,16 @@ class _PathRule:
             status = None
         if status is None or not S_ISREG(status.st_mode):
             raise SourceError(
-                "the image is not there; the option root says where relative paths begin, and "
-                "replaces the beginning that absolute paths share"
+                "the image is not there; the option root says where relative paths begin"
             )
         self.exist += 1
         if status.st_size == 0:
             raise SourceError("it has 0 bytes")
         parts = [(field, (file, status.st_size, status.st_mtime_ns))]
+        name = os.path.normpath(path).removeprefix(self._prefix) if os.path.isabs(path) else path
         return Sample(None, parts, name=name, identity=os.path.abspath(file))
 
     def decision(self) -> str:
-        """Return the rule and how many files it found, for people."""
-        how = "unchanged, relative paths from the root"
-        if self._left_out is not None:
-            how = f"below the root, without {self._left_out!r} at the beginning"
-        turned = ", backslashes as slashes" * self._turned
-        return f"images: {self.exist} of {self.asked} paths exist; paths are read {how}{turned}"
-
-    def _below(self, path: str) -> str:
-        return os.path.join(self._base, path)
-
-    def _beginning(self, paths: list[str]) -> str | None:
-        """Return the shortest common beginning without which a file is below the root."""
-        columns = zip(*(path.split("/")[:-1] for path in paths), strict=False)
-        shared = takewhile(lambda names: len(set(names)) == 1, columns)
-        for left_out in accumulate(f"{names[0]}/" for names in shared):
-            rest = (path[len(left_out) :].lstrip("/") for path in paths)
-            if any(map(os.path.isfile, map(self._below, rest))):
-                return left_out
-        return None
+        """Return where the files are looked for and how many there are, for people."""
+        place = self._base or "."
+        return f"images: {self.exist} of {self.asked} paths exist; relative paths begin at {place}"

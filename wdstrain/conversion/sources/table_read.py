@@ -14,7 +14,6 @@ import io
 import json
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from wdstrain.conversion.classes import check_classes
-from wdstrain.conversion.listing import BadSample, BadSamples, image_field
-from wdstrain.conversion.source_options import TableOptions
+from wdstrain.conversion.labels import check_classes
+from wdstrain.conversion.listing import BadSample, BadSamples, each_once, image_field
+from wdstrain.conversion.options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
     BATCH,
     Cells,
@@ -353,7 +352,7 @@ def _read_json(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Pa
 def _array(path: str, texts: Iterator[str]) -> Iterator[Row]:
     """Yield (number, object) of each row of a JSON array. Raises SourceError if one is none."""
     try:
-        rows = json.loads("".join(texts), object_pairs_hook=_each_once)
+        rows = json.loads("".join(texts), object_pairs_hook=each_once)
         yield from enumerate(map(_checked, rows), 1)
     except (ValueError, RecursionError) as error:
         raise SourceError(
@@ -367,7 +366,7 @@ def _objects(path: str, texts: Iterator[str], bad: BadSamples) -> Iterator[Row]:
     for line, text in enumerate(texts, 1):
         try:
             if text.strip():
-                yield line, _checked(json.loads(text, object_pairs_hook=_each_once))
+                yield line, _checked(json.loads(text, object_pairs_hook=each_once))
         except (ValueError, RecursionError) as error:
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
@@ -379,14 +378,6 @@ def _checked(row: Any) -> dict[str, Any]:
         raise ValueError(f"{type(row).__name__} where an object is expected")
     if row and all(isinstance(value, dict) and "0" in value for value in row.values()):
         raise ValueError("a column in each entry; pandas writes rows with orient='records'")
-    return row
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):  # only the last value would be kept
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"it names {twice!r} twice")
     return row
 
 
