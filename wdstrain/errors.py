@@ -1,4 +1,4 @@
-"""The exceptions that this package raises on purpose.
+"""The exceptions that this package raises on purpose, and the logger for what is no error.
 
     WdstrainError
     ├── UsageError        wrong argument, option, name or path (exit code 2)
@@ -18,9 +18,12 @@ text.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+logger = logging.getLogger("wdstrain")
 
 
 def as_keyword(name: str, value: Any) -> str:

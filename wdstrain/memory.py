@@ -23,8 +23,6 @@ from isal.isal_zlib import crc32
 from wdstrain.errors import WdstrainError
 from wdstrain.native import kernels
 
-Ints = npt.NDArray[np.int64]
-
 _POPULATE_READ = 22  # MADV_POPULATE_READ, missing in module mmap
 
 
@@ -78,7 +76,9 @@ class Memory:
         return Memory, (self.size, self._file)
 
 
-def checksums(memory: Memory, start: Ints, size: Ints) -> npt.NDArray[np.uint32]:
+def checksums(
+    memory: Memory, start: npt.NDArray[np.int64], size: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint32]:
     """Return the crc32 of runs of bytes of a memory. uint32[n]
 
     start, size: offset and length of each run in bytes, int64[n] each. The GIL is released.

@@ -26,7 +26,7 @@ from tests.support.servers import (
     serving,
     status,
 )
-from wdstrain.runtime import child_process
+from wdstrain.runtime.workers import set_up_worker
 
 LARGE = 256 << 10  # bytes of an answer that may be damaged, at least
 OFTEN, SELDOM = 0.16, 0.004  # share of the answers with one of the faults below
@@ -162,7 +162,7 @@ def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:
 
     Runs as a process, which ends when nothing was asked for some seconds.
     """
-    child_process.set_up_worker()
+    set_up_worker()
     options: dict[str, Any] = {"faulty": (".tar", ".json", ".arrow"), "rng": random.Random(seed)}
     options |= {name: deque(maxlen=0) for name in ("requests", "headers", "sent")}
     with serving(Path(root), kind=Faulty, **options) as served:

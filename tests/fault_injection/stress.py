@@ -55,7 +55,7 @@ import numpy as np
 import wdstrain as wt
 from tests.fault_injection.faulty_server import FAULTS, RARE, serve
 from tests.fault_injection.process_faults import descendants, is_alive
-from wdstrain.runtime import child_process
+from wdstrain.runtime.workers import set_up_worker
 
 SHARDS, OF_SHARD, VALUES = 8, 500, 8192  # 43 MB in shards of 5.4 MB, which are two requests each
 BATCH, WINDOW = 50, 1000
@@ -133,7 +133,7 @@ class Reader:
 
 def read(reader: Reader) -> None:
     """Read until the file `stop` exists, and append a line to the log for each pass."""
-    child_process.set_up_worker()
+    set_up_worker()
     multiprocessing.set_start_method(None, force=True)  # workers begin as on this system
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: meant here
     with (

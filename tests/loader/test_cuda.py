@@ -12,7 +12,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
 from wdstrain.augment.gpu import DRAWS
-from wdstrain.decode.batch_slots import PageLock
+from wdstrain.decode.batches import PageLock
 from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.heads import ClassHead

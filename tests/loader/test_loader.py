@@ -569,14 +569,6 @@ def test_an_error_in_collate_fn_names_the_function(
         with pytest.raises(SampleError, match=words):
             keys(loader)
         loader.close()
-    with pytest.raises(UsageError, match="collate_fn cannot be sent to worker processes"):
-        wt.Loader(
-            shards,
-            transform=double,
-            collate_fn=lambda examples: examples[0],
-            num_workers=1,
-            multiprocessing_context="spawn",
-        )
 
 
 class OwnField:

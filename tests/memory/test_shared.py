@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import quick_and_slow
-from wdstrain.decode.batch_slots import Layout, Slots
+from wdstrain.decode.batches import Layout, Slots
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
 from wdstrain.memory import Memory

@@ -159,7 +159,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_cache.py",
     ),
     "reader/reads.py": ("tests/reader/test_reads.py",),
-    "reader/blocks.py": ("tests/reader/test_blocks.py",),
+    "reader/reader.py": ("tests/reader/test_blocks.py",),
     "reader/fetch.py": (
         "tests/reader/test_checksums.py",
         "tests/storage/test_replaced_shards.py",
@@ -177,14 +177,16 @@ FIRST: dict[str, tuple[str, ...]] = {
     "decode/worker_processes.py": ("tests/decode/test_worker_processes.py",),
     "augment/gpu.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
     "augment/mixing.py": ("tests/golden/test_images.py", "tests/loader/test_gpu_augment.py"),
-    "loader/batch_assembly.py": ("tests/decode/test_label_columns.py",),
+    "loader/batch_assembly.py": (
+        "tests/decode/test_label_columns.py",
+        "tests/loader/test_batch_types.py",
+    ),
     "loader/planning.py": (
         "tests/loader/test_positions.py::test_a_state_of_other_samples_is_refused_although_they_are_as_many",
         "tests/loader/test_selection.py",
     ),
     "loader/mixture.py": ("tests/order/test_mixture.py",),
     "loader/epoch.py": ("tests/loader/test_positions.py",),
-    "loader/nested.py": ("tests/loader/test_batch_types.py",),
     "loader/options.py": ("tests/loader/test_distributed.py",),
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
     "loader/loader.py": ("tests/loader/test_positions.py",),
@@ -426,7 +428,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("before-the-step", "places.step >= step", "places.step > step"),
         ("block-of-gaps", "sizes.cumsum()", "extent[own].cumsum()"),
     ],
-    "reader/blocks.py": [
+    "reader/reader.py": [
         ("last-sample", "if not used[1]:", "if used[1]:"),
         ("room", "if size <= stop - start:", "if size < stop - start:"),
         ("neighbor", "self._free[at][0] == stop:", "self._free[at][0] >= stop:"),
@@ -522,6 +524,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "keys = self._index.keys(ids)",
             "keys = self._index.keys(batch.ids)",
         ),
+        ("all-tensors", 'hasattr(value, "_fields") or _has', 'hasattr(value, "_fields") and _has'),
     ],
     "loader/epoch.py": [
         (
@@ -539,9 +542,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "if self._requested is None or self._requested.epoch != epoch:",
             "if self._requested is None or self._requested.epoch == epoch:",
         ),
-    ],
-    "loader/nested.py": [
-        ("all-tensors", 'hasattr(value, "_fields") or _has', 'hasattr(value, "_fields") and _has'),
     ],
     "loader/options.py": [
         ("rank-given", "self.is_rank_given or not _is", "not self.is_rank_given or not _is"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import quick_and_slow
-from wdstrain.reader.blocks import Blocks
+from wdstrain.reader.reader import Blocks
 
 PAGE = 4096
 

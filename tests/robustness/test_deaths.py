@@ -27,7 +27,7 @@ from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion.staging import Staging
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.runtime.signals import DeferSignals
+from wdstrain.runtime.workers import DeferSignals
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache

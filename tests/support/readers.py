@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from wdstrain.decode.task import ReadBatch
+from wdstrain.decode.batches import ReadBatch
 from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.run import Run

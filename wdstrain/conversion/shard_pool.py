@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.runtime import child_process
+from wdstrain.runtime.workers import recording_context, set_up_worker
 
 _RAY_RETRIES = 5  # of a task whose node or worker process was lost
 
@@ -50,7 +50,7 @@ def run(
 @contextmanager
 def _processes(work: Any, jobs: int) -> Iterator[Calls]:
     workers: list[BaseProcess] = []
-    context = child_process.recording_context(multiprocessing.get_context("fork"), workers)
+    context = recording_context(multiprocessing.get_context("fork"), workers)
     pool = ProcessPoolExecutor(jobs, context, _set_up, (work,))
 
     def begin(task: Any) -> Future[Any]:
@@ -82,7 +82,7 @@ _mine: Any = None  # in a worker: its work
 def _set_up(work: Any) -> None:
     global _mine
     _mine = work
-    child_process.set_up_worker()
+    set_up_worker()
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # each worker has one core, and a fork loses torch's threads

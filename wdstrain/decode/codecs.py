@@ -13,7 +13,6 @@ Only the formats of `formats` are opened.
 from __future__ import annotations
 
 import io
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,12 +26,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wdstrain.decode.formats import JPEG, MAX_PIXELS, PLUGINS
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Box, Draws, Pixels, region
-from wdstrain.errors import SampleError
+from wdstrain.errors import SampleError, logger
 from wdstrain.native import kernels
 from wdstrain.shards.offsets import Ints
-
-_log = logging.getLogger("wdstrain")
-
 
 # limit for pixels x scans of a JPEG: an image of MAX_PIXELS may have 24 scans
 _MAX_SCANNED_PIXELS = 1 << 32
@@ -226,7 +222,7 @@ def _rgb(image: Image.Image) -> Pixels:
 @cache
 def log_lost_levels(mode: str) -> None:
     """Log once per process and mode that gray levels are lost."""
-    _log.warning(
+    logger.warning(
         "gray images of more than 8 bits (mode %s) keep the upper 8 of 16 bits, and the levels of "
         "an image fill less. Scale them to 16 bits before you pack, or pack arrays (npy).",
         mode,

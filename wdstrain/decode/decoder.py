@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from wdstrain.decode.batch_slots import Layout
+from wdstrain.decode.batches import BadSample, Layout, ReadBatch, Result, reason_of, substitute
 from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
-from wdstrain.decode.task import BadSample, ReadBatch, Result, reason_of, substitute
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
@@ -97,7 +96,7 @@ class Decoder:
             "collate_seconds": finished - rows_done,
             "compute_seconds": computing,
         }
-        return Result(batch.number, batch.slot, values, bad, finished, seconds)
+        return Result(values, bad, finished, seconds)
 
     def _collate(self, lists: dict[str, list[Any]]) -> dict[str, Any]:
         """Return the batch values of the rows. Raises SampleError."""

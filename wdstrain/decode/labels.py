@@ -7,7 +7,6 @@ number their classes differently are joined by class name in the columns.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import pyarrow.compute as pc
 
 from wdstrain.decode.fields import Example, Field, field_names
 from wdstrain.decode.transforms import Draws
-from wdstrain.errors import SampleError, UsageError
+from wdstrain.errors import SampleError, UsageError, logger
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
@@ -38,7 +37,6 @@ from wdstrain.shards.offsets import Ints, as_numpy
 from wdstrain.shards.where import column_named
 
 _LARGEST = float(np.finfo(np.float32).max)
-_log = logging.getLogger("wdstrain")
 
 
 @dataclass(frozen=True)
@@ -396,7 +394,7 @@ def is_exact(values: Any, dtype: str) -> bool:
 
 
 def _warn_of_digits(name: str, dtype: str) -> None:
-    _log.warning(
+    logger.warning(
         "the numbers of %s have more digits than %s holds: some become equal. Give "
         'wt.number(..., dtype="float64"), or subtract a constant when the set is made.',
         name,

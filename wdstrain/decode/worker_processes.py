@@ -20,31 +20,33 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, suppress
 from itertools import islice
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from wdstrain.decode.batches import BadSample, ReadBatch, Result
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.task import BadSample, ReadBatch, Result
 from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits, Pool
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory import Memory, SharedFile
-from wdstrain.runtime import child_process
-from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
+from wdstrain.runtime.workers import (
+    WORKER_DEATH,
+    DeferSignals,
+    recording_context,
+    set_up_worker,
+)
 
 _Item = tuple[int, int]  # number of a message, and of its parts in the memory
 
@@ -53,7 +55,6 @@ _MOST_BUFFERS = 1024  # of one system call
 # A larger tensor is sent by torch, as a file in memory of its own: that takes 0.1 ms, and copies
 # nothing in the thread that takes the batches.
 _MOST_COPIED = 1 << 20
-_PICKLED_BY_NAME = (FunctionType, type, type(functools.cache(len)))  # as a name in a module
 
 
 class WorkerProcesses(Pool):
@@ -77,7 +78,7 @@ class WorkerProcesses(Pool):
     def describe(self) -> str:
         """Return the process ids of the workers, and how to get their stacks."""
         pids = " ".join(str(process.pid) for process in self._processes)
-        return f"worker processes {pids}. To print their Python stacks: kill -USR2 {pids}"
+        return f"Worker processes {pids}. To print their Python stacks: kill -USR2 {pids}"
 
     def interrupt(self, error: Exception) -> None:
         """Raise an error in the loop's thread if it waits for a result: a transform may hang."""
@@ -114,7 +115,7 @@ class WorkerProcesses(Pool):
             return
         with DeferSignals():  # hooks of Python around a fork would swallow a Ctrl-C
             context = multiprocessing.get_context(self._context)
-            self._loader = DataLoader(
+            loader = DataLoader(
                 _DecodingDataset(self._decoder, self._memory),
                 batch_size=None,  # a message has whole batches
                 sampler=self._sampler,
@@ -126,7 +127,16 @@ class WorkerProcesses(Pool):
                 multiprocessing_context=interruptible_context(context, self._processes),
                 generator=torch.Generator(),  # so that torch's global one does not advance
             )
-            self._iterator = iter(self._loader)
+            try:
+                self._iterator, self._loader = iter(loader), loader
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise UsageError(
+                    "fields and functions cannot be sent to worker processes, which "
+                    f"{context.get_start_method()} starts: {error}.",
+                    "Use {num_workers}, a function or class at the top of a .py file that you "
+                    "import, or multiprocessing_context='fork'.",
+                    {"num_workers": 0},
+                ) from error
 
     def _send(self, number: int, tasks: list[ReadBatch]) -> None:
         self._sampler.item = self._memory.write(number, tasks)
@@ -176,8 +186,8 @@ class WorkerDeathsAsErrors(ContextDecorator):
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             raise WdstrainError(
                 f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}).",
-                "If the system killed it for memory, lower {num_workers} or {batch_size}; the output "
-                "of dmesg says so.",
+                "Its own traceback, if there is one, says why. If the system killed it for memory, "
+                "lower {num_workers} or {batch_size}; the output of dmesg says so.",
                 {"num_workers": ..., "batch_size": ...},
             ) from error
 
@@ -217,7 +227,7 @@ class _DecodingDataset(Dataset[_Item]):
 
 def _begin_worker(_: int) -> None:
     """Set up a worker process. SIGUSR2 prints its Python stack, also while C code keeps the GIL."""
-    child_process.set_up_worker()
+    set_up_worker()
     # not sys.stderr: a notebook's has no descriptor
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
 
@@ -335,76 +345,7 @@ def interruptible_context(context: BaseContext, started: list[BaseProcess]) -> B
 
     started: gets every process that the context starts.
     """
-    changed = child_process.recording_context(context, started)
+    changed = recording_context(context, started)
     changed.Queue = functools.partial(MessageQueue, context)  # type: ignore[method-assign, assignment]
     changed.Event = EndEvent  # type: ignore[method-assign, assignment]
     return changed
-
-
-def check_picklable(
-    fields: Mapping[str, object] | None,
-    functions: Mapping[str, object],
-    method: str | None,
-) -> None:
-    """Raise UsageError if a field or function cannot be sent to worker processes.
-
-    A forked worker inherits everything. A spawned worker receives its parts by pickle, which sends
-    functions and classes as names to import. A lambda has no such name. A function of a notebook
-    has one that a worker cannot import: only the worker's start would fail, with a traceback. Code
-    itself is not sent: it would take along the globals that it refers to.
-
-    functions: by the name of their option. method: start method; None for Python's default.
-    """
-    method = multiprocessing.get_context(method).get_start_method()
-    if method == "fork":
-        return
-    parts = {f"fields[{name!r}]": field for name, field in (fields or {}).items()} | {**functions}
-    multiprocessing.context.set_spawning_popen(_NoProcess())  # type: ignore[arg-type]
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            for name in parts:
-                # Protocol 5 hands the buffers of large arrays over instead of copying them.
-                _CheckingPickler(nowhere, 5, True, lambda _: None).dump(parts[name])
-    except Exception as error:  # pickling runs code of the object, which may raise anything
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise UsageError(
-            f"{name} cannot be sent to worker processes, which {method} starts: {reason}.",
-            "Use {num_workers}, a function or class at the top of a .py file that you import, or "
-            "multiprocessing_context='fork'.",
-            {"num_workers": 0},
-        ) from None
-    finally:
-        multiprocessing.context.set_spawning_popen(None)
-
-
-class _CheckingPickler(ForkingPickler):
-    """Pickler that refuses names which workers cannot import, and leaves out tensors."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):  # torch would move it to shared memory
-            return int, ()
-        is_by_name = isinstance(obj, _PICKLED_BY_NAME) and obj.__module__ == "__main__"
-        if is_by_name and not _can_import_main():
-            name = f"the {'class' if isinstance(obj, type) else 'function'} {obj.__name__!r}"
-            raise pickle.PicklingError(
-                f"{'a lambda' if obj.__name__ == '<lambda>' else name} is of a notebook, a prompt or "
-                f"python -c, from where they cannot import it"
-            )
-        return NotImplemented
-
-
-class _NoProcess:
-    """Process that is being started, for pickling: locks and shared memory can be sent to it."""
-
-    DupFd = staticmethod(int)
-    duplicate_for_child = staticmethod(int)
-
-
-def _can_import_main() -> bool:
-    """Return whether multiprocessing can import `__main__` in a spawned worker."""
-    main = sys.modules["__main__"]
-    # after python -m; the __main__ of a package is not imported
-    name = main.__spec__.name.rpartition(".")[2] if main.__spec__ is not None else ""
-    file = getattr(main, "__file__", None) or ""
-    is_ipython = os.path.basename(file) in ("ipython", "ipython.exe")
-    return os.path.isfile(file) and not is_ipython and name != "__main__"

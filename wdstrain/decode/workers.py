@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wdstrain.decode.batches import ReadBatch, Result
 from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.task import ReadBatch, Result
 from wdstrain.runtime.machine import cores, memory, processes
-from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import thread_stack
+from wdstrain.runtime.workers import DeferSignals
 
 # Number of a message, and its tasks. In an answer, the results; or -1, and the error of a decoder.
 _Message = tuple[int, list[Any]]
@@ -116,6 +115,10 @@ class Pool(ABC):
             else:
                 return
 
+    def describe(self) -> str:
+        """Return what the decoders are, for a message about a stall."""
+        return "Decoder threads"
+
     @abstractmethod
     def _begin(self) -> None:
         """Start the decoders, or wait for the tasks of an earlier stream and drop their results."""
@@ -143,13 +146,6 @@ class DecoderThreads(Pool):
 
     def run(self, tasks: Iterator[ReadBatch]) -> Iterator[Result]:
         return super().run(tasks) if self._limits.decoders else map(self._decoder, tasks)
-
-    def describe(self) -> str:
-        """Return the stacks of the threads."""
-        return "\n".join(
-            f"decoder thread {number}:\n{thread_stack(thread.ident)}"
-            for number, thread in enumerate(self._threads)
-        )
 
     def interrupt(self, error: Exception) -> None:
         """Raise an error in the loop's thread if it waits for a result: a transform may hang."""

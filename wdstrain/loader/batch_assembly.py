@@ -8,8 +8,9 @@ sample of the data set, for every epoch, rank and worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,12 +19,10 @@ import numpy.typing as npt
 import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
-from wdstrain.decode.batch_slots import Slots
+from wdstrain.decode.batches import BadSample, ReadBatch, Result, Slots, empty_row
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.labels import LabelColumn
-from wdstrain.decode.task import BadSample, ReadBatch, Result, empty_row
 from wdstrain.errors import SampleError, ShardError, StorageError
-from wdstrain.loader.nested import without_rows
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.stats import Finding
 from wdstrain.memory import Memory
@@ -91,7 +90,7 @@ class BatchAssembler:
             keys = self._index.keys(ids)
         valid = len(ids) if order.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if order.tail == "keep" else len(ids)
-        values: dict[str, Any] = slots.lease(result.slot, rows)
+        values: dict[str, Any] = slots.lease(batch.slot, rows)
         values |= result.values if rows else self._empty(result.values)
         values |= self._labels(ids[:rows], own[:rows])
         if any(map(are_images, values.values())):
@@ -151,9 +150,7 @@ class BatchAssembler:
             rows = np.full(len(batch.ids), number)
             keys = self._index.keys(rows)
             members = sample_members(self._index, rows, self._needed_fields)
-            again = batch._replace(
-                ids=rows, rng_ids=rows, keys=keys, members=members, bad={}, slot=failed.slot
-            )
+            again = batch._replace(ids=rows, rng_ids=rows, keys=keys, members=members, bad={})
             with _generators_kept():
                 # Worker processes seed the global random generators for each sample.
                 seeded = self._options.num_workers > 0
@@ -211,3 +208,50 @@ def _generators_kept() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+# --- tensors in nested mappings, lists and tuples, whose types stay as they are -------------------
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a value with each of its tensors changed. Other parts stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return _rebuilt(value, lambda part: map_tensors(change, part))
+
+
+def without_rows(value: Any) -> Any:
+    """Return a collated value without its rows.
+
+    A sequence that holds tensors has a column for each position of an example, as default_collate
+    makes it. Any other sequence has an entry for each row.
+    """
+    if isinstance(value, torch.Tensor):
+        return value[:0]
+    has_columns = hasattr(value, "_fields") or _has_tensors(value)
+    if isinstance(value, (list, tuple)) and not has_columns:
+        return value[:0]
+    return _rebuilt(value, without_rows)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Return whether a tensor is anywhere in a value."""
+    if isinstance(value, (Mapping, list, tuple)):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return any(_has_tensors(part) for part in parts)
+    return isinstance(value, torch.Tensor)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with each part changed; any other value as it is."""
+    if isinstance(value, Mapping):
+        parts = {name: change(part) for name, part in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return parts
+        rebuilt = copy(value)
+        rebuilt.update(parts)
+        return rebuilt
+    if isinstance(value, (list, tuple)):
+        changed = map(change, value)
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value

@@ -22,10 +22,9 @@ import torch
 from wdstrain.augment.gpu import Augmentation
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.loader.batch_assembly import TakenBatch
+from wdstrain.loader.batch_assembly import TakenBatch, map_tensors
 from wdstrain.loader.epoch import EpochBatches
-from wdstrain.loader.nested import map_tensors
-from wdstrain.runtime.signals import DeferSignals
+from wdstrain.runtime.workers import DeferSignals
 
 Batch = dict[str, Any]
 

@@ -22,7 +22,7 @@ from wdstrain.loader.pipeline import OVER, Batch, Pipeline
 from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.order import Order
 from wdstrain.runtime.options import integer
-from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
+from wdstrain.runtime.workers import WORKER_DEATH, DeferSignals
 
 
 class Position(NamedTuple):

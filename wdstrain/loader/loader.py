@@ -6,7 +6,6 @@ and `pipeline` reads and decodes them. Nothing starts before the first batch is 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field
 from wdstrain.decode.labels import with_classes
-from wdstrain.errors import UsageError
+from wdstrain.errors import UsageError, logger
 from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
@@ -27,8 +26,6 @@ from wdstrain.report.printing import counted
 from wdstrain.runtime.options import hinted, integer
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
-
-_log = logging.getLogger("wdstrain")
 
 
 class Loader:
@@ -92,8 +89,8 @@ class Loader:
     cache_limit     most bytes in `cache_dir`, a number or "200GB"; the shards that were not used for
                     longest are removed; default: no limit
     patience        seconds without a batch until the logger "wdstrain" warns which stage is stuck,
-                    with shard, key and stack; 0: never. The logger's level INFO has one line of at
-                    most 120 characters for each whole epoch, DEBUG also the seconds of each stage.
+                    with shard and key, and stderr gets the stacks; 0: never. The logger's level INFO
+                    has one line of at most 120 characters for each whole epoch.
                     WDSTRAIN_NETWORK_TIMEOUT in the environment sets how many seconds a silent or
                     failing server is waited for; default: 120
 
@@ -294,13 +291,13 @@ class Loader:
 def log_slow_paths() -> None:
     """Log once per process which parts of the platform are missing, so that slower code runs."""
     if kernels.library is None:
-        _log.warning(
+        logger.warning(
             "The compiled part of wdstrain is missing, is older than its source, or cannot call "
             "the crc32 of isal, so slower generic code is used. For the fast one, install a C "
             "compiler and reinstall wdstrain and isal (in a clone: python scripts/compile.py)."
         )
     if kernels.libjpeg_turbo() is None:
-        _log.info(
+        logger.info(
             "libjpeg-turbo 3 was not found, so each JPEG is decoded as a whole, even if a crop "
             "needs a part of it. For faster decoding: pip install turbojpeg"
         )

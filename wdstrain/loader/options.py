@@ -13,7 +13,6 @@ import torch
 
 from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, fits_batch_memory
-from wdstrain.decode.worker_processes import check_picklable
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.runtime.launch import Launch
@@ -109,9 +108,6 @@ class LoaderOptions:
                 raise UsageError(*texts)
         for name, field in (self.fields or {}).items():
             _check_field(name, field)
-        if self.num_workers:
-            functions = {"transform": self.transform, "collate_fn": self.collate_fn}
-            check_picklable(self.fields, functions, self.multiprocessing_context)
         open_cache(self.cache_dir, self.cache_limit)  # raises UsageError
 
     def _rules(self) -> list[tuple[Any, ...]]:

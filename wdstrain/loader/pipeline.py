@@ -9,22 +9,22 @@ after the workers are forked: a fork beside a thread of this package could copy 
 
 from __future__ import annotations
 
-import logging
+import faulthandler
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from wdstrain.decode.batch_slots import Layout, Slots
+from wdstrain.decode.batches import Layout, ReadBatch, Result, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.decode.labels import label_columns
-from wdstrain.decode.task import ReadBatch, Result
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InFlightLimits, in_flight_limits
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import WdstrainError, logger
 from wdstrain.loader.batch_assembly import BatchAssembler, TakenBatch
 from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
@@ -32,11 +32,9 @@ from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.run import ReadStopped, Run
 from wdstrain.runtime.options import size_setting
-from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
-from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
+from wdstrain.runtime.watchdog import StallWatchdog
+from wdstrain.runtime.workers import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
-
-_log = logging.getLogger("wdstrain")
 
 Batch = dict[str, Any]
 
@@ -142,7 +140,6 @@ class Pipeline:
         self._is_taking = False  # remains True if an exception comes while a batch is taken
         self._run: Run | None = None
         self._watchdog = StallWatchdog(options.patience)
-        self._waiting_thread = 0
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def totals(self) -> dict[str, float]:
@@ -186,10 +183,10 @@ class Pipeline:
             plan = self._plans(epoch)
             result = self._next_result()
             arrived = time.perf_counter()
-            batch = self._pending.pop(result.batch_number)
+            batch = self._pending.popleft()
             taken = self._assembler.assemble(result, batch, plan, self.slots, self._decoder)
             if self._run is not None:
-                self._run.release(result.batch_number)
+                self._run.release(batch.number)
             self._totals.collate_seconds += time.perf_counter() - arrived
             after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
             self._position = after if after[0] != self._until else None
@@ -199,8 +196,7 @@ class Pipeline:
     def _begin(self, position: tuple[int, int], until: int | None) -> None:
         """Begin a stream of batches at (epoch, step). `_tasks` starts to read."""
         self._position, self._until, self._is_taking = position, until, False
-        self._awaited = 0  # number of the batch that is taken next; counts from the start
-        self._pending: dict[int, ReadBatch] = {}  # by batch number
+        self._pending = deque[ReadBatch]()  # batches that are being decoded, in their order
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
         self._results = self.workers.run(self._tasks(self._pending, position, until))
@@ -208,7 +204,6 @@ class Pipeline:
     def _next_result(self) -> Result:
         """Return the next decoded batch. Raises WdstrainError if there is none."""
         begun, others = time.perf_counter(), self._seconds_before_decoding
-        self._waiting_thread = threading.get_ident()
         self._watchdog.start_wait()
         try:
             result = next(self._results, None)
@@ -233,7 +228,6 @@ class Pipeline:
         totals.handoff_seconds += max(0.0, handoff)
         for name, seconds in result.seconds.items():
             vars(totals)[name] += seconds
-        self._awaited = result.batch_number + 1
         return result
 
     @property
@@ -244,7 +238,7 @@ class Pipeline:
     # --- tasks ------------------------------------------------------------------------------------
 
     def _tasks(
-        self, pending: dict[int, ReadBatch], position: tuple[int, int], until: int | None
+        self, pending: deque[ReadBatch], position: tuple[int, int], until: int | None
     ) -> Iterator[ReadBatch]:
         """Start to read, and yield the task of each batch once its samples are read.
 
@@ -262,9 +256,9 @@ class Pipeline:
                 run.close()
             while (batch := run.next()) is not None:
                 begun = time.perf_counter()
-                pending[batch.number] = batch
+                pending.append(batch._replace(slot=self.slots.take()))
                 keys = batch.keys if self._options.transform is not None else []
-                sent = batch._replace(slot=self.slots.take(), keys=keys)
+                sent = pending[-1]._replace(keys=keys)
                 self._totals.parse_seconds += time.perf_counter() - begun
                 yield sent
         except ReadStopped:
@@ -275,23 +269,26 @@ class Pipeline:
     # --- stalls -----------------------------------------------------------------------------------
 
     def _log_stall(self, seconds: float) -> None:
-        """Log which stage is stuck, with the awaited samples. Runs in the watchdog's thread."""
+        """Log which stage is stuck, with the awaited samples, and print the stacks of all threads.
+
+        Runs in the watchdog's thread.
+        """
         reading = self._run.describe_wait() if self._run is not None else None
-        awaited = self._pending.get(self._awaited)
-        waiting = f"the thread that waits:\n{thread_stack(self._waiting_thread)}"
+        awaited = self._pending[0] if self._pending else None
         if reading is not None:
             stage = f"Stage read: {reading}"
         elif awaited is None:
-            stage = f"Stage hand-off: {self.workers.describe()}\n{waiting}"
+            stage = f"Stage hand-off. {self.workers.describe()}"
         else:
             first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
             keys = ", ".join(awaited.keys[:_SHOWN_KEYS])
             stage = (
                 f"Stage decode: the awaited samples are {keys}{f' and {more} more' * (more > 0)}; "
                 f"the first is in {self._index.shard_with(first).shown} at offset "
-                f"{int(self._index.offsets.start[first])}. {self.workers.describe()}\n{waiting}"
+                f"{int(self._index.offsets.start[first])}. {self.workers.describe()}"
             )
-        _log.warning("no batch for %.0f s. %s", seconds, stage)
+        faulthandler.dump_traceback(2)  # not sys.stderr: a notebook's has no descriptor
+        logger.warning("no batch for %.0f s. %s. stderr has the stacks.", seconds, stage)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -311,7 +308,7 @@ class Pipeline:
                 self._run.close()
             self.workers.interrupt(WdstrainError(*OVER))
             with self._lock:
-                self._results, self._pending, self._run = iter(()), {}, None
+                self._results, self._pending, self._run = iter(()), deque(), None
                 self.workers.close()
             self._watchdog.close()
         if self._finalizer is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.labels import reader_of, with_classes
-from wdstrain.errors import UsageError
+from wdstrain.errors import UsageError, logger
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
@@ -37,8 +36,6 @@ _WINDOW_BYTES = 256 << 20
 _WIDEST_WINDOW = 8  # times the longest lane; a wider window does not change the order any more
 _NARROW_WINDOW = 32  # samples; a default window below is reported
 _KEPT_PLANS = 4
-
-_log = logging.getLogger("wdstrain")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class EpochPlans:
         if window is None:
             window = int(_WINDOW_BYTES / max(1.0, self._mean_bytes)) // (options.lanes or 1)
             if options.shuffle and window < min(_NARROW_WINDOW, len(self.index) // lanes):
-                _log.warning(
+                logger.warning(
                     "the default shuffle buffer mixes little: it holds %d samples of %.1f MB of "
                     "each lane. Give a larger shuffle_buffer, in samples, or fewer lanes.",
                     max(1, window),
@@ -198,7 +195,7 @@ def warn_of_class_numbers(index: Index) -> None:
     """Log a warning if raw class numbers mean different classes in different sets of shards."""
     for label, why in index.differing.items():
         if label.is_class and label.entry is None:
-            _log.warning(
+            logger.warning(
                 "%s. Batches hold its bytes as they were packed. "
                 "fields={'label': wt.label('%s')} gives one numbering.",
                 why,

@@ -9,7 +9,6 @@ that would need the most time if it ran alone.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import textwrap
@@ -18,11 +17,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from wdstrain.errors import logger
 from wdstrain.reader.reader import ReadStats
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.machine import cores
-
-_log = logging.getLogger("wdstrain")
 
 _LARGEST_STALL = 0.1  # share of waiting up to which the loop is the bottleneck
 _LEAST_COMPUTING = 0.4  # share of its time in which a decoder computes, below which it waits
@@ -30,16 +28,6 @@ _shorten = partial(textwrap.shorten, width=120, placeholder=" ...")  # a line of
 _MOST_REASONS = 20  # reasons of bad samples that are counted separately
 _LOGGED_REASONS = 3
 _KEPT_FINDINGS = 100  # bad samples that are kept for the report; all are counted
-_STAGES = {  # by name, the value with its seconds, in the order in which a sample passes them
-    "read": "read_seconds",
-    "parse": "parse_seconds",
-    "wait for shuffle": "shuffle_seconds",
-    "decode": "decode_seconds",
-    "collate": "collate_seconds",
-    "hand-off": "handoff_seconds",
-    "copy": "copy_seconds",
-    "loop": "loop_seconds",
-}
 
 _ADVICE = {  # by the slowest stage but decoding
     "": "The busiest stage took {busy} of it. Larger batches, or cores that no other process uses, "
@@ -233,22 +221,11 @@ class EpochStats(StageTotals):
         text = ", ".join(f"{count} x {printable(reason)}" for reason, count in reasons)
         return _shorten(f"epoch {self.epoch}: bad samples: {text}") if text else ""
 
-    @property
-    def details(self) -> str:
-        """Seconds of each stage and the verdict, in one line."""
-        stages = ", ".join(f"{name} {getattr(self, key):.2f}" for name, key in _STAGES.items())
-        return (
-            f"epoch {self.epoch}: {counted(self.batches, 'batch')}, {self.fetched / 1e6:.1f} MB fetched, "
-            f"{self.cached / 1e6:.1f} MB from the cache; seconds: {stages}; "
-            f"{counted(self.decoders, 'decoder')}; {self.verdict}"
-        )
-
     def log(self) -> None:
         """Log the texts above."""
-        _log.info("%s", self.line)
+        logger.info("%s", self.line)
         if self.bad_line:
-            _log.info("%s", self.bad_line)
-        _log.debug("%s", self.details)
+            logger.info("%s", self.bad_line)
 
     def report(self) -> dict[str, Any]:
         """Return all values, with stall and verdict, as JSON-able data."""

@@ -1,6 +1,6 @@
 """Forward reader of one rank: from the list of reads to batches whose samples lie in memory.
 
-Called by the pipeline; calls `reads`, `blocks` and `fetch`. A few threads take the reads in the
+Called by the pipeline; calls `reads`, `reader` and `fetch`. A few threads take the reads in the
 order of their list: one for local shards, several for servers, which hides the latency of requests.
 Memory is the only flow control: the next read begins once a block is free, also in the next epoch.
 So the threads run ahead of the loop, which must find the bytes there. A batch is ready when all of
@@ -22,15 +22,13 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from wdstrain.decode.task import ReadBatch
+from wdstrain.decode.batches import ReadBatch
 from wdstrain.errors import WdstrainError
 from wdstrain.order.order import Ints, Order
-from wdstrain.reader.blocks import Blocks
 from wdstrain.reader.fetch import Bad, Fetcher
-from wdstrain.reader.reader import Reader, ReadStats
+from wdstrain.reader.reader import Blocks, Reader, ReadStats
 from wdstrain.reader.reads import Read, epochs, of_rows, reads, sample_members
-from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import thread_stack
+from wdstrain.runtime.workers import DeferSignals
 from wdstrain.shards.index import Index
 from wdstrain.storage.remote import is_remote
 
@@ -282,12 +280,11 @@ class Run:
             self._cache.stop(max(0.0, end - time.monotonic()))
 
     def describe_wait(self) -> str | None:
-        """Return what is being read, with the stack of its thread, if the loop waits for a read."""
+        """Return what is being read, if the loop waits for a read."""
         if not self._is_waiting:
             return None
-        for thread, read in list(self._in_flight.items()):
-            reading = f"{read.shard.shown} is being read at offset {read.start}"
-            return f"{reading}; the reader:\n{thread_stack(thread.ident)}"
+        for read in list(self._in_flight.values()):
+            return f"{read.shard.shown} is being read at offset {read.start}"
         return "nothing is being read"
 
     def _fail(self, batch: int, error: BaseException) -> None:

@@ -1,39 +1,17 @@
-"""Stall watchdog: a thread that reports while the loop waits long for a batch, and stacks of threads.
+"""Stall watchdog: a thread that reports while the loop waits long for a batch.
 
 The watchdog ends nothing: a slow decoder goes on.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-_log = logging.getLogger("wdstrain")
-
 _CHECKS = 4  # checks of the watchdog in `patience` seconds
 _SHORTEST_CHECK = 0.01  # least seconds between checks
-_STACK_CALLS = 12  # calls of a stack that are shown; the outer ones only start the thread
-
-
-def thread_stack(thread: int | None) -> str:
-    """Return the stack of a thread of this process as text, the most recent call first.
-
-    thread: its identity (`Thread.ident`).
-    """
-    frame = sys._current_frames().get(thread or 0)
-    if frame is None:
-        return "  (the thread has ended)"
-    calls = [
-        f'File "{call.filename}", line {call.lineno} in {call.name}'
-        for call in traceback.extract_stack(frame)
-    ]
-    more = [f"... and {len(calls) - _STACK_CALLS} more"] if len(calls) > _STACK_CALLS else []
-    return "\n".join(f"  {call}" for call in calls[::-1][:_STACK_CALLS] + more)
 
 
 class StallWatchdog:
@@ -86,11 +64,5 @@ class StallWatchdog:
                 reported_wait, due = wait_start, self._patience
             if wait_start is not None and time.monotonic() - wait_start >= due:
                 due *= 2
-                try:
+                with suppress(Exception):  # what the report reads may be gone by now
                     report(time.monotonic() - wait_start)
-                except Exception:  # what the report reads may be gone by now
-                    _log.warning(
-                        "no batch for %.0f s; the search for the stalled stage failed",
-                        time.monotonic() - wait_start,
-                        exc_info=True,
-                    )

@@ -8,7 +8,6 @@ read from their fields in one forward pass. A column is named by where it is sto
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError, logger
 from wdstrain.report.printing import printable
 from wdstrain.runtime.options import as_list, takes
 from wdstrain.shards.columns import (
@@ -56,7 +55,6 @@ from wdstrain.storage.remote import is_remote
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
 _MOST_CLASSES = 1 << 20  # of a label without names
 MOST_FAR = 200  # labels that are read from a server; each is a request
-_log = logging.getLogger("wdstrain")
 
 
 # --- the index of a folder ------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def index(options: IndexOptions) -> Index:
     if options.label is not None:
         index = with_label(index, options.label, options.classes)
     if twice := len(index) - pc.count_distinct(index.offsets.rows.column(0)).as_py():
-        _log.warning("%d samples have the key of another sample of this set", twice)
+        logger.warning("%d samples have the key of another sample of this set", twice)
     save_index(index, folder)
     return index
 
@@ -133,7 +131,7 @@ def _with_former(index: Index, document: Index, index_path: str) -> Index:
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
         if label.is_class and label.entry is None:
-            _log.warning(
+            logger.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + ", ..." * (len(new) > 5),
                 label.field,

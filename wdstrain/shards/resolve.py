@@ -8,7 +8,6 @@ machine scans a set; the others, such as ranks, wait for its result.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from hashlib import blake2b
 from itertools import chain, groupby, islice
 from multiprocessing.pool import ThreadPool
 
-from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError, logger
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_sizes, find_index, load, pack_part, unpack_part
@@ -44,7 +43,6 @@ _THREADS = 16  # remote shards that are examined at the same time
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress
 _ADVICE = "An index beside them saves this: wdstrain index"
 
-_log = logging.getLogger("wdstrain")
 
 Note = Callable[[str], None]  # receives a line for the log
 Place = tuple[str, Index | None]  # the path of a shard, and the index that lists it
@@ -74,7 +72,7 @@ def open_shards(
     bytes than their index says. Logs a warning if shards without an index are scanned. Raises
     UsageError, with a shard of each split, and as `open_index` does.
     """
-    index, meant = _opened(urls, _log.warning, may_be_short=may_be_short)
+    index, meant = _opened(urls, logger.warning, may_be_short=may_be_short)
     if split is not None:
         numbers = [i for i, shard in enumerate(index.shards) if shard.split == split]
         if not numbers:
@@ -220,7 +218,7 @@ def recall_or_scan(
     note: receives lines about the scan. failed: a list that receives the errors of bad shards,
     which are then left out; None: the first error is raised.
     """
-    known, log = recall(paths), note or _log.info
+    known, log = recall(paths), note or logger.info
     if len(known) < len(paths):
         with _only_scan_of(beside(paths[0], ""), log):
             known = recall(paths)  # another process may have scanned them meanwhile

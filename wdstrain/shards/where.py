@@ -13,7 +13,6 @@ as in SQL: a sample is chosen only if the whole condition is true. `is None` fin
 from __future__ import annotations
 
 import ast
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import UsageError
+from wdstrain.errors import UsageError, logger
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
@@ -43,7 +42,6 @@ _TOKENS = re.compile(
 )
 _TEXTS = {"text", "class"}  # kinds that have a text
 _NUMBERS = {"number", "flag"}  # kinds that one can calculate with
-_log = logging.getLogger("wdstrain")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
     except (pa.ArrowException, RecursionError, OverflowError) as error:
         raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
     if holds.null_count and not isinstance(rows, TableRows):
-        _log.warning(
+        logger.warning(
             "%r: %d of %d samples lack a value in a column of it. None of them is chosen.",
             text,
             holds.null_count,

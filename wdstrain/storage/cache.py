@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import threading
@@ -27,7 +26,7 @@ from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from io import FileIO
 
-from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError, logger
 from wdstrain.storage.files import publish, read_at, regular
 from wdstrain.storage.remote import RemoteFile, name_of, range_size, shown_path
 from wdstrain.storage.retries import silence_limit
@@ -41,7 +40,6 @@ _DOWNLOADS = 8  # shards that are fetched at the same time; others are read with
 _NEAR = 64 << 20  # bytes; what a download reaches later is read from the server
 _PAUSE = 0.005  # seconds between two looks at a growing file or a lock
 
-_log = logging.getLogger("wdstrain")
 _unwritable: set[str] = set()  # folders of which the log says that they cannot be written
 
 
@@ -233,7 +231,7 @@ class Cache:
                 file.write(chunk)  # perhaps less on a full disk: the next write fails
             if sha256 and _sha256(file) != sha256:
                 os.unlink(part)
-                _log.warning(
+                logger.warning(
                     "%s: the fetched bytes differ from the index (sha256). "
                     "The shard is not kept in the cache.",
                     shown_path(remote.path),
@@ -284,7 +282,7 @@ class Cache:
         self.writable = False
         if self.path not in _unwritable:
             _unwritable.add(self.path)
-            _log.warning(
+            logger.warning(
                 "%s cannot be written: %s. Shards that are not cached yet are streamed without the "
                 "cache.",
                 self.path,

@@ -14,7 +14,6 @@ requests by status 429 may do so for longer than silence lasts.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import re
@@ -32,7 +31,7 @@ from urllib.parse import urlsplit
 from urllib3 import Retry
 from urllib3.exceptions import HTTPError, InvalidHeader
 
-from wdstrain.errors import StorageError
+from wdstrain.errors import StorageError, logger
 from wdstrain.runtime.options import seconds_setting
 from wdstrain.storage.secrets import describe_error, redacted
 
@@ -55,7 +54,6 @@ _NUMBERS = re.compile(r";\s*([rtqw])=([0-9]{1,9})(?![0-9])")
 Result = TypeVar("Result")
 
 _jitter = random.SystemRandom()  # unseeded, so that readers with one seed do not retry together
-_log = logging.getLogger("wdstrain")
 _next_line: dict[str, float] = {}  # server -> time before which the log does not name it again
 _next_request: dict[str, float] = {}  # server -> time of the next request, as this process knows
 
@@ -177,7 +175,7 @@ def _log_state(server: str, state: str) -> None:
     now = time.monotonic()
     if now > _next_line.get(server, 0.0):
         _next_line[server] = now + _BETWEEN_LINES
-        _log.warning("%s %s", server, state)
+        logger.warning("%s %s", server, state)
 
 
 def seconds_to_wait(client: str) -> float:

@@ -9,7 +9,6 @@ that is impossible, whole shards are streamed by `WholeShards`, and the reason i
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import warnings
@@ -22,7 +21,7 @@ from torch.utils.data import IterableDataset
 from webdataset import cache, compat, filters, handlers, shardlists
 from webdataset.pipeline import DataPipeline
 
-from wdstrain.errors import ShardError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, UsageError, WdstrainError, logger
 from wdstrain.loader.options import open_cache, rank_of
 from wdstrain.runtime.cached import cached_property
 from wdstrain.runtime.options import integer
@@ -51,8 +50,6 @@ _BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
 _RESERVED = {"__key__", "__url__", "__local_path__", "__bad__"}
 
 Handler = Callable[[Exception], Any]  # raises, or returns whether to go on
-
-_log = logging.getLogger("wdstrain")
 
 
 class WebDataset(compat.WebDataset):  # type: ignore[misc]
@@ -138,7 +135,7 @@ class WebDataset(compat.WebDataset):  # type: ignore[misc]
                 counted.select = partial(logged.result, select_files)
             self.append(counted)
             return
-        _log.warning(
+        logger.warning(
             "Whole shards are streamed without an index, because %s. Ranks and worker "
             "processes get whole shards, so they may differ in samples, and no pass can be "
             "resumed. Damage is noticed when a shard is read.",
@@ -211,7 +208,7 @@ class LoggedHandler:
         go_on = bool(self._handler(error))
         self._skipped += 1
         if self._skipped <= 5 or self._skipped & (self._skipped - 1) == 0:
-            _log.warning(
+            logger.warning(
                 "%s The handler %s. Errors so far: %d.",
                 error if str(error).endswith(".") else f"{error}.",
                 "skips this error" if go_on else "ends this pass",
@@ -301,7 +298,7 @@ class WholeShards:
                     rows = grouped(heads, shown_path(path), SkippedMembers())
                     remember(index_of(path, rows, file.size, file.tag, skipped))
         if reasons := skipped_text(skipped):
-            _log.info("%s: left out, no part of any sample: %s", shown_path(path), reasons)
+            logger.info("%s: left out, no part of any sample: %s", shown_path(path), reasons)
 
     def _selected(self, files: Iterable[Member], heads: list[Member]) -> Iterator[Member]:
         """Yield the selected members under their new names. heads: gets all, without their data."""
