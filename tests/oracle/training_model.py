@@ -381,8 +381,8 @@ class PlainRun:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         drawn, groups = self.drawn, []
         for name, weight in model.named_parameters():
-            depth = {"blocks.0": 2, "blocks.1": 1, "0": 1}.get(name.rpartition(".")[0][:-2], 0)
-            scale = drawn.backbone_lr * drawn.layer_decay**depth if depth else 1.0
+            is_backbone = name.rpartition(".")[0][:-2] in ("blocks.0", "blocks.1", "0")
+            scale = drawn.backbone_lr if is_backbone else 1.0
             is_own = drawn.optimizer.startswith("own")
             decay = (OWN_DECAY if is_own else drawn.weight_decay) if weight.ndim > 1 else 0.0
             groups.append({"params": [weight], "weight_decay": decay, "lr": 1.0, "scale": scale})

@@ -427,27 +427,18 @@ def test_a_plateau_schedule_lowers_the_rate_after_epochs_without_improvement() -
 
 
 def test_layers_far_from_the_output_learn_more_slowly() -> None:
-    model = build("resnet18", 5, 64)
+    pytest.importorskip("timm", reason="timm is not installed: pip install 'wdstrain[timm]'")
+    model = build("timm:vit_tiny_patch16_224", 5, 32)
     groups = parameter_groups(model, Config(layer_decay=0.5, backbone_lr=0.1))
     scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     named = {name: scales[id(p)] for name, p in model.named_parameters()}
-    assert named["fc.weight"] == named["fc.bias"] == 1.0
-    assert named["layer4.1.conv2.weight"] == named["layer4.0.conv1.weight"] == 0.05
-    assert named["layer3.0.conv1.weight"] == 0.025
-    assert named["conv1.weight"] == named["bn1.weight"] == named["layer1.0.conv1.weight"] / 2
+    assert named["head.weight"] == named["head.bias"] == 1.0
+    blocks = [named[f"blocks.{i}.mlp.fc1.weight"] for i in range(12)]
+    assert blocks == pytest.approx([0.1 * 0.5 ** (12 - i) for i in range(12)])
+    assert {named[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.bias")} == {0.1 * 0.5**13}
     assert len(scales) == len(list(model.parameters()))
-
-
-def test_embeddings_before_the_first_block_are_one_layer() -> None:
-    model = torchvision.models.VisionTransformer(16, 8, 3, 2, 8, 16, num_classes=5)
-    groups = parameter_groups(model, Config(layer_decay=0.5))
-    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    named = {name: scales[id(p)] for name, p in model.named_parameters()}
-    assert named["heads.head.weight"] == 1.0
-    blocks = [named[f"encoder.layers.encoder_layer_{i}.mlp.0.weight"] for i in range(3)]
-    assert blocks == [0.5**4, 0.5**3, 0.5**2]
-    for name in ("class_token", "conv_proj.weight", "encoder.pos_embedding"):
-        assert named[name] == 0.5**5
+    with pytest.raises(UsageError, match="layer_decay.*needs a model of timm"):
+        parameter_groups(build("resnet18", 5, 64), Config(layer_decay=0.5))
 
 
 def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: Path) -> None:

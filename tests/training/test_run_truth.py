@@ -187,7 +187,6 @@ def test_improvements_below_min_delta_do_not_count_for_patience(
     [
         {},
         {"backbone_lr": 0.1},
-        {"layer_decay": 0.5},
         {"freeze": "backbone", "backbone_lr": 0.1},
     ],
     ids=str,

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
@@ -19,8 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from wdstrain.errors import UsageError
 from wdstrain.training.config import refuse
@@ -272,25 +270,21 @@ class _Block(nn.Module):
         return nn.functional.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-# --- gradient checkpointing -----------------------------------------------------------------------
-# It keeps only the inputs of a model's blocks, and computes the blocks again. It works for models of
-# any origin whose blocks are in `nn.Sequential` or `nn.ModuleList`. timm's `set_grad_checkpointing`
-# updates the means and variances of batch norms a second time in the backward pass; here only the
-# first pass does, so validation is the same as without checkpointing.
+def enable_checkpointing(model: nn.Module) -> None:
+    """Let a model compute its blocks again for the gradient, as its own library does it.
 
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model. Raises UsageError if there are none."""
-    blocks = list(blocks_in(model))
-    refuse(
-        (
-            not blocks,
-            "grad_checkpointing: the model has no blocks in a torch.nn.Sequential or "
-            "torch.nn.ModuleList.",
-            "Leave it out, or checkpoint in the model's own forward.",
-        )
+    Raises UsageError for a model without such a method.
+    """
+    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):  # timm, transformers
+        if callable(enable := getattr(model, name, None)):
+            enable()
+            return
+    raise UsageError(
+        "{grad_checkpointing} needs a model that has it, and this one has no method "
+        "set_grad_checkpointing().",
+        f"Use a model of timm ({TIMM}NAME), or checkpoint in the model's own forward.",
+        {"grad_checkpointing": ...},
     )
-    return blocks
 
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -303,47 +297,3 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from blocks_in(child)
-
-
-@contextmanager
-def checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
-    """Checkpoint these blocks while the context is open.
-
-    Copies of a model, such as its moving average, must not be made in the context: their blocks
-    would run those of the original.
-    """
-    own = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = partial(_run, block, block.forward)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, own, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-
-def _run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _frozen_statistics(block)),
-        **kwargs,
-    )
-
-
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """Let batch norms update copies of their means and variances."""
-    modules = block.modules()
-    norms = [norm for norm in modules if isinstance(norm, _BatchNorm) and norm.training]
-    buffers = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers()]
-    for norm, name, buffer in buffers:
-        setattr(norm, name, buffer.clone())
-    try:
-        yield
-    finally:
-        for norm, name, buffer in buffers:
-            setattr(norm, name, buffer)

@@ -9,7 +9,6 @@ transformers.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from fnmatch import fnmatchcase
@@ -21,7 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from wdstrain.training.config import Config, refuse
 from wdstrain.training.distributed import local
-from wdstrain.training.models import import_function, output_layers
+from wdstrain.training.models import TIMM, import_function, output_layers
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -150,32 +149,27 @@ def _decayed_names(model: nn.Module) -> set[str]:
 
 def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
     """Return the factor of each parameter's learning rate, by name."""
-    names = [name for name, _ in model.named_parameters()]
-    if config.backbone_lr == 1.0 and config.layer_decay == 1.0:
-        return dict.fromkeys(names, 1.0)
-    last = output_layers(model)
-    blocks: dict[str, str] = {}
-    depths: dict[str, int] = {}
-    for name in names:
-        if not name.startswith(last):
-            # everything before the first numbered block, such as embeddings, is one block
-            blocks[name] = _block_of(name) or (name.rpartition(".")[0] if any(depths) else "")
-            depths.setdefault(blocks[name], len(depths))
-    return {
-        name: 1.0
-        if name.startswith(last)
-        else config.backbone_lr * config.layer_decay ** (len(depths) - depths[blocks[name]])
-        for name in names
+    last = output_layers(model) if config.backbone_lr != 1.0 else ()
+    scales = {
+        name: 1.0 if name.startswith(last) else config.backbone_lr
+        for name, _ in model.named_parameters()
     }
+    if config.layer_decay == 1.0:
+        return scales
+    refuse(
+        (
+            not hasattr(model, "group_matcher"),
+            "{layer_decay} needs a model of timm, which says the order of its layers.",
+            f"Use a model such as {TIMM}vit_small_patch16_224, or {{backbone_lr}}.",
+            {"layer_decay": config.layer_decay, "backbone_lr": ...},
+        )
+    )
+    from timm.models import group_parameters
 
-
-def _block_of(name: str) -> str:
-    """Return the numbered block of a parameter, such as layer1 or blocks.3; "" if it has none.
-
-    A layer that is named with a number, such as conv1, is no block.
-    """
-    match = re.match(r"(?:[^.]*\.)*?(?:\d+(?=\.)|[^.]*\d(?=\.[^.]+\.))", name)
-    return match.group() if match else ""
+    matcher: Any = model.group_matcher
+    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    most = max(layers.values())
+    return {name: scales[name] * config.layer_decay ** (most - layers[name]) for name in scales}
 
 
 # --- averages ---------------------------------------------------------------------------

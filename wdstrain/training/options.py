@@ -254,7 +254,7 @@ class RunOptions:
     )
     layer_decay: float = option(
         1.0,
-        "factor on the learning rate from each block to the block before it",
+        "factor on the learning rate from each layer of a model of timm to the layer before it",
         metavar="X",
         rule="above 0 and at most 1",
     )
@@ -368,8 +368,8 @@ class RunOptions:
     compile: bool = option(False, "torch.compile the model", free=True, negatable=True)
     grad_checkpointing: bool = option(
         False,
-        "keep only the inputs of the model's blocks, and compute the blocks again for the gradient: "
-        "less memory, about a third slower, the same results",
+        "gradient checkpointing of the model's own, such as a model of timm has: less memory, about "
+        "a third slower",
         free=True,
         negatable=True,
     )

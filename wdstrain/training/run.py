@@ -38,7 +38,7 @@ from wdstrain.training.inputs import (
     specs_of,
     with_targets,
 )
-from wdstrain.training.models import blocks_of, build, check_shapes
+from wdstrain.training.models import build, check_shapes, enable_checkpointing
 from wdstrain.training.optim import ModelEMA, make_optimizer, rate_factor
 from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
@@ -190,6 +190,8 @@ class Run:
             )
             model = cast(Any, nn.SyncBatchNorm).convert_sync_batchnorm(model)
         self.average = ModelEMA(model, config.ema) if config.ema else None
+        if config.grad_checkpointing:
+            enable_checkpointing(model)
         self.model = distributed.place(model, device, shards=config.fsdp)
         if self.average is not None:
             self.average.model = distributed.place(self.average.model, device, shards=config.fsdp)
@@ -205,7 +207,6 @@ class Run:
             for head in self.task.heads
         ]
         batch_augmentation(self.task, self.setup.inputs, config, 0)  # raises UsageError
-        self.blocks = blocks_of(self.model) if config.grad_checkpointing else []
         self.started_at = self.saved_at = time.monotonic()
         self.wrap()
 

@@ -37,7 +37,6 @@ from wdstrain.training.distributed import (
     raise_stopped,
 )
 from wdstrain.training.inputs import batch_augmentation
-from wdstrain.training.models import checkpointed
 from wdstrain.training.report import (
     Passes,
     best_sentence,
@@ -369,20 +368,19 @@ def _take_step(
 def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
     """Add the gradient of one batch of `group`."""
     setup, targets, outputs = run.setup, run.task.targets(batch), None
-    with checkpointed(run.blocks):
-        if setup.training_step is not None:
-            losses = setup.step_losses(run.net, batch)
-        else:
-            outputs = setup.call(run.net, batch)
-            losses = run.task.losses(
-                outputs,
-                targets,
-                smoothing=run.config.label_smoothing,
-                weights=run.class_weights,
-                criterion=setup.criterion,
-            )
-        loss = run.scaler.scale(losses.mean() / group)
-        loss.backward()  # type: ignore[no-untyped-call]
+    if setup.training_step is not None:
+        losses = setup.step_losses(run.net, batch)
+    else:
+        outputs = setup.call(run.net, batch)
+        losses = run.task.losses(
+            outputs,
+            targets,
+            smoothing=run.config.label_smoothing,
+            weights=run.class_weights,
+            criterion=setup.criterion,
+        )
+    loss = run.scaler.scale(losses.mean() / group)
+    loss.backward()  # type: ignore[no-untyped-call]
     run.sums.add(outputs, targets, losses.detach())
 
 
