@@ -118,9 +118,7 @@ class Plain(Noisy):
 
 
 def test_a_field_that_augments_is_refused_for_validation(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(wt.UsageError, match="'image' differs between epochs"):
-        images_of(shards, tmp_path / "run", fields={"image": Noisy()})
-    with pytest.raises(wt.UsageError, match="'image' differs between epochs"):
+    with pytest.raises(wt.UsageError, match="val_fields= augments image"):
         images_of(shards, tmp_path / "run", val_fields={"image": wt.image(size=8, augment="flip")})
     with pytest.raises(wt.UsageError, match="augment='flip' has no effect with fields="):
         images_of(shards, tmp_path / "run", fields={"image": Plain()}, augment="flip")

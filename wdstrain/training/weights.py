@@ -376,30 +376,26 @@ def export(
 
 def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
     """Return what the JSON file beside an exported model says. is_bare: it has no `Normalizing`."""
-    normalization, inputs = loaded.inputs.normalization, []
-    for name, spec in loaded.inputs.specs.items():
-        rule = "divided by 255"
-        if spec.is_rgb:
-            rule = f"mean {normalization.mean}, std {normalization.std}"
-        words = f"by the caller: {rule}" if is_bare else "by the model: give 0 to 255"
-        words = words if spec.dtype == "uint8" else "not normalized, as in training"
-        inputs.append({"name": name, "shape": [None, *spec.shape], "normalized": words})
-    scales = {
-        head.name: {"mean": head.mean, "deviation": head.deviation}
-        for head in loaded.task.heads
-        if is_bare and head.kind == "number"
+    return {
+        "model": loaded.config.model,
+        "normalizes": not is_bare,  # uint8 by 255, RGB images by mean and std
+        "mean": loaded.inputs.normalization.mean,
+        "std": loaded.inputs.normalization.std,
+        "inputs": [
+            {"name": name, "shape": [None, *spec.shape], "dtype": spec.dtype}
+            for name, spec in loaded.inputs.specs.items()
+        ],
+        "outputs": [
+            {
+                "label": head.name,
+                "kind": head.kind,
+                "columns": head.outputs,
+                "classes": list(head.classes),
+                **({"mean": head.mean, "deviation": head.deviation} if is_bare else {}),
+            }
+            for head in loaded.task.heads
+        ],
     }
-    outputs = [
-        {
-            "label": head.name,
-            "kind": head.kind,
-            "columns": head.outputs,
-            "classes": list(head.classes),
-            **scales.get(head.name, {}),
-        }
-        for head in loaded.task.heads
-    ]
-    return {"model": loaded.config.model, "inputs": inputs, "outputs": outputs}
 
 
 # --- formats --------------------------------------------------------------------------------------
