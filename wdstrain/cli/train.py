@@ -7,25 +7,24 @@ import os
 from typing import Any
 
 from wdstrain.cli.common import (
-    Verb,
     add_options,
     given,
     print_json,
     result,
     selected,
-    urls,
     verb,
     where,
 )
-from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, print_message, print_result, table_text
 from wdstrain.training.config import (
     CONFIG,
     Config,
     EvaluateArguments,
+    ExportArguments,
     PredictArguments,
     is_made,
     read_config,
+    refuse,
 )
 from wdstrain.training.options import GROUPS
 
@@ -80,10 +79,7 @@ def add_train(verbs: Any, text: str) -> None:
 def add_evaluate(verbs: Any, text: str) -> None:
     """Add `evaluate` to the verbs of the command line."""
     example = "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
-    parser = _of_checkpoint(verbs, "evaluate", _evaluate, text, example)
-    urls(parser)
-    where(parser)
-    add_options(parser, EvaluateArguments)
+    where(verb(verbs, "evaluate", _evaluate, text, example, EvaluateArguments))
 
 
 def add_compare(verbs: Any, text: str) -> None:
@@ -96,46 +92,26 @@ def add_compare(verbs: Any, text: str) -> None:
 def add_predict(verbs: Any, text: str) -> None:
     """Add `predict` to the verbs of the command line."""
     example = "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv"
-    parser = _of_checkpoint(verbs, "predict", _predict, text, example)
-    parser.add_argument(
-        "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
-    )
-    table = "table to write, .csv or .parquet, one row per image"
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help=table)
-    where(parser)
-    add_options(parser, PredictArguments)
+    where(verb(verbs, "predict", _predict, text, example, PredictArguments))
 
 
 def add_export(verbs: Any, text: str) -> None:
     """Add `export` to the verbs of the command line."""
     example = "export runs/photos/checkpoints/best.pt photos.onnx"
-    parser = _of_checkpoint(verbs, "export", _export, text, example)
-    file = "file to write: .pt (state dict), .pt2 (torch.export) or .onnx"
-    parser.add_argument("out", metavar="FILE", help=file)
-
-
-def _of_checkpoint(
-    verbs: Any, name: str, run: Verb, text: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a verb for a trained model, and return its parser."""
-    parser = verb(verbs, name, run, text, example)
-    parser.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="function that makes the model; one that the checkpoint names is called only if "
-        "you name it here",
-    )
-    return parser
+    verb(verbs, "export", _export, text, example, ExportArguments)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     parts: dict[str, dict[str, str]] = {arguments.out: {}}
     if (count := arguments.folds) is not None:
-        if count < 2 or given(arguments, Config).get("fold") is not None:
-            raise UsageError(
-                "must be 2 or more, without {fold}.", "", {"fold": ...}, option="folds", value=count
+        refuse(
+            (
+                count < 2 or given(arguments, Config).get("fold") is not None,
+                "{folds}: must be 2 or more, without {fold}.",
+                "",
+                {"folds": count, "fold": ...},
             )
+        )
         folds = range(1, count + 1)
         parts = {os.path.join(arguments.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
     saved = os.path.join(next(iter(parts)), CONFIG)
@@ -143,23 +119,27 @@ def _train(arguments: argparse.Namespace) -> int:
     before, data = read_config(saved) if arguments.resume and is_there else ({}, {})
     more, more_data = read_config(arguments.config) if arguments.config else ({}, {})
     named = {**more, **given(arguments, Config)}
-    for name in ("model", "optimizer"):  # a run's folder may be somebody else's
-        value = str(before.get(name, ""))
-        if name not in named and is_made(value):
-            again = "module:function" if value.startswith("<") else value
-            raise UsageError(
+    refuse(
+        *(  # a run's folder may be somebody else's
+            (
+                name not in named and is_made(str(before.get(name, ""))),
                 f"{saved} names {{{name}}}, and functions that a run names are not called.",
-                f"Give it: --{name} {again}",
-                {name: value},
+                f"Give it: --{name} module:function",
+                {name: before.get(name)},
             )
+            for name in ("model", "optimizer")
+        )
+    )
     options, data = {**before, **named}, {**data, **more_data}
     addresses = arguments.urls or data.get("train")
-    if not addresses:
-        raise UsageError(
+    refuse(
+        (
+            not addresses,
             f"no shards to train on, and {arguments.out} holds no run to continue.",
             "Give their address first, as --val takes each word up to the next option, or a "
             "--config file whose table [data] has train.",
         )
+    )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped
@@ -259,7 +239,7 @@ def _predict(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from wdstrain.training.weights import export
 
-    written = export(arguments.checkpoint, arguments.out, model=arguments.model)
+    written = export(**given(arguments, ExportArguments))
     result(arguments, {"written": written}, [("written", path) for path in written])
     return 0
 

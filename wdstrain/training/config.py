@@ -270,27 +270,44 @@ class TrainArguments(RunOptions):
 
 
 @dataclass(frozen=True)
-class TrainedArguments:
-    """Arguments of all functions for a trained model; the checkpoint has all others.
-
-    None: see the help text. The shell has the last eight as flags.
-    """
+class CheckpointArguments:
+    """A trained model, for all functions that take one."""
 
     checkpoint: str | os.PathLike[str] = option(
-        REQUIRED, "file of a run, such as RUN/checkpoints/best.pt", flag=None
-    )
-    urls: Urls | Index = option(
-        REQUIRED,
-        "shards of one split; for predict also a folder of images, or an image file",
-        flag=None,
+        REQUIRED, "file of a run, such as RUN/checkpoints/best.pt"
     )
     _: KW_ONLY
     model: Callable[[int], nn.Module] | nn.Module | str | None = option(
         None,
-        "as it was given to train. A function that the checkpoint names is not imported unless it "
-        "is named here",
-        flag=None,
+        "as it was given to train: a function that the checkpoint names is called only if it is "
+        "named here",
+        metavar="MODULE:FUNCTION",
     )
+
+
+@dataclass(frozen=True)
+class ExportArguments(CheckpointArguments):
+    """Arguments of `wt.export`."""
+
+    out: str | os.PathLike[str] = option(
+        REQUIRED, "file to write: .pt (state dict), .pt2 (torch.export) or .onnx", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True)
+class TrainedArguments(CheckpointArguments):
+    """Arguments of `wt.evaluate` and `wt.predict`; the checkpoint has all others.
+
+    None: see the help text.
+    """
+
+    urls: Urls | Index = option(
+        REQUIRED,
+        "shards of one split; for predict also a folder of images, or an image file",
+        metavar="URL",
+        several=True,
+    )
+    _: KW_ONLY
     fields: Mapping[str, Field] | None = option(
         None, "as for train (for validation), if an input is a field of your own", flag=None
     )
@@ -331,7 +348,12 @@ class EvaluateArguments(TrainedArguments):
 class PredictArguments(TrainedArguments):
     """Arguments of `wt.predict`."""
 
-    out: str | os.PathLike[str] = option(REQUIRED, "file to write, .csv or .parquet", flag=None)
+    out: str | os.PathLike[str] = option(
+        REQUIRED,
+        "table to write, .csv or .parquet, one row per image",
+        metavar="FILE",
+        flag="-o --out",
+    )
 
 
 def _name(value: Any) -> str:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from wdstrain.decode.fields import Field
 from wdstrain.errors import StorageError, UsageError
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
-from wdstrain.training.config import Config, is_made, refuse
+from wdstrain.training.config import Config, ExportArguments, is_made, refuse
 from wdstrain.training.inputs import (
     Fields,
     InputSpec,
@@ -339,27 +340,18 @@ class Normalizing(nn.Module):
         return value if spec.keeps_type else value.float()
 
 
-def export(
-    checkpoint: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    model: ModelFactory | nn.Module | str | None = None,
-) -> list[str]:
+@takes(ExportArguments)
+def export(arguments: ExportArguments) -> list[str]:
     """Write the model of a checkpoint to `out`, and return the paths of the written files.
 
-    The ending of `out` chooses the format:
-
-    .pt     the state dict
-    .pt2    torch.export
-    .onnx   ONNX (pip install onnx onnxscript)
-
-    model: as it was given to `train`, if it was a function, its name, or a module.
+    The ending of `out` chooses the format: .pt is the state dict, .pt2 a program of torch.export,
+    .onnx needs onnx and onnxscript.
     """
-    path = os.fspath(out)
+    path = os.fspath(arguments.out)
     kind = os.path.splitext(path)[1].lower()
     refuse((kind not in _KINDS, f"{{out}}: must end in {', '.join(_KINDS)}.", "", {"out": path}))
     check_file_output(path)
-    loaded = LoadedCheckpoint.of(checkpoint, model=model)
+    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model)
     try:
         with put_whole(path) as file:
             _KINDS[kind](loaded, file)
