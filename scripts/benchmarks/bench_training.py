@@ -36,8 +36,7 @@ from torchvision.transforms import v2
 import wdstrain as wt
 from wdstrain.training.config import Config
 from wdstrain.training.inputs import Normalization, normalize
-from wdstrain.training.models import build
-from wdstrain.training.optim import make_optimizer, rate_factor
+from wdstrain.training.models import build, make_optimizer, rate_factor
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/options.py": ("tests/loader/test_distributed.py",),
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
     "loader/loader.py": ("tests/loader/test_positions.py",),
-    "training/optim.py": ("tests/training/test_recipes.py",),
+    "training/models.py": ("tests/training/test_recipes.py",),
     "training/weights.py": ("tests/training/test_recipes.py",),
     "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
     "training/metrics.py": (
@@ -666,12 +666,12 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("changed-table", "if _state(path) != state:", "if _state(path) is None:"),
     ],
     # --- training ---
-    "training/optim.py": [
+    "training/models.py": [
         ("no-decay-of-vectors", "if parameter.ndim > 1\n", "if parameter.ndim >= 1\n"),
         (
             "decay-of-layers",
-            "(len(depths) - depths[blocks[name]])",
-            "(len(depths) - 1 - depths[blocks[name]])",
+            "(most - layers[name])",
+            "(most + 1 - layers[name])",
         ),
         (
             "ema-warms-up",

@@ -28,8 +28,9 @@ from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.inputs import Normalization
-from wdstrain.training.models import build, last_layer
-from wdstrain.training.optim import (
+from wdstrain.training.models import (
+    build,
+    last_layer,
     make_optimizer,
     parameter_groups,
     rate_factor,

@@ -6,7 +6,7 @@ options, config                     what these take, and the checks of it
 run, data                           a run: its shards, model and position
 inputs                              inputs of the model
 tasks, heads, metrics               labels, outputs of the model, losses, and scores
-models, weights, optim              models by name, weights, trained models, export, optimizers
+models, weights                     models by name, optimizers, weights, trained models, export
 distributed                         the processes of a run, and signals
 run_dir, run_log, report, results   the folder of a run, its checkpoints, logs, page; runs compared
 """

@@ -10,14 +10,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.errors import UsageError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, help_text, option
@@ -375,6 +375,27 @@ def refuse(*problems: tuple[Any, ...]) -> None:
     for exists, *texts in problems:
         if exists:
             raise UsageError(*texts)
+
+
+@contextmanager
+def refusing(
+    problem: str,
+    hint: str = "",
+    options: Mapping[str, Any] | None = None,
+    *,
+    errors: tuple[type[Exception], ...] = (Exception,),
+) -> Iterator[None]:
+    """Raise UsageError for these errors in the block, with their text after the problem.
+
+    hint, options: of the UsageError. Errors of this package stay as they are.
+    """
+    try:
+        yield
+    except WdstrainError:
+        raise
+    except errors as error:
+        cause = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise UsageError(f"{problem}: {cause}.", hint, options) from error
 
 
 # --- files of options -----------------------------------------------------------------------------

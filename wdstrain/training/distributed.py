@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import WdstrainError
 from wdstrain.runtime.launch import Launch
-from wdstrain.training.models import blocks_in
+from wdstrain.training.config import refusing
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 
@@ -168,17 +168,15 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
     """Return the device of this process. Raises UsageError if the machine has no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with refusing(
+        f"{{device}} cannot be used by local rank {world.local}",
+        "Use cpu, cuda or auto, and start one process per GPU.",
+        {"device": name},
+    ):
         device = torch.device("cuda", world.local) if name == "cuda" else torch.device(name)
         torch.zeros(1, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"{{device}} cannot be used by local rank {world.local} ({str(error).splitlines()[0]}).",
-            "Use cpu, cuda or auto, and start one process per GPU.",
-            {"device": name},
-        ) from error
     return device
 
 
@@ -194,6 +192,18 @@ def is_sharded(model: nn.Module) -> bool:
     Names of methods tell: importing the classes of torch takes half a second.
     """
     return any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+
+
+def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost members of sequences and module lists that consist of several layers."""
+    for child in module.children():
+        layers = list(child.children())
+        is_list = type(child) is nn.ModuleList
+        is_nested = type(child) is nn.Sequential and any(list(layer.children()) for layer in layers)
+        if type(module) in (nn.Sequential, nn.ModuleList) and layers and not is_list and not is_nested:
+            yield child
+        else:
+            yield from blocks_in(child)
 
 
 def local(value: Tensor) -> Tensor:

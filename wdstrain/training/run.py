@@ -21,7 +21,7 @@ from torch import nn
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.config import Config, TrainArguments, refuse
+from wdstrain.training.config import Config, TrainArguments, refuse, refusing
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
@@ -38,8 +38,14 @@ from wdstrain.training.inputs import (
     specs_of,
     with_targets,
 )
-from wdstrain.training.models import build, check_shapes, enable_checkpointing
-from wdstrain.training.optim import ModelEMA, make_optimizer, rate_factor
+from wdstrain.training.models import (
+    ModelEMA,
+    build,
+    check_shapes,
+    enable_checkpointing,
+    make_optimizer,
+    rate_factor,
+)
 from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.tasks import Monitor, Task, check_objects
@@ -353,7 +359,7 @@ def resume(run: Run) -> None:
     _check_same(run, checkpoint, former)
     run.loader.load_state_dict(checkpoint["loader"])
     problem = "the checkpoint is of another model"
-    with model_weights.refusing_others(problem, "Use the same model, or another folder."):
+    with refusing(problem, "Use the same model, or another folder."):
         load_model_state(run.model, checkpoint.get("raw", checkpoint["model"]))
         if run.average is not None:
             load_model_state(run.average.model, checkpoint["model"])

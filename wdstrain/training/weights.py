@@ -11,8 +11,7 @@ import fnmatch
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -20,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.decode.fields import Field
-from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.storage.files import check_file_output, put_whole, write_whole
-from wdstrain.training.config import Config, ExportArguments, is_made, refuse
+from wdstrain.training.config import Config, ExportArguments, is_made, refuse, refusing
 from wdstrain.training.inputs import (
     Fields,
     InputSpec,
@@ -57,16 +55,6 @@ class LoadedWeights:
 
     fresh: tuple[str, ...]
     normalization: Normalization | None
-
-
-@contextmanager
-def refusing_others(problem: str, hint: str) -> Iterator[None]:
-    """Raise UsageError for a state dict that does not fit. problem: what it is of."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        cause = " ".join(str(error).split())[:300]
-        raise UsageError(f"{problem}: {cause}.", hint) from error
 
 
 def load(
@@ -111,15 +99,14 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
         )
     )
     member = members[weights]
-    try:
+    cache = os.path.join(torch.hub.get_dir(), "checkpoints")
+    with refusing(
+        f"{{weights}} of {model_name} cannot be downloaded",
+        f"Download {member.url} elsewhere, and put it into {cache} or give its file as weights.",
+        {"weights": weights},
+        errors=(OSError, RuntimeError),
+    ):
         state = member.get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:
-        cache = os.path.join(torch.hub.get_dir(), "checkpoints")
-        raise UsageError(
-            f"{{weights}} of {model_name} cannot be downloaded ({error}).",
-            f"Download {member.url} elsewhere, and put it into {cache} or give its file as weights.",
-            {"weights": weights},
-        ) from error
     transforms = member.transforms()
     normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
     return LoadedWeights(_copy_weights(model, state, weights), normalization)
@@ -177,9 +164,8 @@ def _copy_weights(
         if name.startswith(last)
         and (is_other or name not in given or given[name].shape != value.shape)
     }
-    with refusing_others(
-        f"the weights {source} are of another model", "Give the model that they are of."
-    ):
+    problem, hint = f"the weights {source} are of another model", "Give the model that they are of."
+    with refusing(problem, hint):
         model.load_state_dict({**given, **fresh})
     return tuple(fresh)
 
@@ -285,7 +271,7 @@ class LoadedCheckpoint:
             is_dense=task.is_dense,
         )
         problem = f"the weights of {path} are of another model than {config.model}"
-        with refusing_others(problem, "Give the same model."):
+        with refusing(problem, "Give the same model."):
             net.load_state_dict(state["model"])
         return cls(net.eval(), task, config, os.fspath(path), inputs)
 
@@ -352,16 +338,10 @@ def export(arguments: ExportArguments) -> list[str]:
     refuse((kind not in _KINDS, f"{{out}}: must end in {', '.join(_KINDS)}.", "", {"out": path}))
     check_file_output(path)
     loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model)
-    try:
-        with put_whole(path) as file:
-            _KINDS[kind](loaded, file)
-    except (OSError, UsageError, StorageError):
-        raise
-    except Exception as error:  # exporters raise errors of many types
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(
-            f"the model {loaded.config.model} cannot be exported as {kind}: {cause}"
-        ) from error
+    # exporters raise errors of many types
+    problem = f"the model {loaded.config.model} cannot be exported as {kind}"
+    with refusing(problem), put_whole(path) as file:
+        _KINDS[kind](loaded, file)
     write_whole(f"{path}.json", json_bytes(_description(loaded, kind == ".pt"), indent=1))
     return [path, f"{path}.json"]
 
