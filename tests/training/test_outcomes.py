@@ -343,8 +343,6 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
         assert words in text
     assert {
         "Worst predictions",
-        "Data: train",
-        "Data: val",
         "Options",
     } <= set(page.titles)
     assert "&lt;grey&gt;" in text
@@ -668,6 +666,5 @@ def test_axis_tick_labels_are_distinct(low: float, high: float, share: bool) -> 
         assert max(map(len, texts)) <= 10
 
 
-def test_bars_and_matrices_show_whole_counts() -> None:
-    assert ">1234567<" in pages.bars({"a": 1234567, "b": 3})
+def test_matrices_show_whole_counts() -> None:
     assert ": 1234567 of 1234569" in pages.matrix(["a", "b"], [[1234567, 2], [3, 4]])

@@ -1,4 +1,4 @@
-"""Pages as self-contained HTML: tables, bars, a confusion matrix, pictures, legends.
+"""Pages as self-contained HTML: tables, a confusion matrix, pictures, legends.
 
 A page is one file. It opens without a network, follows the light or dark theme of the browser, and
 is fast enough to be rewritten after every epoch. Every text that comes from data must be escaped.
@@ -53,17 +53,6 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = ("".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows)
     return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
-
-def bars(counts: Mapping[str, float]) -> str:
-    """Return a bar for each name, as long as its share of the largest value."""
-    most = max(counts.values(), default=0) or 1
-    rows = [
-        f'<tr><th>{escape(name)}</th><td class="bar">'
-        f'<span style="width:{100 * value / most:.1f}%"></span></td><td>{value:.12g}</td></tr>'
-        for name, value in counts.items()
-    ]
-    return f'<table class="bars">{"".join(rows)}</table>'
 
 
 def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
@@ -147,10 +136,6 @@ svg text{fill:var(--soft);font-size:11px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:500;padding:2px 10px 2px 0;vertical-align:top}
 td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
-.bars{width:100%}
-.bars td:last-child{text-align:right;width:5em;padding-left:10px}
-.bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
-.bar{width:70%}
 .matrix th{vertical-align:middle}
 .matrix th,.matrix td{white-space:nowrap;overflow-wrap:normal}
 .matrix td{text-align:center;min-width:1.9em;padding:.35em .2em;border:1px solid var(--line)}

@@ -119,7 +119,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
             consume = partial(table.write_index, index)
         metrics, details = evaluate_pass(model, loader, setup, "evaluating", consume=consume)
     if arguments.report is not None and distributed.leads:
-        write_evaluation(os.fspath(arguments.report), loaded, index, metrics, details)
+        write_evaluation(os.fspath(arguments.report), loaded, metrics, details)
     return task, metrics | classes_of(details)
 
 

@@ -24,7 +24,6 @@ from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training import metrics
 from wdstrain.training.metrics import Results
 
-_SHOWN = 3  # classes of a mask in words
 _MOST_CURVES = 100  # classes with AUROC and average precision of each
 _MOST_MATRIX = 2000  # classes with a confusion matrix
 _CALIBRATION_BINS = 15
@@ -293,13 +292,6 @@ class MaskHead(ClassHead):
 
     def true(self, target: Tensor) -> list[Any]:
         return list(target.byte().cpu())
-
-    def text(self, value: Any) -> str:
-        """Return the largest classes of a mask, with their shares of the pixels."""
-        counts = torch.bincount(value[value != IGNORED].long(), minlength=len(self.classes))
-        shares, numbers = (counts / counts.sum().clamp(min=1)).sort(descending=True, stable=True)
-        some = zip(numbers.tolist()[:_SHOWN], shares.tolist(), strict=False)
-        return ", ".join(f"{self.classes[i]} {share:.0%}" for i, share in some if share)
 
     def sums(self) -> dict[str, tuple[int, ...]]:
         return {"pixels": (len(self.classes) ** 2 + 1,)}  # the last: pixels without a class

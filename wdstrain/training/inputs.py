@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,8 +195,7 @@ def call_model(model: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
 
     A single input is the argument of the model. Several are keyword arguments with their names.
     """
-    output: Tensor = model(**values) if len(values) > 1 else model(*values.values())
-    return output
+    return cast(Tensor, model(**values) if len(values) > 1 else model(*values.values()))
 
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
@@ -279,8 +278,8 @@ def specs_of(fields: Fields) -> dict[str, InputSpec]:
 
 def with_targets(fields: Fields, task: Task) -> dict[str, Field]:
     """Return the fields of inputs and targets. Masks follow the first image."""
-    images = (field for field in fields.values() if isinstance(field, Image))
-    return {**fields, **task.target_fields(next(images, None))}
+    image = next((field for field in fields.values() if isinstance(field, Image)), None)
+    return {**fields, **{f"target {head.name}": head.field(image) for head in task.heads}}
 
 
 def input_fields(

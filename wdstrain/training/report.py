@@ -38,7 +38,7 @@ from wdstrain.training.validation import PALETTE, Preview
 from wdstrain.training.weights import LoadedCheckpoint
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
-_BARS = 30  # classes with bars
+_NAMED_COLORS = 30  # classes in a legend
 _CLASSES = 200  # rows of a table of classes
 _LOGGED = 100  # classes whose numbers are in the line of an epoch
 _PAIRS = 20  # mistaken pairs of classes in a list
@@ -81,14 +81,12 @@ def write_report(
     cards = [*_curves(run.task, run.monitor.name, history, steps)]
     if details:
         cards += _results(run.task, last["val"], details)
-    sets = {"train": run.train_set, "val": run.val_set}
-    _write(path, title, config, run.task, facts, texts, cards, sets)
+    _write(path, title, config, run.task, facts, texts, cards)
 
 
 def write_evaluation(
     path: str,
     loaded: LoadedCheckpoint,
-    index: Index,
     metrics: Mapping[str, Any],
     details: Mapping[str, Any],
 ) -> None:
@@ -97,7 +95,7 @@ def write_evaluation(
     facts = _shown_first(metrics, task.metric_name(head, head.main_metric))
     facts |= {name: str(int(metrics[name])) for name in ("samples", "bad")}
     title, cards = f"Evaluation of {loaded.path}", _results(task, metrics, details)
-    _write(path, title, loaded.config, task, facts, (), cards, {"evaluated": index})
+    _write(path, title, loaded.config, task, facts, (), cards)
 
 
 def _write(
@@ -108,17 +106,15 @@ def _write(
     facts: Mapping[str, str],
     texts: Iterable[str],
     cards: Iterable[str],
-    sets: Mapping[str, Index | None],
 ) -> None:
-    """Write a page: title, facts, sentences, cards, data and options."""
+    """Write a page: title, facts, sentences, cards and options."""
     cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
     options = {name: value for name, value in vars(config).items() if value not in (None, "")}
-    data = (pages.card(f"Data: {n}", _data(own, task)) for n, own in sets.items() if own)
     parts = [
         f"<p class=soft>{escape(f'model {config.model}, task {task}')}</p>",
         f'<div class="facts">{cells}</div>',
         *(f"<p>{escape(text)}</p>" for text in texts),
-        pages.cards([*cards, *data, pages.card("Options", pages.table(options))]),
+        pages.cards([*cards, pages.card("Options", pages.table(options))]),
     ]
     write_whole(path, pages.page(title, parts))
 
@@ -140,12 +136,9 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
         return Line(name, at, [line[value] for line in steps])
 
     main = [task.metric_name(head, head.main_metric) for head in task.heads]
-    there = {name for line in history for name in (*line, *line.get("val", ()))}
-    for name in dict.fromkeys([*main, monitor]):
-        if name in there - {"loss"}:
-            _, mean, _ = _by_epoch(history, f"{name}_of_mean")
-            mean = mean._replace(name="predicting the mean", dots=False)
-            yield curves(name, [*_by_epoch(history, name), mean])
+    there = {name for line in history for name in (*line, *line.get("val", ()))} - {"loss"}
+    for name in dict.fromkeys(name for name in (*main, monitor) if name in there):
+        yield curves(name, _by_epoch(history, name))
     yield curves("loss", [by_step("loss"), *_by_epoch(history, "loss")[1:]])
     yield curves("learning_rate", [by_step("lr")])
     yield curves("samples_per_second", [by_step("samples_per_second")])
@@ -164,21 +157,6 @@ def _by_epoch(history: History, name: str) -> list[Line]:
         Line(title, epochs, [line.get(name, math.nan) for line in figures], dots=True)
         for title, figures in parts.items()
     ]
-
-
-def _data(index: Index, task: Task) -> str:
-    """Return a table of the data and the counts of its classes."""
-    rows = {
-        "samples": len(index),
-        "shards": len(index.shards),
-        "MB": f"{sum(shard.bytes for shard in index.shards) / 1e6:.1f}",
-        "fields": ", ".join(index.fields),
-    }
-    body = pages.table(rows)
-    for head in task.heads:
-        if some := _largest(recorded_counts(index, head.target), _BARS):
-            body += f"<p class=soft>{escape(head.name)}</p>{pages.bars(some)}"
-    return body
 
 
 def _largest(counts: Mapping[str, int], most: int | None = None) -> dict[str, int]:
@@ -278,7 +256,7 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
     if task.is_dense:
         style, words = "shown wide", "image, prediction, true mask"
         colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
-        names = pages.legend(dict(zip(task.heads[0].classes[:_BARS], colors, strict=False)))
+        names = pages.legend(dict(zip(task.heads[0].classes[:_NAMED_COLORS], colors, strict=False)))
     return f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
 
 

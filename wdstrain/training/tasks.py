@@ -121,10 +121,6 @@ class Task:
         heads = stored | {head.name: head for head in self.heads}
         return heads if self.has_several else {"label": self.heads[0]} | heads
 
-    def target_fields(self, image: Field | None) -> dict[str, Field]:
-        """Return the field "target NAME" of each head. image: that masks follow."""
-        return {f"target {head.name}": head.field(image) for head in self.heads}
-
     def targets(self, batch: Mapping[str, Any]) -> list[Tensor]:
         """Return the target of each head."""
         return [batch[f"target {head.name}"] for head in self.heads]

@@ -329,17 +329,21 @@ class _Previews:
             self._task.heads, self._task.split(outputs), targets, strict=True
         ):
             (predicted,), (true,) = head.predicted(scores), head.true(target)
+            if head.kind == "mask":
+                panels += [_colored(panels[0], mask) for mask in (predicted, true) if panels]
+                continue
             is_name = isinstance(predicted, str)
             share = f" {float(head.probabilities(scores).max()):.0%}" if is_name else ""
             is_wrong = isinstance(predicted, (str, list)) and predicted != true
             said[head.name] = (head.text(predicted) + share, head.text(true), is_wrong)
-            if head.kind == "mask" and panels:
-                image, edge = panels[0], np.full((len(panels[0]), 1, 3), 255, np.uint8)
-                for numbers in (predicted, true):
-                    colored = image.astype(np.uint16) + PALETTE[numbers.numpy()]
-                    panels += [edge, (colored // 2).astype(np.uint8)]
         pixels = np.concatenate(panels, axis=1) if panels else None
         return Preview(loss, batch["__key__"][row], said, pixels)
+
+
+def _colored(image: Pixels, mask: Tensor) -> Pixels:
+    """Return a mask in colors over its picture, after a white line."""
+    colored = (image.astype(np.uint16) + PALETTE[mask.numpy()]) // 2
+    return np.pad(colored, ((0, 0), (1, 0), (0, 0)), constant_values=255).astype(np.uint8)
 
 
 # --- masks ----------------------------------------------------------------------------------------
