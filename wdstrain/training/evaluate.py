@@ -12,14 +12,12 @@ import csv
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -27,17 +25,16 @@ from torch import Tensor, nn
 
 from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
-from wdstrain.decode.fields import Example, Field, Image
 from wdstrain.decode.formats import EXTENSIONS
-from wdstrain.decode.transforms import DRAWS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.options import takes
-from wdstrain.shards.index import Index
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import check_file_output, put_whole, read_whole
+from wdstrain.storage.files import check_file_output, put_whole
 from wdstrain.training.config import (
     EvaluateArguments,
     PredictArguments,
@@ -66,7 +63,6 @@ from wdstrain.training.validation import (
     drain,
     evaluate_pass,
     run_model,
-    upright_size,
 )
 from wdstrain.training.weights import LoadedCheckpoint
 
@@ -116,7 +112,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
         if arguments.predictions is not None:
             true = _true_columns(index, loaded, reporter)
             table = _Table(setup, model, os.fspath(arguments.predictions), arguments, true)
-            consume = partial(table.write_index, index)
+            consume = partial(table.write, index)
         metrics, details = evaluate_pass(model, loader, setup, "evaluating", consume=consume)
     if arguments.report is not None and distributed.leads:
         write_evaluation(os.fspath(arguments.report), loaded, metrics, details)
@@ -191,15 +187,14 @@ def predict(arguments: PredictArguments) -> PredictResult:
         fields = loaded.fields(arguments.fields, index)
         setup = _setup(loaded, distributed, reporter)
         model = loaded.model.to(setup.device)
-        true = {} if index is None else _true_columns(index, loaded, reporter)
-        table = _Table(setup, model, path, arguments, true)
         if index is None:
-            table.write(_scored_images(images, fields, setup, model))
-        else:
-            config = replace(loaded.config, on_error="replace", max_errors=1.0)
-            loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
-            with closing(loader):
-                table.write_index(index, run_model(model, loader, setup, "predicting"))
+            index = _index_of_files(images, fields)
+        true = _true_columns(index, loaded, reporter)
+        table = _Table(setup, model, path, arguments, true)
+        config = replace(loaded.config, on_error="replace", max_errors=1.0)
+        loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
+        with closing(loader):
+            table.write(index, run_model(model, loader, setup, "predicting"))
     return PredictResult(table.count, table.bad)
 
 
@@ -246,7 +241,6 @@ class _Sample(NamedTuple):
     size: tuple[int, int] | None = None
 
 
-Batches = Iterable[tuple[Tensor, list[_Sample]]]  # outputs of the model, and their samples
 Column = tuple[str, pa.DataType, list[Any]]  # name, type, cells
 
 # --- the table ------------------------------------------------------------------------------------
@@ -274,9 +268,9 @@ class _Table:
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def write(self, batches: Batches) -> None:
-        """Write the file, which appears when it is complete."""
-        schema, rows = self._schema(), self._rows(batches)
+    def write(self, index: Index, scored: Iterable[Scored]) -> None:
+        """Write the predictions of all samples of an index. The file appears when it is complete."""
+        schema, rows = self._schema(), self._rows(index, scored)
         with put_whole(self._path) as file:
             if self._path.lower().endswith(".csv"):
                 text = codecs.getwriter("utf-8")(file, "surrogateescape")
@@ -289,10 +283,6 @@ class _Table:
                     cells = [list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)]
                     parquet.write_table(pa.table(cells, schema))
 
-    def write_index(self, index: Index, scored: Iterable[Scored]) -> None:
-        """Write the predictions of all samples of an index."""
-        self.write(_with_samples(index, scored))
-
     def _schema(self) -> pa.Schema:
         """Return names that SQL and data frames take without quotes, each once, and types."""
         plain: dict[str, pa.DataType] = {}
@@ -304,9 +294,16 @@ class _Table:
             plain[name] = kind
         return pa.schema(plain)
 
-    def _rows(self, batches: Batches) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, index: Index, scored: Iterable[Scored]) -> Iterator[tuple[Any, ...]]:
         """Yield the cells of each row."""
-        for outputs, samples in batches:
+        keys = map(index.key, count())
+        for batch, outputs, delivered in scored:
+            bad = iter(delivered.bad)
+            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
+            samples = [
+                _Sample(next(keys), "" if is_own else next(bad).reason, size)
+                for is_own, size in zip(delivered.own.tolist(), sizes, strict=False)
+            ]
             columns = [cells for *_, cells in self._columns(outputs.cpu(), samples)]
             yield from zip(*columns, strict=True)
             self.count += len(samples)
@@ -374,26 +371,11 @@ def _parquet_cell(cell: Any) -> Any:
     return cell.encode("utf-8", "replace").decode() if isinstance(cell, str) else cell
 
 
-# --- samples --------------------------------------------------------------------------------------
+# --- image files ----------------------------------------------------------------------------------
 
 
-def _with_samples(index: Index, scored: Iterable[Scored]) -> Batches:
-    """Yield outputs and samples of a whole index, a batch at a time."""
-    keys = map(index.key, count())
-    for batch, outputs, delivered in scored:
-        bad = iter(delivered.bad)
-        sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
-        samples = [
-            _Sample(next(keys), "" if is_own else next(bad).reason, size)
-            for is_own, size in zip(delivered.own.tolist(), sizes, strict=False)
-        ]
-        yield outputs, samples
-
-
-def _scored_images(
-    images: Sequence[tuple[str, str]], fields: Fields, setup: Setup, model: nn.Module
-) -> Batches:
-    """Yield outputs and samples of image files, a batch at a time. images: (key, path)."""
+def _index_of_files(images: Sequence[tuple[str, str]], fields: Fields) -> Index:
+    """Return an index of image files: each is a shard of one sample. images: (key, path)."""
     refuse(
         (
             len(fields) > 1,
@@ -401,33 +383,16 @@ def _scored_images(
             "Convert the files to shards.",
         )
     )
-    ((name, field),) = fields.items()
-    sized, size = setup.task.is_dense and isinstance(field, Image), setup.config.batch_size
-    read = partial(_read_image, field=field, sized=sized)
-    with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool:
-        for first in range(0, len(images), size):
-            inputs, samples = zip(*pool.map(read, images[first : first + size]), strict=True)
-            outputs = setup.call(model, {name: torch.stack(inputs).to(setup.device)})
-            yield outputs.float(), list(samples)
-            setup.reporter.step("predicting", first + len(samples), len(images), unit="samples")
-
-
-def _read_image(image: tuple[str, str], field: Field, sized: bool) -> tuple[Tensor, _Sample]:
-    """Return (input as a batch has it, the sample) of an image file. sized: it has its size."""
-    (key, path), example, size, error = image, cast(Example, field.example), None, ""
-    out = np.zeros(example.shape, example.dtype)
-    try:
-        if not os.path.isfile(path):  # opening a pipe would block
-            raise OSError("it is not a regular file")
-        data = cast(bytes, read_whole(path))
+    ((_, field),) = fields.items()
+    rows, shards = [], []
+    for key, path in images:
+        # at least a byte, so that an empty file is one that cannot be read
+        size = max(1, os.path.getsize(path)) if os.path.isfile(path) else 1
         extension = os.path.splitext(path)[1][1:].lower()
-        field.read(extension, memoryview(data), out, np.full(DRAWS, 0.5))
-        size = upright_size(data) if sized else None
-    except Exception as problem:  # decoders raise errors of many types
-        out[...], error = 0, str(problem) or type(problem).__name__
-    value = torch.from_numpy(out)
-    value = value.permute(2, 0, 1) if example.channels_last else value
-    return value, _Sample(key, error, size)
+        name = extension if extension in field.names else field.names[0]
+        rows.append((key, 0, size, [(name, 0, size, 0)]))
+        shards.append(Shard(path, 1, size))
+    return Index(tuple(shards), Offsets.of_samples(rows))
 
 
 def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]]:

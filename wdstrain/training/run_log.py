@@ -180,23 +180,14 @@ class StageTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._copied = 0.0
-        self._start(time.perf_counter())
-
-    def _start(self, now: float) -> None:
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._events: list[tuple[str, Any, Any]] = []
-        self._begun = self._at = now
-        self._event = self._mark()
+        self._cuda, self._copied = device.type == "cuda", 0.0
+        self._laps: list[tuple[str, Any, Any]] = []
+        self._begin = self._last = self._mark()
 
     def lap(self, stage: str) -> None:
         """Add the time since the lap before to a stage."""
-        now = time.perf_counter()
-        self._seconds[stage] += now - self._at
-        before, self._at, self._event = self._event, now, self._mark()
-        if self._cuda and stage in _ON_DEVICE:
-            self._events.append((stage, before, self._event))
+        before, self._last = self._last, self._mark()
+        self._laps.append((stage, before, self._last))
 
     def window(self, copied: float) -> dict[str, float]:
         """Return seconds by stage since the last window. Waits for a CUDA device.
@@ -205,24 +196,25 @@ class StageTimer:
         """
         if self._cuda:
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        whole, seconds = now - self._begun, self._seconds
+        seconds, end = dict.fromkeys(STAGES, 0.0), self._mark()
+        whole = end[0] - self._begin[0]
+        for stage, (at, event), (after, next_event) in self._laps:
+            is_on_device = self._cuda and stage in _ON_DEVICE
+            seconds[stage] += event.elapsed_time(next_event) / 1e3 if is_on_device else after - at
         if self._cuda:
-            device = dict.fromkeys(_ON_DEVICE, 0.0)
-            for stage, begin, end in self._events:
-                device[stage] += begin.elapsed_time(end) / 1e3
-            waited = min(seconds["data"], max(0.0, whole - sum(device.values())))
-            copy = min(waited, copied - self._copied)
-            seconds = {**seconds, **device, "data": waited - copy, "copy": copy}
-        self._copied = copied
+            idle = max(0.0, whole - sum(seconds[stage] for stage in _ON_DEVICE))
+            waited = min(seconds["data"], idle)
+            seconds["copy"] = min(waited, copied - self._copied)
+            seconds["data"] = waited - seconds["copy"]
         seconds["other"] = max(0.0, whole - sum(seconds.values()))
-        self._start(now)
+        self._copied, self._laps = copied, []
+        self._begin = self._last = end
         return seconds
 
-    def _mark(self) -> Any:
-        """Return an event in the stream of the device; None on a CPU."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _mark(self) -> tuple[float, Any]:
+        """Return the time, and on a CUDA device an event in its stream."""
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        return time.perf_counter(), event

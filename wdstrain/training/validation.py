@@ -397,12 +397,6 @@ class PictureSize:
     example: ClassVar[Example] = Example((2,), "int64")
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
-        out[...] = upright_size(bytes(data))
-
-
-def upright_size(picture: bytes) -> tuple[int, int]:
-    """Return height and width of a picture as it is shown."""
-    image = open_picture(picture)
-    width, height = image.size
-    is_turned = image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED
-    return (width, height) if is_turned else (height, width)
+        image = open_picture(bytes(data))
+        is_turned = image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED
+        out[...] = image.size if is_turned else image.size[::-1]
