@@ -394,7 +394,8 @@ def refusing(
     except WdstrainError:
         raise
     except errors as error:
-        cause = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        text = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
+        cause = text.rstrip(".") or type(error).__name__
         raise UsageError(f"{problem}: {cause}.", hint, options) from error
 
 
@@ -441,21 +442,14 @@ def _read_table(path: str) -> dict[Any, Any]:
             "Name a file of options such as config.toml.",
         )
     )
-    try:
+    with refusing(f"{path} cannot be read", "Check the path."):
         raw = Path(path).read_bytes()
+    with refusing(f"{path} is no {kind[1:].upper()} table of options"):
         if kind == ".toml":
             return dict(tomllib.loads(raw.decode()))
         import yaml
 
         return dict(yaml.safe_load(raw) or {})
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}.",
-            "Check the path.",
-        ) from None
-    except Exception as error:  # each parser has errors of its own
-        cause = " ".join(str(error).split())
-        raise UsageError(f"{path} is no {kind[1:].upper()} table of options: {cause}.") from None
 
 
 # --- names and types ------------------------------------------------------------------------------
@@ -480,10 +474,11 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{error}.", option=name, value=value) from None
     choices, rule = about.get("choices", (plain,)), about.get("rule")
-    if plain not in choices:
-        raise UsageError(f"must be {' or '.join(choices)}.", option=name, value=plain)
-    if rule and not LIMITS[rule][0] <= plain <= LIMITS[rule][1]:
-        raise UsageError(f"must be {rule}.", option=name, value=plain)
+    texts = f"{{{name}}}: must be {rule or ' or '.join(map(str, choices))}.", "", {name: plain}
+    refuse(
+        (plain not in choices, *texts),
+        (rule and not LIMITS[rule][0] <= plain <= LIMITS[rule][1], *texts),
+    )
     return plain
 
 

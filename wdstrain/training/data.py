@@ -367,11 +367,13 @@ def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[s
             numbers = decode_mask(fields[name]).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
-    if is_strict and others:
-        raise UsageError(
-            f"masks in {name} have the class number {others[0]}, and {learned} classes are learned, "
-            f"0 to {learned - 1}.",
+    refuse(
+        (
+            is_strict and others,
+            f"masks in {name} have the class number {min(others, default=0)}, and {learned} classes "
+            f"are learned, 0 to {learned - 1}.",
             f"Name all of them with {{classes}}, or store {IGNORED} where a pixel has no class.",
             {"classes": ...},
         )
+    )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

@@ -208,11 +208,7 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 def local(value: Tensor) -> Tensor:
     """Return the part of a tensor that this process has; the tensor itself if it is not split."""
-    return cast(Tensor, cast(Any, value).to_local()) if _is_split(value) else value
-
-
-def _is_split(value: object) -> bool:
-    return hasattr(value, "full_tensor")
+    return cast(Tensor, cast(Any, value).to_local()) if hasattr(value, "to_local") else value
 
 
 def whole(value: Any) -> Any:
@@ -223,7 +219,7 @@ def whole(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: whole(part) for name, part in value.items()}
-    if not _is_split(value):
+    if not hasattr(value, "full_tensor"):
         return value
     tensor = value.full_tensor()
     return tensor.cpu() if dist.get_rank() == 0 else None
@@ -256,7 +252,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 def _split_like(value: Any, like: Any) -> Any:
     """Return a tensor of the same shape as a split one split as that is; others as they are."""
-    if not isinstance(value, Tensor) or not _is_split(like) or value.shape != like.shape:
+    if not isinstance(value, Tensor) or not hasattr(like, "placements") or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -110,9 +109,8 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
         model = loaded.model.to(setup.device)
         consume: Callable[[Iterator[Scored]], object] = drain
         if arguments.predictions is not None:
-            true = _true_columns(index, loaded, reporter)
-            table = _Table(setup, model, os.fspath(arguments.predictions), arguments, true)
-            consume = partial(table.write, index)
+            path = os.fspath(arguments.predictions)
+            consume = _Table(index, loaded, setup, path, arguments).write
         metrics, details = evaluate_pass(model, loader, setup, "evaluating", consume=consume)
     if arguments.report is not None and distributed.leads:
         write_evaluation(os.fspath(arguments.report), loaded, metrics, details)
@@ -189,12 +187,11 @@ def predict(arguments: PredictArguments) -> PredictResult:
         model = loaded.model.to(setup.device)
         if index is None:
             index = _index_of_files(images, fields)
-        true = _true_columns(index, loaded, reporter)
-        table = _Table(setup, model, path, arguments, true)
+        table = _Table(index, loaded, setup, path, arguments)
         config = replace(loaded.config, on_error="replace", max_errors=1.0)
         loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
         with closing(loader):
-            table.write(index, run_model(model, loader, setup, "predicting"))
+            table.write(run_model(model, loader, setup, "predicting"))
     return PredictResult(table.count, table.bad)
 
 
@@ -251,26 +248,27 @@ class _Table:
 
     def __init__(
         self,
+        index: Index,
+        loaded: LoadedCheckpoint,
         setup: Setup,
-        model: nn.Module,
         path: str,
         options: TrainedArguments,
-        true: Mapping[str, pa.Array],
     ) -> None:
-        """true: targets by label."""
-        self._task, self._true, self._options, self._path = setup.task, true, options, path
+        """index: the samples that `write` gets."""
+        self._task, self._options, self._path, self._index = setup.task, options, path, index
+        self._true = _true_columns(index, loaded, setup.reporter)
         self._masks = MaskFolder(setup.inputs, path) if setup.task.is_dense else None
         self.count = self.bad = 0
         self._embedding = torch.zeros(0, 0)
         if options.embeddings:
-            last_layer(model)[1].register_forward_pre_hook(self._keep_input)
+            last_layer(loaded.model)[1].register_forward_pre_hook(self._keep_input)
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._embedding = inputs[0].detach().flatten(1).float().cpu()
 
-    def write(self, index: Index, scored: Iterable[Scored]) -> None:
-        """Write the predictions of all samples of an index. The file appears when it is complete."""
-        schema, rows = self._schema(), self._rows(index, scored)
+    def write(self, scored: Iterable[Scored]) -> None:
+        """Write the predictions of all samples. The file appears when it is complete."""
+        schema, rows = self._schema(), self._rows(scored)
         with put_whole(self._path) as file:
             if self._path.lower().endswith(".csv"):
                 text = codecs.getwriter("utf-8")(file, "surrogateescape")
@@ -294,9 +292,9 @@ class _Table:
             plain[name] = kind
         return pa.schema(plain)
 
-    def _rows(self, index: Index, scored: Iterable[Scored]) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, scored: Iterable[Scored]) -> Iterator[tuple[Any, ...]]:
         """Yield the cells of each row."""
-        keys = map(index.key, count())
+        keys = map(self._index.key, count())
         for batch, outputs, delivered in scored:
             bad = iter(delivered.bad)
             sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
@@ -407,10 +405,10 @@ def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]
     if any(name.endswith(".tar") or name == INDEX_NAME for name in names):
         return []
     listing = list_folder(path, flat=True)
-    if listing.ignored:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(listing.ignored.items()))
+    if ignored := listing.ignored:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(ignored.items()))
         reporter.line(
-            f"files passed over: {sum(listing.ignored.values())} ({kinds}). "
+            f"files passed over: {sum(ignored.values())} ({kinds}). "
             f"Images end in {', '.join(EXTENSIONS)}."
         )
     samples = (entry for entry in listing.samples() if isinstance(entry, Sample))

@@ -84,26 +84,25 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
     from torchvision import models
 
     known = models.list_models(module=models.segmentation if is_dense else models)
-    if name not in known:
-        near = ", ".join(get_close_matches(name, known, 8, 0.4) or known[:8])
-        raise UsageError(
-            f"no model{' for masks' if is_dense else ''} has this name.",
+    near = ", ".join(get_close_matches(name, known, 8, 0.4) or known[:8])
+    refuse(
+        (
+            name not in known,
+            f"{{model}}: no model{' for masks' if is_dense else ''} has this name.",
             f"Use small, a model of torchvision such as {near}, timm:NAME, or module:function.",
-            option="model",
-            value=name,
+            {"model": name},
         )
+    )
     options: dict[str, Any] = {"weights": None, "num_classes": outputs}
     own = {"googlenet": {"aux_logits": False}, "inception_v3": {"aux_logits": False}}
     options |= {"weights_backbone": None} if is_dense else own.get(name, {})
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
-    try:
+    with refusing(
+        f"{{model}} cannot be built for images of {image_size} pixels",
+        "Use {image_size}.",
+        {"model": name, "image_size": 224},
+    ):
         return cast(nn.Module, models.get_model(name, **options))
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"{{model}} cannot be built for images of {image_size} pixels ({error}).",
-            "Use {image_size}.",
-            {"model": name, "image_size": 224},
-        ) from error
 
 
 def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -116,17 +115,14 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         import timm
     create: Callable[..., nn.Module] = timm.create_model
     create = partial(create, name, pretrained=pretrained, num_classes=outputs)
-    try:
+    with refusing(  # timm and its hub client raise errors of many types
+        "{model} cannot be created",
+        "Name one of timm.list_models(), or try another {image_size}, or without a network {weights}.",
+        {"model": f"{TIMM}{name}", "image_size": ..., "weights": "FILE"},
+    ):
         with suppress(TypeError):  # of models that take images of any size
             return create(img_size=image_size)
         return create()
-    except Exception as error:  # timm and its hub client raise errors of many types
-        raise UsageError(
-            f"{{model}} cannot be created: {' '.join(str(error).split())[:300]}.",
-            "Name one of timm.list_models(), or try another {image_size}, or without a network "
-            "{weights}.",
-            {"model": f"{TIMM}{name}", "image_size": ..., "weights": "FILE"},
-        ) from error
 
 
 def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:

@@ -292,11 +292,11 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
         "left_out": run.loader.plan(state.epoch).left_out,
         "lr": run.lr,
         "verdict": state.verdict,
-    }
-    metrics |= {
-        run.task.metric_name(head, "accuracy"): sums[f"head {head.name}"] / max(1.0, samples)
-        for head in run.task.heads
-        if f"head {head.name}" in sums
+        **{
+            run.task.metric_name(head, "accuracy"): sums[f"head {head.name}"] / max(1.0, samples)
+            for head in run.task.heads
+            if f"head {head.name}" in sums
+        },
     }
     if run.scaler.is_enabled():
         metrics["skipped_steps"] = int(sums["skipped"])

@@ -28,7 +28,7 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.storage.files import check_folder_output, disk_errors, publish, write_whole
-from wdstrain.training.config import CONFIG, METRICS, read_lines, refuse
+from wdstrain.training.config import CONFIG, METRICS, read_lines, refuse, refusing
 
 STEPS = "steps.jsonl"
 REPORT, BOARD, CHECKPOINTS = "report.html", "tensorboard", "checkpoints"
@@ -96,13 +96,10 @@ class RunDir:
         with open(self.path(name), "a", encoding="utf-8") as file:
             file.write(strict_json(line) + "\n")
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""
-        return read_lines(self.path(name))
-
     def rewind(self, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
         """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
-        steps = [line for line in self.lines(STEPS) if (line["epoch"], line["step"]) <= position]
+        written = read_lines(self.path(STEPS))
+        steps = [line for line in written if (line["epoch"], line["step"]) <= position]
         for name, lines in ((METRICS, history), (STEPS, steps)):
             text = "".join(f"{strict_json(line)}\n" for line in lines)
             write_whole(self.path(name), text.encode())
@@ -207,32 +204,31 @@ def load_file(path: str, other: str) -> Any:
     Raises UsageError for a missing or damaged file, also for changed bytes, which torch does not
     notice.
     """
-    try:
-        damaged = None
-        with suppress(zipfile.BadZipFile, NotImplementedError), zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch has its own words for other files
-        if damaged is None:
+    with refusing(f"{path} cannot be read", "Check the path.", errors=(OSError,)):
+        try:
+            # torch has its own words for other files
+            with suppress(zipfile.BadZipFile, NotImplementedError), zipfile.ZipFile(path) as file:
+                damaged = file.testzip()
+                problem = f"{path} is damaged: the checksum of {damaged} differs."
+                refuse((damaged is not None, problem, "Use another file."))
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        why = error.strerror or error
-        raise UsageError(f"{path} cannot be read: {why}.", "Check the path.") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UsageError(f"{path} {other}") from error
-    raise UsageError(f"{path} is damaged: the checksum of {damaged} differs.", "Use another file.")
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+            raise UsageError(f"{path} {other}") from error
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
     """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
     state = load_file(path, "is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt")
-    if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
-        raise UsageError(
-            f"{path} is a checkpoint of another program: it lacks model, config or task."
-        )
+    parts: dict[str, Any] = state if isinstance(state, dict) else {}
     refuse(
         (
-            state.get("format") != FORMAT,
-            f"{path} has the checkpoint format {state.get('format')}: must be {FORMAT}.",
+            not {"model", "config", "task"} <= set(parts),
+            f"{path} is a checkpoint of another program: it lacks model, config or task.",
+        ),
+        (
+            parts.get("format") != FORMAT,
+            f"{path} has the checkpoint format {parts.get('format')}: must be {FORMAT}.",
             "Read it with the version of wdstrain that wrote it.",
-        )
+        ),
     )
-    return state
+    return parts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError
-from wdstrain.training.config import METRICS
+from wdstrain.training.config import METRICS, read_lines
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
@@ -44,6 +44,7 @@ def open_folder(run: Run, stack: ExitStack) -> RunDir:
     text = run.config.toml({"train": addresses(arguments.urls), "val": val})
     folder = RunDir(run.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
     stack.callback(folder.close)
+    folder.rewind(run.state.history, (run.state.epoch, run.state.step))
     run.checkpoints = Checkpoints(folder.path(CHECKPOINTS), run.config.keep)
     return folder
 
@@ -63,8 +64,6 @@ class RunLog:
         """
         self._run, state = run, run.state
         self._dir: Any = open_folder(run, stack) if run.is_leader else None
-        if self._dir is not None:
-            self._dir.rewind(state.history, (state.epoch, state.step))
         self._board: Any = None  # opened with the first event, and again after a failure
         self._next = state.epoch * run.steps + state.step + 1  # step of the next event
         stack.callback(self._close_board)
@@ -138,7 +137,7 @@ class RunLog:
         }
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps)
         with self._going_on():
-            steps = self._dir.lines(STEPS)
+            steps = read_lines(self._dir.path(STEPS))
             write_report(self._dir.path(REPORT), self._run, best, steps, details)
 
     def _add_events(self, values: Mapping[str, float], step: int) -> None:

@@ -285,14 +285,15 @@ class Monitor:
             self.name, maximizes = name, direction == "max"
         elif self.name in metrics:
             maximizes = getattr(metrics[self.name], "higher_is_better", None)
-        if maximizes is None:
-            raise UsageError(
-                "the metric has no higher_is_better.",
+        refuse(
+            (
+                maximizes is None,
+                "{monitor}: the metric has no higher_is_better.",
                 f"Say whether less or more is better: {self.name}:min or {self.name}:max.",
-                option="monitor",
-                value=self.name,
+                {"monitor": self.name},
             )
-        self.maximizes = maximizes
+        )
+        self.maximizes = bool(maximizes)
 
     def improves(self, value: float, best: float, min_delta: float = 0.0) -> bool:
         """Return whether a value improves on the best by more than min_delta.
@@ -362,9 +363,6 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         ("training_step", arguments.training_step, "(batch, model) -> loss"),
         ("optimizer", None if isinstance(optimizer, str) else optimizer, groups),
     ]
-    for name, value, form in functions:
-        if value is not None and not callable(value):
-            raise UsageError(f"must be a function {form}.", option=name, value=value)
     has_losses = criterion is not None and (own is not criterion or len(own) >= len(labels))
     replaced = (
         ("training_step", arguments.training_step is not None, _OF_LOSSES),
@@ -374,6 +372,15 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
     )
     needs_val = config.patience or config.monitor or config.schedule == "plateau"
     refuse(
+        *(
+            (
+                value is not None and not callable(value),
+                f"{{{name}}}: must be a function {form}.",
+                "",
+                {name: value},
+            )
+            for name, value, form in functions
+        ),
         (
             not has_val and (needs_val or arguments.val_fields is not None),
             "patience, monitor, val_fields and the schedule plateau need validation data.",

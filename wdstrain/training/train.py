@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import WdstrainError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
-from wdstrain.training.config import Config, TrainArguments
+from wdstrain.training.config import Config, TrainArguments, refuse
 from wdstrain.training.distributed import (
     GO_ON,
     SAVE,
@@ -81,12 +81,17 @@ class Callback:
 def check_callback(callback: object) -> None:
     """Raise UsageError for a method on_... that no run calls."""
     known = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(callback):
-        if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
-            raise UsageError(
+    given = [name for name in dir(callback) if name.startswith("on_")]
+    refuse(
+        *(
+            (
+                name not in known and callable(getattr(callback, name)),
                 f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
-                f"{', '.join(known)}."
+                f"{', '.join(known)}.",
             )
+            for name in given
+        )
+    )
 
 
 @dataclass
@@ -128,7 +133,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         run = Run(arguments, distributed, reporter)
         for loader in filter(None, (run.loader, run.val_loader)):
             stack.callback(loader.close)
-        _set_arithmetic(run.config, run.setup.device, stack)
+        _set_arithmetic(run.config, stack)
         stack.enter_context(distributed.joined(run.setup.device))
         # not before: a process that waits for others in C code would not end at SIGTERM
         signals = stack.enter_context(SignalHandler().watched())
@@ -173,15 +178,15 @@ def _start_lines(run: Run) -> list[str]:
     return lines
 
 
-def _set_arithmetic(config: Config, device: torch.device, stack: ExitStack) -> None:
+def _set_arithmetic(config: Config, stack: ExitStack) -> None:
     """Set deterministic algorithms and TF32 for a run. stack: restores them."""
     cudnn = torch.backends.cudnn
     stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
     if config.deterministic:
-        if device.type == "cuda":  # cuBLAS reads it when it is first used
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         cudnn.benchmark = False
     if config.tf32:

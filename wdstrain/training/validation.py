@@ -185,8 +185,7 @@ class EpochSums:
         # len(losses) would be copied from the host, which waits for the device
         parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
         if outputs is not None:
-            columns = self._task.split(outputs.detach())
-            heads = zip(self._task.heads, columns, targets, strict=True)
+            heads = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
             parts += [head.right(own, true) for head, own, true in heads if head.has_accuracy]
         sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
         self.values[: len(sums)] += sums
