@@ -740,8 +740,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "validation-same",
-            'saved["val"] == run.val_fingerprint',
-            'saved["val"] == saved["val"]',
+            'saved["val"], run.val_fingerprint)',
+            'saved["val"], saved["val"])',
         ),
         (
             "finite-loss",

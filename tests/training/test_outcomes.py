@@ -337,7 +337,6 @@ def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
         "Learning rate",
         "kind: Confusion matrix",
         "kind: Calibration",
-        "light: Prediction by true value",
     } <= set(page.titles)
     for words in ("total time", "balanced accuracy", "Predicting always"):
         assert words in text

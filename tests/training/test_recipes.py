@@ -436,7 +436,9 @@ def test_layers_far_from_the_output_learn_more_slowly() -> None:
     assert named["head.weight"] == named["head.bias"] == 1.0
     blocks = [named[f"blocks.{i}.mlp.fc1.weight"] for i in range(12)]
     assert blocks == pytest.approx([0.1 * 0.5 ** (12 - i) for i in range(12)])
-    assert {named[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.bias")} == {0.1 * 0.5**13}
+    assert {named[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.bias")} == {
+        0.1 * 0.5**13
+    }
     assert len(scales) == len(list(model.parameters()))
     with pytest.raises(UsageError, match="layer_decay.*needs a model of timm"):
         parameter_groups(build("resnet18", 5, 64), Config(layer_decay=0.5))

@@ -140,15 +140,6 @@ def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse
     return parser
 
 
-def urls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "urls",
-        nargs="+",
-        metavar="URL",
-        help="folder, index.json, tar, glob or brace pattern of shards",
-    )
-
-
 def where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",

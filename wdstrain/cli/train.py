@@ -79,7 +79,9 @@ def add_train(verbs: Any, text: str) -> None:
 def add_evaluate(verbs: Any, text: str) -> None:
     """Add `evaluate` to the verbs of the command line."""
     example = "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
-    where(verb(verbs, "evaluate", _evaluate, text, example, EvaluateArguments))
+    parser = verb(verbs, "evaluate", _evaluate, text, example)
+    add_options(parser, EvaluateArguments)
+    where(parser)
 
 
 def add_compare(verbs: Any, text: str) -> None:
@@ -92,13 +94,15 @@ def add_compare(verbs: Any, text: str) -> None:
 def add_predict(verbs: Any, text: str) -> None:
     """Add `predict` to the verbs of the command line."""
     example = "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv"
-    where(verb(verbs, "predict", _predict, text, example, PredictArguments))
+    parser = verb(verbs, "predict", _predict, text, example)
+    add_options(parser, PredictArguments)
+    where(parser)
 
 
 def add_export(verbs: Any, text: str) -> None:
     """Add `export` to the verbs of the command line."""
     example = "export runs/photos/checkpoints/best.pt photos.onnx"
-    verb(verbs, "export", _export, text, example, ExportArguments)
+    add_options(verb(verbs, "export", _export, text, example), ExportArguments)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -131,7 +135,7 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     )
     options, data = {**before, **named}, {**data, **more_data}
-    addresses = arguments.urls or data.get("train")
+    addresses: Any = arguments.urls or data.get("train")
     refuse(
         (
             not addresses,

@@ -23,13 +23,12 @@ _MAX_POINTS = 400  # points of a line; a chart has no pixels for more
 
 
 class Line(NamedTuple):
-    """One line of a chart. dots: draw its points, too. joined: draw more than its points."""
+    """One line of a chart. dots: draw its points, too."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     dots: bool = False
-    joined: bool = True
 
 
 def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
@@ -48,11 +47,10 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
     for color, line in zip(COLORS, series, strict=False):
         left = np.interp(line.xs, (x_marks[0], x_marks[-1]), (_LEFT, _RIGHT))
         top = np.interp(line.ys, (y_marks[0], y_marks[-1]), (_BOTTOM, _TOP))
-        if line.joined:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(left, top, strict=True))
-            style = 'stroke-width="1.8" stroke-linejoin="round"'
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
-        if line.dots or not line.joined or len(line.xs) == 1:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(left, top, strict=True))
+        style = 'stroke-width="1.8" stroke-linejoin="round"'
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
+        if line.dots or len(line.xs) == 1:
             for x, y, *point in zip(left, top, line.xs, line.ys, strict=True):
                 hint = f"{line.name}: {_number(point[1], share, 4)} at {across} {point[0]:.4g}"
                 circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
@@ -77,7 +75,7 @@ def _drawable(line: Line) -> Line:
     """Return a line with its finite points; of many, the means of groups are joined."""
     points = np.array([line.xs, line.ys], np.float64)
     points = points[:, np.isfinite(points).all(0)]
-    if line.joined and points.shape[1] > _MAX_POINTS:
+    if points.shape[1] > _MAX_POINTS:
         groups = np.array_split(points, _MAX_POINTS, axis=1)
         points = np.array([(group[0, -1], group[1].mean()) for group in groups]).T
     return line._replace(xs=points[0].tolist(), ys=points[1].tolist())

@@ -200,7 +200,12 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
         layers = list(child.children())
         is_list = type(child) is nn.ModuleList
         is_nested = type(child) is nn.Sequential and any(list(layer.children()) for layer in layers)
-        if type(module) in (nn.Sequential, nn.ModuleList) and layers and not is_list and not is_nested:
+        if (
+            type(module) in (nn.Sequential, nn.ModuleList)
+            and layers
+            and not is_list
+            and not is_nested
+        ):
             yield child
         else:
             yield from blocks_in(child)
@@ -252,7 +257,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 def _split_like(value: Any, like: Any) -> Any:
     """Return a tensor of the same shape as a split one split as that is; others as they are."""
-    if not isinstance(value, Tensor) or not hasattr(like, "placements") or value.shape != like.shape:
+    if (
+        not isinstance(value, Tensor)
+        or not hasattr(like, "placements")
+        or value.shape != like.shape
+    ):
         return value
     from torch.distributed.tensor import distribute_tensor
 

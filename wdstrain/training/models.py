@@ -155,8 +155,10 @@ def check_shapes(
     outputs: shape for one sample. Raises UsageError if the model does not take the inputs, or
     returns another shape.
     """
-    was_training, kinds = model.training, ", ".join(f"{n} {s.kind}" for n, s in inputs.specs.items())
-    problem = f"the model {name} does not take a batch of {kinds}, or returns no tensor"
+    was_training = model.training
+    kinds = [f"a batch of {spec.kind}" for spec in inputs.specs.values()]
+    given = kinds[0] if len(kinds) == 1 else f"the keyword arguments {', '.join(inputs.specs)}"
+    problem = f"the model {name} does not take {given} or returns no tensor"
     hint = "Use images of another size, such as {image_size}, or a model for these inputs."
     # a model may raise anything for images that are too small
     with torch.no_grad(), refusing(problem, hint, {"image_size": 224}):
@@ -198,9 +200,9 @@ def import_function(name: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     hint = f"Use module:function, for example models:make_net, in {here} or on Python's path."
     with refusing(f"{name} cannot be imported", hint):
-        value: Any = pkgutil.resolve_name(name)
+        value = pkgutil.resolve_name(name)
     refuse((not callable(value), f"{name}: must be a function, not {type(value).__name__}."))
-    return value
+    return cast(Callable[..., Any], value)
 
 
 def make_small(outputs: int, image_size: int) -> nn.Module:

@@ -177,16 +177,6 @@ def _results(task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any])
     yield pages.card("Worst predictions", _gallery(details["worst"], task))
 
 
-def _scatter(head: Head, points: Sequence[tuple[float, float]]) -> tuple[str, str]:
-    """Return the title and the chart of predictions. points: (true value, prediction)."""
-    true, predicted = ([point[axis] for point in points] for axis in (0, 1))
-    lines = [
-        Line("prediction", true, predicted, joined=False),
-        Line("prediction = true value", true, true),
-    ]
-    return "prediction by true value", charts.lines(lines, across="true value")
-
-
 def _calibration(head: Head, bins: Sequence[Sequence[float]]) -> tuple[str, str]:
     """Return the share of right predictions by their probability. bins: sums of each."""
     filled = [values for values in zip(*bins, strict=True) if values[0]]
@@ -231,7 +221,6 @@ def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
 
 # Panels of a head: the detail of a pass, and the function of it that returns (title, body).
 _PANELS: tuple[tuple[str, Callable[[Head, Any], tuple[str, str]]], ...] = (
-    ("points", _scatter),
     ("calibration", _calibration),
     ("confusion", _confusion),
     ("classes", _class_table),

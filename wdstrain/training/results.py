@@ -131,13 +131,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     head = ["run", *map(metric_title, names), "best epoch", "time", "options that differ"]
     return [head] + [
         [
-            row["run"],
+            run,
             *(metric_value(n, row["metrics"][n]) if n in row["metrics"] else "-" for n in names),
             f"{row['best_epoch'] or '-'} of {row['epochs']}",
             str(timedelta(seconds=round(row["seconds"]))),
             ", ".join(f"{name}={value}" for name, value in row["options"].items()),
         ]
-        for row in rows
+        for run, row in zip(_short_names(rows), rows, strict=True)
     ]
 
 
@@ -159,6 +159,13 @@ def spread_lines(mean: Mapping[str, float], deviation: Mapping[str, float]) -> l
     ]
 
 
+def _short_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the runs from the folder that holds all of them."""
+    paths = [os.path.abspath(row["run"]) for row in rows]
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, folder) for path in paths]
+
+
 def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the metrics that are shown: of each label the one that chooses the best, and the loss."""
     there = dict.fromkeys(name for row in rows for name in row["metrics"])
@@ -171,9 +178,9 @@ def _write_page(path: str, rows: Sequence[Mapping[str, Any]], histories: Sequenc
     cards = []
     for name in _main_metrics(rows):
         lines = []
-        for row, history in zip(rows[:_MOST], histories, strict=False):
+        for run, history in zip(_short_names(rows)[:_MOST], histories, strict=False):
             values = [line.get("val", line).get(name, math.nan) for line in history]
-            lines.append(Line(row["run"], range(1, len(values) + 1), values, dots=True))
+            lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
         cards.append(curves(name, lines))
     more = f"<p>Curves of the first {_MOST} runs.</p>" if len(rows) > _MOST else ""
     parts = [pages.grid(head, body), more, pages.cards(cards)]

@@ -378,23 +378,19 @@ def resume(run: Run) -> None:
 
 def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None:
     """Raise UsageError if the checkpoint is of other options, labels, images or data."""
-    setup, saved = run.setup, checkpoint
-    learned, inputs = Task.from_state(saved["task"]), ModelInputs.from_state(saved["inputs"])
+    saved, losses = checkpoint, run.arguments.own_losses
     callbacks = ", ".join(name for name, _ in saved.get("callbacks", ()))
     given = ", ".join(type(callback).__name__ for callback in _stateful(run)) if callbacks else ""
-    losses = {name: run.arguments.own_losses.get(name) for name in ("criterion", "training_step")}
-    parts = [  # whether it is the same, before, now
-        ("the task was {}, is {}", saved["task"] == run.task.state(), learned, run.task),
-        ("the input was {}, is {}", saved["inputs"] == setup.inputs.state(), inputs, setup.inputs),
-        *(
-            (f"{name} was {{}}, is {{}}", saved.get(name) == own, saved.get(name), own)
-            for name, own in losses.items()
-        ),
-        ("callbacks with a state were {}, are {}", callbacks == given, callbacks, given),
-        ("the validation data differ", saved["val"] == run.val_fingerprint, "", ""),
-    ]
+    facts = (  # text, before, now
+        ("the task was {}, is {}", Task.from_state(saved["task"]), run.task),
+        ("the input was {}, is {}", ModelInputs.from_state(saved["inputs"]), run.setup.inputs),
+        ("criterion was {}, is {}", saved.get("criterion"), losses.get("criterion")),
+        ("training_step was {}, is {}", saved.get("training_step"), losses.get("training_step")),
+        ("callbacks with a state were {}, are {}", callbacks, given),
+        ("the validation data differ", saved["val"], run.val_fingerprint),
+    )
     differences = former.differing(run.config)
-    differences += [text.format(was, now) for text, is_same, was, now in parts if not is_same]
+    differences += [text.format(was, now) for text, was, now in facts if was != now]
     refuse(
         (
             differences,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo

@@ -40,7 +40,6 @@ from wdstrain.training.tasks import Task
 Pixels = npt.NDArray[np.uint8]
 
 _KEPT = 24  # worst samples
-_POINTS = 1000  # numbers of each label
 
 # Colors of classes 0 to 254 and of pixels without a class, those of Pascal VOC: neighboring numbers
 # differ much. uint8[256, 3]
@@ -140,7 +139,7 @@ def evaluate_pass(
     task, distributed = setup.task, setup.distributed
     setup.criterion_modules.eval()
     metrics = EvalMetrics(task, setup.device, setup.metrics)
-    previews = _Previews(task, setup.inputs.picture)
+    worst: list[Preview] = []
 
     def measured() -> Iterator[Scored]:
         for scored in run_model(model, loader, setup, title, limit):
@@ -149,7 +148,7 @@ def evaluate_pass(
                 outputs, targets = own["__outputs__"], task.targets(own)
                 losses = task.losses(outputs, targets, criterion=setup.criterion)
                 metrics.update(outputs, targets, losses)
-                previews.add(own, outputs, targets, losses)
+                worst[:] = _with_worst(worst, setup, own, outputs, losses)
             yield scored
 
     # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
@@ -157,10 +156,7 @@ def evaluate_pass(
         consume(measured())
     values, details = metrics.compute(distributed.reduce)
     values["bad"] = sum(distributed.gather(loader.report()["bad"]))
-    for name, points in previews.points.items():
-        details[name]["points"] = list(chain(*distributed.gather(points)))
-    worst = chain(*distributed.gather(previews.worst))
-    return values, {"heads": details, "worst": _worst(worst)}
+    return values, {"heads": details, "worst": _largest(chain(*distributed.gather(worst)))}
 
 
 class EpochSums:
@@ -278,65 +274,47 @@ class Preview(NamedTuple):
     pixels: Pixels | None
 
 
-def _worst(samples: Iterable[Preview]) -> list[Preview]:
+def _largest(samples: Iterable[Preview]) -> list[Preview]:
     """Return the samples with the largest losses."""
     return sorted(samples, key=lambda sample: (-sample.loss, sample.key))[:_KEPT]
 
 
-class _Previews:
-    """The worst samples of a pass, and (true, predicted) numbers of its first samples by label."""
+def _with_worst(
+    worst: Sequence[Preview],
+    setup: Setup,
+    batch: Mapping[str, Any],
+    outputs: Tensor,
+    losses: Tensor,
+) -> list[Preview]:
+    """Return the worst samples so far, of these and of a batch. losses: [b]."""
+    ranks = losses.nan_to_num(nan=math.inf).tolist()
+    least = worst[-1].loss if len(worst) == _KEPT else -math.inf
+    rows = (row for row, loss in enumerate(ranks) if loss >= least)
+    some = sorted(rows, key=lambda row: (-ranks[row], batch["__key__"][row]))[:_KEPT]
+    new = [_preview(setup, batch, row, outputs[row : row + 1], ranks[row]) for row in some]
+    return _largest([*worst, *new])
 
-    def __init__(self, task: Task, picture: str | None) -> None:
-        """picture: name of RGB images in the batch."""
-        self._task, self._picture = task, picture
-        self.worst: list[Preview] = []
-        self.points: dict[str, list[tuple[float, float]]] = {
-            head.name: [] for head in task.heads if head.kind == "number"
-        }
 
-    def add(
-        self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
-    ) -> None:
-        """Add a batch: outputs [b, outputs], targets of each head, losses [b]."""
-        ranks = losses.nan_to_num(nan=math.inf).tolist()
-        least = self.worst[-1].loss if len(self.worst) == _KEPT else -math.inf
-        rows = (row for row, loss in enumerate(ranks) if loss >= least)
-        for row in sorted(rows, key=lambda row: (-ranks[row], batch["__key__"][row]))[:_KEPT]:
-            own = [target[row : row + 1] for target in targets]
-            self.worst.append(self._preview(batch, row, outputs[row : row + 1], own, ranks[row]))
-        self.worst = _worst(self.worst)
-        for head, scores, target in zip(
-            self._task.heads, self._task.split(outputs), targets, strict=True
-        ):
-            if head.name in self.points and len(self.points[head.name]) < _POINTS:
-                pairs = zip(target.tolist(), head.decided(scores).tolist(), strict=True)
-                self.points[head.name] += pairs
-
-    def _preview(
-        self,
-        batch: Mapping[str, Any],
-        row: int,
-        outputs: Tensor,
-        targets: Sequence[Tensor],
-        loss: float,
-    ) -> Preview:
-        """Return the preview of a row. outputs, targets: of this row alone."""
-        said, panels = {}, []
-        if self._picture is not None:
-            panels.append(batch[self._picture][row].permute(1, 2, 0).cpu().numpy())
-        for head, scores, target in zip(
-            self._task.heads, self._task.split(outputs), targets, strict=True
-        ):
-            (predicted,), (true,) = head.predicted(scores), head.true(target)
-            if head.kind == "mask":
-                panels += [_colored(panels[0], mask) for mask in (predicted, true) if panels]
-                continue
-            is_name = isinstance(predicted, str)
-            share = f" {float(head.probabilities(scores).max()):.0%}" if is_name else ""
-            is_wrong = isinstance(predicted, (str, list)) and predicted != true
-            said[head.name] = (head.text(predicted) + share, head.text(true), is_wrong)
-        pixels = np.concatenate(panels, axis=1) if panels else None
-        return Preview(loss, batch["__key__"][row], said, pixels)
+def _preview(
+    setup: Setup, batch: Mapping[str, Any], row: int, outputs: Tensor, loss: float
+) -> Preview:
+    """Return the preview of a row. outputs: of this row alone."""
+    said, panels, task, picture = {}, [], setup.task, setup.inputs.picture
+    if picture is not None:
+        panels.append(batch[picture][row].permute(1, 2, 0).cpu().numpy())
+    for head, scores, targets in zip(
+        task.heads, task.split(outputs), task.targets(batch), strict=True
+    ):
+        (predicted,), (true,) = head.predicted(scores), head.true(targets[row : row + 1])
+        if head.kind == "mask":
+            panels += [_colored(panels[0], mask) for mask in (predicted, true) if panels]
+            continue
+        is_name = isinstance(predicted, str)
+        share = f" {float(head.probabilities(scores).max()):.0%}" if is_name else ""
+        is_wrong = isinstance(predicted, (str, list)) and predicted != true
+        said[head.name] = (head.text(predicted) + share, head.text(true), is_wrong)
+    pixels = np.concatenate(panels, axis=1) if panels else None
+    return Preview(loss, batch["__key__"][row], said, pixels)
 
 
 def _colored(image: Pixels, mask: Tensor) -> Pixels:
