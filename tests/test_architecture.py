@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3156,
+    "conversion": 3124,
     "training": 2992,
     "inspection": 1509,
     "loader": 1183,

@@ -692,7 +692,7 @@ def test_a_missing_torchvision_name_split_or_folder_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_all_torchvision_splits_are_packed_or_reported(tmp_path: Path) -> None:
+def test_torchvision_splits_are_packed_by_name_or_reported(tmp_path: Path) -> None:
     """The pets have the splits trainval and test, and neither train nor val."""
     folder = tmp_path / "oxford-iiit-pet"
     (folder / "images").mkdir(parents=True)
@@ -702,11 +702,14 @@ def test_all_torchvision_splits_are_packed_or_reported(tmp_path: Path) -> None:
         (folder / "annotations" / f"{split}.txt").write_text("".join(lines))
         for number in numbers:
             (folder / "images" / f"Pug_{number}.jpg").write_bytes(picture(number, kind="JPEG"))
-    index = wt.convert_torchvision("OxfordIIITPet", tmp_path / "out", tmp_path)
+    with pytest.raises(SourceError, match="trainval.*name the splits to convert"):
+        wt.convert_torchvision("OxfordIIITPet", tmp_path / "out", tmp_path)
+    splits = ["trainval", "test"]
+    index = wt.convert_torchvision("OxfordIIITPet", tmp_path / "out", tmp_path, splits=splits)
     assert counts(index) == {"trainval": 4, "test": 3}
     (folder / "annotations" / "test.txt").unlink()
     with pytest.raises(SourceError, match="the split 'test' is missing or cannot be read"):
-        wt.convert_torchvision("OxfordIIITPet", tmp_path / "again", tmp_path)
+        wt.convert_torchvision("OxfordIIITPet", tmp_path / "again", tmp_path, splits=splits)
 
 
 # --- edge cases ---

@@ -623,7 +623,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/encode.py": [
         ("shorter-side", "self.resize / min(size))", "self.resize / max(size))"),
         ("small-enough", "self._smaller(stored) == stored", "self._smaller(stored) <= stored"),
-        ("turned-jpeg", "if is_plain and not is_turned", "if is_plain or is_turned"),
+        ("turned-size", "np.empty((*wanted[::-1],", "np.empty((*wanted,"),
     ],
     "conversion/staging.py": [
         ("old-index-first", "                if replaces:", "                if not replaces:"),

@@ -15,8 +15,8 @@ could hold are refused: a shard is data, never code.
 The first bytes of an image are compared with those of known formats. On request it is also decoded,
 or downscaled (`Recipe`). Re-encoded images are upright (EXIF orientation applied) and 8-bit. JPEGs
 stay JPEGs, in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is
-given. Images of values beside a photo (mask.png, or a gray png beside a jpg) get its size without
-blending. JPEGs are decoded at the smallest scale that is large enough (scaled DCT of libjpeg).
+given. Other images beside a photo (mask.png, or a png beside a jpg) may hold classes or depths: they
+get its size without blending.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,12 +36,11 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
-from wdstrain.decode.codecs import FIRST_TRANSPOSED, check_scans, decode_image, open_picture
+from wdstrain.decode.codecs import FIRST_TRANSPOSED, decode_image, open_picture, resize
 from wdstrain.decode.formats import (
     BY_EXTENSION,
     EXTENSIONS,
     JPEG,
-    MAX_PIXELS,
     format_of,
     is_image,
 )
@@ -284,19 +282,18 @@ class Recipe:
     def _image(self, field: str, data: bytes, photo: Part | None) -> Part:
         with warnings.catch_warnings():  # Pillow warns of odd metadata, and raises for damage
             warnings.simplefilter("ignore")
-            if photo is not None and "." not in field and not _is_map(field, data, photo):
+            is_jpeg = format_of(data) is JPEG
+            if photo is not None and "." not in field and (is_jpeg or field == photo[0]):
                 return self._encoded(field, data)
             decode_image(data)
-            if photo is not None and format_of(data) is not JPEG:
-                data = self._map(field, data, photo)
-            return field, data
+            return field, data if photo is None or is_jpeg else self._map(field, data, photo)
 
     def _map(self, field: str, data: bytes, photo: Part) -> bytes:
         """Return an image of values, such as classes, in the size that its photo will have.
 
         Values are never blended. An image of another size than its photo is kept.
         """
-        stored, shown, _ = _sizes(*photo)
+        stored, shown, *_ = _sizes(*photo)
         if self._keeps(stored):
             return data
         with open_picture(data) as image:
@@ -311,7 +308,7 @@ class Recipe:
             return saved(image.resize(wanted, Image.Resampling.NEAREST), str(image.format))
 
     def _encoded(self, field: str, data: bytes) -> Part:
-        stored, shown, frames = _sizes(field, data)
+        stored, shown, frames, mode = _sizes(field, data)
         if self._keeps(stored):
             decode_image(data)  # kept images are checked as re-encoded ones are
             return field, data
@@ -319,8 +316,10 @@ class Recipe:
             raise SampleError(f"its {field} has {frames} frames, and one would be left")
         wanted, is_jpeg = self._smaller(shown), format_of(data) is JPEG
         if is_jpeg or self.quality is not None:
-            pixels = _scaled(data, self._smaller(stored)) if is_jpeg else decode_image(data)
-            made = _resized(pixels, wanted)
+            pixels = decode_image(data, self._smaller(stored))
+            pixels = pixels[..., :1] if is_jpeg and mode == "L" else pixels
+            made = np.empty((*wanted[::-1], pixels.shape[2]), np.uint8)
+            resize(pixels, made, "bicubic")
             return "jpg", jpeg(made, self.quality or _QUALITY, "420")
         return "png", saved(_with_alpha(data).resize(wanted, Image.Resampling.BICUBIC), "PNG")
 
@@ -332,36 +331,6 @@ class Recipe:
         """Return a size scaled so that the shorter side is short enough."""
         factor = min(1.0, self.resize / min(size)) if self.resize is not None else 1.0
         return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
-
-
-def _scaled(data: bytes, least: Size) -> Raster:
-    """Return a JPEG, upright, decoded at its smallest scale of at least this stored size.
-
-    uint8[h, w, 3], or [h, w, 1] of a gray one. Raises SampleError for a damaged JPEG.
-    """
-    with suppress(ValueError, KeyError), open_picture(data) as image:
-        is_turned = image.getexif().get(_ORIENTATION) in range(2, 9)
-        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        is_plain = colors in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS
-        if is_plain and not is_turned:
-            check_scans(data, height * width)
-            kind = "Gray" if colors == "Gray" else "RGB"
-            made = simplejpeg.decode_jpeg(data, kind, min_width=least[0], min_height=least[1])
-            return np.asarray(made)
-    return decode_image(data)
-
-
-def _resized(pixels: Raster, size: Size) -> Raster:
-    """Return uint8[h, w, c] with this width and height: bicubic, as Pillow but faster."""
-    if pixels.shape[1::-1] == size:
-        return pixels
-    import torch
-
-    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(
-        planes, size[::-1], mode="bicubic", antialias=True, align_corners=False
-    )
-    return made[0].permute(1, 2, 0).contiguous().numpy()
 
 
 def _with_alpha(data: bytes) -> Image.Image:
@@ -380,17 +349,8 @@ def _photo(parts: Sequence[Part]) -> Part | None:
     return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
 
 
-def _is_map(field: str, data: bytes, photo: Part) -> bool:
-    """Return whether the pixels of a lossless image beside a JPEG are values of one channel."""
-    if field == photo[0] or format_of(photo[1]) is not JPEG or format_of(data) is JPEG:
-        return False
-    decode_image(data)  # raises an error for damage that says where it is
-    with open_picture(data) as image:
-        return image.mode in ("1", "L", "P") or image.mode.startswith("I")
-
-
-def _sizes(field: str, data: bytes) -> tuple[Size, Size, int]:
-    """Return the size of an image as it is stored, that of its upright form, and its frames.
+def _sizes(field: str, data: bytes) -> tuple[Size, Size, int, str]:
+    """Return the size of an image as it is stored, that of its upright form, its frames and mode.
 
     Raises SampleError for an image whose header cannot be read.
     """
@@ -399,7 +359,7 @@ def _sizes(field: str, data: bytes) -> tuple[Size, Size, int]:
             stored, frames = image.size, getattr(image, "n_frames", 1)
             is_turned = image.getexif().get(_ORIENTATION) in range(FIRST_TRANSPOSED, 9)
             shown = ImageOps.exif_transpose(image).size if is_turned else stored
-            return stored, shown, 1 if format_of(data) is JPEG else frames
+            return stored, shown, 1 if format_of(data) is JPEG else frames, image.mode
     except Exception as error:  # Pillow's plugins raise errors of any type
         decode_image(data)  # raises an error with the same words for the same damage
         raise SampleError(f"its {field} is not an image of a known format") from error

@@ -403,7 +403,8 @@ class TorchvisionOptions(Options):
     _: KW_ONLY
     splits: Sequence[str] = option(
         (),
-        "splits to pack, by the names of torchvision (default: all)",
+        "splits to pack, by the names of torchvision (default: train and test, where a data set "
+        "has no others)",
         metavar="S[,S...]",
         parse=parse_list,
     )

@@ -60,13 +60,14 @@ def _available_formats() -> tuple[str, ...]:
     return tuple(name for name in PLUGINS if name in Image.OPEN)
 
 
-def decode_image(data: bytes | memoryview) -> Pixels:
+def decode_image(data: bytes | memoryview, least: tuple[int, int] = (0, 0)) -> Pixels:
     """Return the pixels of an encoded image, upright by its EXIF orientation.
 
-    uint8[height, width, 3], RGB. Raises SampleError for an image that is damaged or truncated, for
-    other data, and for images that would take too much memory or time.
+    uint8[height, width, 3], RGB. least: a JPEG may be decoded at a smaller scale (of libjpeg) that
+    has this stored width and height; (0, 0): no other scale. Raises SampleError for an image that
+    is damaged or truncated, for other data, and for images that would take too much memory or time.
     """
-    pixels = _decode_jpeg(data) if is_jpeg(data) else None
+    pixels = _decode_jpeg(data, least) if is_jpeg(data) else None
     if pixels is not None:
         return pixels
     with _loaded_picture(data) as image:
@@ -111,14 +112,17 @@ def _jpeg_markers(data: bytes | memoryview) -> Iterator[bytes]:
         position = end + max(2, int.from_bytes(raw[end : end + 2], "big"))
 
 
-def _decode_jpeg(data: bytes | memoryview) -> Pixels | None:
+def _decode_jpeg(data: bytes | memoryview, least: tuple[int, int]) -> Pixels | None:
     """Decode with simplejpeg; None if it refuses or warns, or if the image is unusual."""
     orientation = _jpeg_orientation(data)
     with suppress(ValueError, KeyError):  # KeyError: a chroma subsampling unknown to simplejpeg
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         if orientation and colorspace in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
             check_scans(data, height * width)
-            return upright(simplejpeg.decode_jpeg(data, "RGB"), orientation)
+            return upright(
+                simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1]),
+                orientation,
+            )
     return None
 
 
@@ -261,8 +265,8 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     return turned
 
 
-def resize(pixels: Pixels, out: Pixels) -> None:
-    """Resize an image into `out`: bilinear, with anti-aliasing. uint8[height, width, 3] each.
+def resize(pixels: Pixels, out: Pixels, mode: str = "bilinear") -> None:
+    """Resize an image into `out`, with anti-aliasing. uint8[height, width, channels] each.
 
     As torchvision does it. Images of the same size are copied. The two must not overlap.
     """
@@ -276,9 +280,7 @@ def resize(pixels: Pixels, out: Pixels) -> None:
     source, target = (
         torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2) for image in (pixels, out)
     )
-    target.copy_(
-        torch.nn.functional.interpolate(source, out.shape[:2], mode="bilinear", antialias=True)
-    )
+    target.copy_(torch.nn.functional.interpolate(source, out.shape[:2], mode=mode, antialias=True))
 
 
 # --- batches of JPEGs -----------------------------------------------------------------------------

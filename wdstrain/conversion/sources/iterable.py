@@ -203,14 +203,16 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
         )
     kind: Any = getattr(torchvision.datasets, name)
     check_there(root, kind="folder")
-    parameter, known = _splits_of(kind, root)
+    parameters = inspect.signature(kind).parameters
+    parameter = next((name for name in ("train", "split") if name in parameters), "")
+    # For a split without a name, other data sets raise an error that lists their splits.
+    known = {"train": ["train", "test"], "split": list(splits) or [""]}.get(parameter, [""])
     if strange := sorted(set(splits) - set(known)):
         raise UsageError(
             f"{name} has no split '{strange[0]}'.",
             f"Use {' or '.join(known)}.",
         )
-    has_parts = {"train", "val"} & set(known)  # of trainval
-    wanted = list(splits) or [one for one in known if one != "trainval" or not has_parts]
+    wanted = list(splits) or known
     data_sets: dict[str, Any] = {}
     for split in wanted:
         value = split == "train" if parameter == "train" else split
@@ -237,19 +239,6 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
     )
     left_out = {f"split {one}, which was not asked for": 1 for one in known if one not in wanted}
     return replace(source, resplit=True, ignored=left_out)
-
-
-def _splits_of(kind: Any, root: str) -> tuple[str, list[str]]:
-    """Return (parameter of the class that chooses a split, its splits)."""
-    parameters = inspect.signature(kind).parameters
-    if "train" in parameters or "split" not in parameters:
-        return ("train", ["train", "test"]) if "train" in parameters else ("", [""])
-    known = list[str]()
-    try:
-        kind(root, split=" ")
-    except Exception as error:  # of any type; it names the splits
-        known += re.findall(r"'([^']*)'", str(error).partition("Valid values are ")[2])
-    return "split", known or ["train", "test"]
 
 
 def _file_fields(row: tuple[str, int]) -> dict[str, Any]:
