@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3124,
     "training": 2992,
-    "inspection": 1509,
+    "inspection": 1519,
     "loader": 1183,
     "shards": 2056,
     "decode": 1299,

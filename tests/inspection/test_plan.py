@@ -284,16 +284,20 @@ def test_json_contains_the_complete_preview(folder: Path, capsys: Any) -> None:
     assert document["quality"].keys() == {"classes", "neighbors"}
 
 
-def test_hours_are_those_of_the_given_rate(folder: Path, capsys: Any) -> None:
+def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, capsys: Any) -> None:
     assert wt.plan_epoch(folder, batch_size=10).hours == pytest.approx(600 / 1000 / 3600)
     with Server(folder, "127.0.0.1", 0) as server:
-        words = ["--world-size", "2", "--batch-size", "10", "--rate", "50"]
+        words = ["--world-size", "2", "--batch-size", "10", "--rate", "50", "--price", "0.09,0.4"]
         assert main(["plan", f"{server.url}/index.json", *words, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert main(["plan", f"{server.url}/index.json", *words]) == 0
     assert document["hours"] == pytest.approx(600 / 2 / 50 / 3600)
+    size = sum(rank["bytes"] for rank in document["ranks"])
     assert document["requests"] == sum(rank["requests"] for rank in document["ranks"]) > 0
+    expected = size / 1e9 * 0.09 + document["requests"] / 1000 * 0.4
+    assert document["cost"] == pytest.approx(expected)
     printed = capsys.readouterr().out
+    assert f"{expected:.4g} per epoch" in printed
     assert re.search(r"0:00:\d+ at 50 samples/s on each rank", printed)
 
 
@@ -305,6 +309,7 @@ def test_hours_are_those_of_the_given_rate(folder: Path, capsys: Any) -> None:
         (["--epoch", "-1"], "--epoch -1: must be an integer >= 0."),
         (["--shuffle-buffer", "0"], "--shuffle-buffer 0: must be an integer >= 1"),
         (["--rate", "0"], "--rate 0.0: must be > 0"),
+        (["--price", "1"], "must be two numbers"),
     ],
 )
 def test_impossible_options_are_a_usage_error(

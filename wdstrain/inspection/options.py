@@ -151,6 +151,10 @@ class RepairOptions(CheckedOptions):
     progress: Reporter | bool | None = option(None, _PROGRESS, flag=None)
 
 
+def _prices(text: str) -> list[float]:
+    return [float(word) for word in parse_list(text)]
+
+
 @dataclass(frozen=True)
 class PlanOptions(CheckedOptions):
     """Options of `wt.plan_epoch`, with the meaning they have for a `Loader`."""
@@ -187,8 +191,17 @@ class PlanOptions(CheckedOptions):
     rate: float = option(
         1000.0, "samples per second of each rank, for the hours of the epoch", metavar="N"
     )
+    price: Sequence[float] | None = option(
+        None,
+        "price of a GB that is read, and of 1000 requests, for the cost of the epoch",
+        metavar="GB,REQUESTS",
+        parse=_prices,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_number(self.rate) and self.rate > 0):
             raise UsageError("must be > 0.", option="rate", value=self.rate)
+        if self.price is not None and len(self.price) != 2:
+            rule = "must be two numbers, such as 0.09,0.0004."
+            raise UsageError(rule, option="price", value=self.price)

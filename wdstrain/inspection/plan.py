@@ -40,7 +40,8 @@ class EpochPreview(Result):
 
     settings: those of the loader, the number of the epoch, and the rate. exactly_once: every sample
     that is not left out is read once. hours: at `rate` samples per second on each rank. requests:
-    of all ranks to servers, without a cache; 0 for local shards. label: whose classes were measured.
+    of all ranks to servers, without a cache; 0 for local shards. cost: of bytes and requests, None
+    without prices. label: whose classes were measured.
 
     ranks: a row for each. padding: rows that repeat samples. seeks: reads that open a shard, or do
     not start where the last one ended; the lanes of a rank take turns, so with several of them a
@@ -63,6 +64,7 @@ class EpochPreview(Result):
     exactly_once: bool
     hours: float
     requests: int
+    cost: float | None
     ranks: tuple[dict[str, int], ...]
     label: str | None
     quality: dict[str, dict[str, Any] | None]
@@ -72,7 +74,7 @@ class EpochPreview(Result):
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
         own = asdict(self)
-        return {**own.pop("settings"), **own, "steps_measured": self.steps, "cost": None}
+        return {**own.pop("settings"), **own, "steps_measured": self.steps}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
@@ -93,6 +95,7 @@ class EpochPreview(Result):
             "exactly once": "every sample that is not left out" if self.exactly_once else "NO",
             "read": f"{Size(sum(rank['bytes'] for rank in self.ranks))}{requests}",
             "time": f"{seconds} at {chosen['rate']:g} samples/s on each rank",
+            "cost": None if self.cost is None else f"{self.cost:.4g} per epoch",
             title: f"{counted(busiest['samples'], 'sample')}, {busiest['bytes']} of "
             f"{counted(busiest['shards'], 'shard')} in {counted(busiest['reads'], 'read')} with "
             f"{counted(busiest['seeks'], 'seek')}; holds at most {busiest['held_bytes_most']}",
@@ -117,6 +120,9 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     ranks, places = tuple(rank for rank, _ in shares), np.hstack([own for _, own in shares])
     of_labels = {label.place for label in known_labels(index) if label.is_class}
     label = next((column.name for column in index.columns if column.place in of_labels), None)
+    requests, size = sum(r["requests"] for r in ranks), sum(r["bytes"] for r in ranks)
+    per_gigabyte, per_thousand = options.price or (0.0, 0.0)
+    cost = per_gigabyte * size / 1e9 + per_thousand * requests / 1000
     packing = index.info.get("options")
     is_random = plan.shuffle and isinstance(packing, dict) and packing.get("shuffle") is True
     classes = None if label is None else group_codes(index, label)
@@ -136,7 +142,8 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
         left_out=plan.left_out,
         exactly_once=len(np.unique(places[0])) == len(places[0]) == plan.samples - plan.left_out,
         hours=plan.steps * options.batch_size / options.rate / 3600,
-        requests=sum(rank["requests"] for rank in ranks),
+        requests=requests,
+        cost=None if options.price is None else cost,
         ranks=ranks,
         label=label,
         quality=quality,
