@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 1519,
     "loader": 1183,
     "shards": 2056,
-    "decode": 1299,
+    "decode": 1298,
     "storage": 1053,
     "reader": 486,
     "cli": 572,

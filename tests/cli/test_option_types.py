@@ -74,7 +74,7 @@ def opened(folder: Path, out: str, **options: Any) -> object:
 @pytest.mark.parametrize(
     ("function", "option", "value"),
     [
-        pytest.param(convert_tars, "keys", ["k1", "k2"], marks=TYPE),
+        (convert_tars, "keys", ["k1", "k2"]),
         (convert_tars, "where", ["cls == 1"]),
         (convert_tars, "rename", "cls=kind"),
         (convert_tars, "keep", None),

@@ -236,28 +236,24 @@ class Decoder:
             except Exception as error:  # the user's function may raise anything
                 source = (
                     ""
-                    if isinstance(error, _NoExample)
+                    if isinstance(error, SampleError)
                     else f"transform raised {type(error).__name__}: "
                 )
                 bad[row] = BadSample(row, "", f"{source}{reason_of(error)}")
         return examples
 
     def _check_example(self, example: Any) -> None:
-        """Raise _NoExample for a value that cannot be collated."""
+        """Raise SampleError for a value that cannot be collated."""
         if example is None:
-            raise _NoExample(
+            raise SampleError(
                 "transform returned None, and each sample must give an example; "
                 "filter samples when they are packed (wdstrain convert tars --where)"
             )
         if self.collate_fn in (None, default_collate) and not isinstance(example, Mapping):
-            raise _NoExample(
+            raise SampleError(
                 f"transform returned {type(example).__name__}; an example must be a dict of values "
                 "by name, or a value that your own collate_fn takes"
             )
-
-
-class _NoExample(Exception):
-    """A transform returned a value that is no example. The message gives the reason."""
 
 
 def _checked(value: Any) -> Any:
