@@ -263,6 +263,7 @@ def test_a_changed_mask_older_than_its_image_is_packed_again(photos: Path, tmp_p
     old, new = images_with_equal_crc32()
     out, masks = tmp_path / "out", tmp_path / "masks"
     for image in photos.glob("*/*.jpg"):
+        image.write_bytes(picture(1, size=(8, 8), kind="JPEG"))
         mask = masks / image.parent.name / f"{image.stem}.png"
         mask.parent.mkdir(parents=True, exist_ok=True)
         mask.write_bytes(old)
@@ -276,7 +277,7 @@ def test_a_changed_mask_older_than_its_image_is_packed_again(photos: Path, tmp_p
 
     with pytest.raises(SourceError, match="039.jpg"):
         pack()
-    (photos / "eel" / "039.jpg").write_bytes(picture(999, kind="JPEG"))
+    (photos / "eel" / "039.jpg").write_bytes(picture(999, size=(8, 8), kind="JPEG"))
     changed = masks / "cat" / "000.png"
     changed.write_bytes(new)
     os.utime(changed, (2, 2))

@@ -197,7 +197,7 @@ def test_a_conversion_resumes_when_a_removed_source_is_back(
             Options(max_shard_samples=1, num_workers=jobs, shuffle=False),
             removed,
         )
-    with pytest.raises(ShardError, match="was not finished.*--resume"):
+    with pytest.raises(ShardError, match="was not finished.*resume=True"):
         open_index(out)
     away.rename(photos)
     done = convert(

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.support.known_faults import known_fault
 from wdstrain.cli import main
 
 COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
@@ -89,6 +88,36 @@ def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path
         "Percent of the pixels",
     ):
         assert text in report
+
+
+@pytest.mark.parametrize("way", ["convert", "index"])
+def test_masks_whose_classes_the_set_declares_are_learned_alike(
+    shards: Path, folders: Path, tmp_path: Path, way: str
+) -> None:
+    """Names and an ignored number of the set give the run that the same options of train give."""
+    source, masks, names = folders / "images", tmp_path / "masks", CLASSES.split(",")
+    masks.mkdir()
+    for path in (folders / "masks").iterdir():
+        numbers = np.asarray(Image.open(path))
+        Image.fromarray(np.where(numbers == 255, 7, numbers)).save(masks / path.name)
+    named: dict[str, Any] = {"mask_classes": names, "ignore": 7} if way == "convert" else {}
+    split = {"train": 0.8, "val": 0.2}
+    wt.convert_folder(source, tmp_path / "set", flat=True, masks=masks, split=split, **named)
+    if way == "index":
+        wt.index(tmp_path / "set", label="mask.png", classes=names, ignore=7)
+    short: dict[str, Any] = {**QUICK, "epochs": 1, "deterministic": True, "device": "cpu"}
+    told = wt.train(shards, tmp_path / "told", **short)
+    short = {name: value for name, value in short.items() if name not in ("label", "classes")}
+    for label in (None, "mask", "mask.png"):
+        run = wt.train(tmp_path / "set", tmp_path / "run", label=label, overwrite=True, **short)
+        assert run.val == told.val
+    metrics = wt.evaluate(best(tmp_path / "run"), f"{tmp_path}/set/val-*.tar")[1]
+    assert metrics["mIoU"] == told.val["mIoU"]
+    again = wt.convert_tars(tmp_path / "set", tmp_path / "packed")
+    assert again.labels == wt.open(tmp_path / "set").labels
+    assert wt.verify(tmp_path / "set", decode=True).ok
+    labels = wt.peek(tmp_path / "set", 1)[0].labels["mask.png"]
+    assert set(labels.split(", ")) <= {*names, "255"}
 
 
 def test_images_without_class_folders_need_flat_with_masks_too(
@@ -371,18 +400,15 @@ def test_a_field_of_masks_may_be_named_as_its_label(
     assert not refusal or re.search("['\"]mask['\"]", refusal), refusal
 
 
-EXIF = known_fault("training/mask_without_exif_rotation")
-
-
 @pytest.mark.parametrize(
     ("orientation", "mask_size"),
     [
         (1, (40, 20)),
         (3, (40, 20)),
-        pytest.param(6, (40, 20), marks=EXIF),
-        pytest.param(8, (40, 20), marks=EXIF),
+        (6, (40, 20)),
+        (8, (40, 20)),
         (6, (20, 40)),
-        pytest.param(1, (20, 20), marks=EXIF),
+        (1, (20, 20)),
         (1, (80, 40)),
     ],
     ids=["plain", "upside down", "right", "left", "turned", "cropped", "twice"],

@@ -45,6 +45,7 @@ from wdstrain.decode.formats import (
     is_image,
 )
 from wdstrain.errors import SampleError, SourceError
+from wdstrain.shards.declare import is_mask
 
 if TYPE_CHECKING:
     import torch
@@ -264,6 +265,8 @@ class Recipe:
                 raise SampleError(
                     f"its {field} does not begin as an image does, but with {data[:12]!r}"
                 )
+        if any(is_mask(field) for field, _ in parts):
+            _check_masks(parts)
         if not self.changes and self.check != "decode":
             return list(parts)
         names = {field for field, _ in parts}
@@ -347,6 +350,26 @@ def _photo(parts: Sequence[Part]) -> Part | None:
     """Return the image that the others belong to: the first JPEG, or else the first one."""
     images = [part for part in parts if is_image(part[0]) and "." not in part[0]]
     return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
+
+
+def _check_masks(parts: Sequence[Part]) -> None:
+    """Raise SampleError for a mask that does not cover its photo as it is shown.
+
+    A mask drawn on the stored raster of a rotated photo, or on a part of it, would be stretched.
+    """
+    photo = _photo(parts)
+    for field, data in parts if photo is not None else ():
+        if photo is None or not is_mask(field):
+            continue
+        stored, (width, height), *_ = _sizes(*photo)
+        _, own, *_ = _sizes(field, data)
+        # sides of a smaller mask are rounded to pixels
+        if abs(own[0] * height - own[1] * width) > max(width, height):
+            why = "and is rotated when it is shown; store both upright"
+            why = why if own == stored else "and a mask has the shape of its image"
+            raise SampleError(
+                f"its {field} has {own[0]} x {own[1]} pixels, its {photo[0]} {width} x {height}, {why}"
+            )
 
 
 def _sizes(field: str, data: bytes) -> tuple[Size, Size, int, str]:

@@ -27,6 +27,7 @@ from wdstrain.runtime.options import (
 )
 from wdstrain.shards.options import (
     CheckedOptions,
+    ignored_number,
     progress_option,
     shard_urls,
     where_option,
@@ -258,6 +259,24 @@ class FolderOptions(ClassOptions):
         "folder with the mask of each image, such as a/1.png for the image a/1.jpg",
         metavar="DIR",
     )
+    mask_classes: Sequence[str] = option(
+        (),
+        "names of the classes in the masks, in the order of their numbers",
+        metavar="A,B,...",
+        parse=parse_list,
+    )
+    ignore: int | None = ignored_number()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needs = (("mask_classes", "masks"), ("ignore", "mask_classes"))
+        for name, owner in needs:
+            if getattr(self, name) not in (None, ()) and not getattr(self, owner):
+                raise UsageError(
+                    f"{{{name}}} describes masks and needs {{{owner}}}.",
+                    "Give both.",
+                    {name: getattr(self, name), owner: ...},
+                )
 
 
 @dataclass(frozen=True)

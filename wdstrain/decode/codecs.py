@@ -35,6 +35,7 @@ _MAX_SCANNED_PIXELS = 1 << 32
 _MIN_SCAN_BYTES = 10
 # marker of a JPEG segment with a length, or the end marker
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)
+IGNORED = 255  # pixels of masks without a class: they count neither in losses nor in metrics
 _PGM_MAXIMUM = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # width, height, maximum
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; photometric 0: 0 is white
 _STRIP_PIXELS = 1 << 18  # pixels that are converted at a time
@@ -126,11 +127,13 @@ def _decode_jpeg(data: bytes | memoryview, least: tuple[int, int]) -> Pixels | N
     return None
 
 
-def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
+def decode_mask(
+    data: bytes | memoryview, ignored: int | None = None
+) -> npt.NDArray[np.integer[Any]]:
     """Return the class numbers of an encoded mask, upright by its EXIF orientation.
 
     Whole numbers [height, width]: the values of a grayscale image, or the palette positions of an
-    image with a palette. Raises SampleError for a damaged image, for JPEGs, and for color images.
+    image with a palette. ignored: a number that becomes 255. Raises SampleError for a damaged image, for JPEGs, and for color images.
     """
     with _loaded_picture(data) as image:
         if _changes_gray(image, data):
@@ -146,7 +149,8 @@ def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
         numbers = np.asarray(image, np.uint8 if image.mode == "1" else None)
         depth = data[24] if image.format == "PNG" and image.mode == "L" else 8
         # Pillow stretches gray values of 2 and 4 bits to 0 to 255
-        return numbers // (255 // (2**depth - 1)) if depth in (2, 4) else numbers
+        numbers = numbers // (255 // (2**depth - 1)) if depth in (2, 4) else numbers
+        return numbers if ignored is None else np.where(numbers == ignored, IGNORED, numbers)
 
 
 def _changes_gray(image: Image.Image, data: bytes | memoryview) -> bool:

@@ -18,7 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.codecs import decode_image, decode_jpegs, decode_mask, is_jpeg, resize
+from wdstrain.decode.codecs import (
+    IGNORED,
+    decode_image,
+    decode_jpegs,
+    decode_mask,
+    is_jpeg,
+    resize,
+)
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import Augment, Draws, region
@@ -29,7 +36,6 @@ from wdstrain.shards.offsets import Ints
 
 _LONGEST_HEAD = 1024  # bytes of a .npy file before its numbers; longer heads are read one by one
 
-IGNORED = 255  # pixels that have no class: they count neither in losses nor in metrics
 _TORCH_DTYPES = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
     + ["float16", "float32", "float64", "complex64", "complex128"]
@@ -135,14 +141,14 @@ class Mask:
     size: tuple[int, int] | None
     augment: Augment
     classes: int | None = None
+    ignored: int | None = None
 
     @property
     def example(self) -> Example | None:
         return Example(self.size, "int64") if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
-        numbers = decode_mask(data)
-        self._check(numbers)
+        numbers = self.numbers(data)
         if out is not None and self.size is not None:
             top, left, height, width = region(
                 len(numbers), numbers.shape[1], self.size, self.augment, draws
@@ -157,16 +163,18 @@ class Mask:
         out[...] = numbers
         return None
 
-    def _check(self, numbers: npt.NDArray[np.integer]) -> None:
-        """Raise SampleError for numbers that are no class."""
+    def numbers(self, data: bytes | memoryview) -> npt.NDArray[np.integer]:
+        """Return the numbers of a whole mask. Raises SampleError for numbers that are no class."""
+        numbers = decode_mask(data, self.ignored)
         if self.classes is None:
-            return
+            return numbers
         wrong = (numbers >= self.classes) | (numbers < 0)
         if wrong.any() and (wrong := wrong & (numbers != IGNORED)).any():
             raise SampleError(
                 f"it has the class number {numbers[wrong][0]}: must be 0 to {self.classes - 1}, or "
                 f"{IGNORED} for pixels without a class"
             )
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -284,6 +292,7 @@ def mask(
     ratio: tuple[float, float] = RATIO,
     crop_pct: float = 1.0,
     classes: int | None = None,
+    ignore: int | None = None,
 ) -> Mask:
     """Return a field of masks: the class number of each pixel, 255 where there is none.
 
@@ -296,6 +305,7 @@ def mask(
     to the nearest pixel. Changes of color are for images only. "trivialaugment" and "randaugment"
     also rotate and shear, so they are refused.
     classes: number of classes; a mask with another number is a bad sample.
+    ignore: number of the stored pixels without a class, beside 255. The batch has 255 for it.
 
         size, augment = 256, "rrc+flip"
         fields = {"image": wt.image(size=size, augment=augment), "mask": wt.mask(size=size, augment=augment)}
@@ -303,10 +313,12 @@ def mask(
     like = image(names, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if classes is not None and not 1 <= classes <= IGNORED:
         raise UsageError(f"must be 1 to {IGNORED}.", option="classes", value=classes)
-    return mask_like(like, field_names(names), classes)
+    return mask_like(like, field_names(names), classes, ignore)
 
 
-def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None) -> Mask:
+def mask_like(
+    source: Image, names: tuple[str, ...], classes: int | None, ignored: int | None
+) -> Mask:
     """Return the field of masks that belong to images of this field."""
     if source.augment.policy:
         raise UsageError(
@@ -315,7 +327,7 @@ def mask_like(source: Image, names: tuple[str, ...], classes: int | None = None)
             option="augment",
             value=source.augment.policy,
         )
-    return Mask(names, source.size, source.augment, classes)
+    return Mask(names, source.size, source.augment, classes, ignored)
 
 
 def json(names: str = "json") -> Json:

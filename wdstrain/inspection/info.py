@@ -303,7 +303,8 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
 
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
-    labels = () if index.columns else known_labels(index)
+    known = () if index.columns else known_labels(index)
+    labels = [label for label in known if label.kind != "mask"]
     try:
         return with_values(index, labels, None if exact else _LABELS)
     except WdstrainError as error:

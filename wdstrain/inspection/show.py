@@ -141,7 +141,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
         raise UsageError("these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
     if by_class:
-        labels = [label for label in labels if label.kind != "number"]
+        labels = [label for label in labels if label.kind not in ("number", "mask")]
         index = with_values(index, labels[:1], _MAX_LABELS)
         lines, how = _by_class(index, options, labels)
     elif options.keys:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.listing import split_of
+from wdstrain.decode.fields import mask
 from wdstrain.decode.formats import EXTENSIONS, is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
@@ -256,6 +257,9 @@ def _decode_error(field: str, data: bytes, labels: Sequence[ColumnInfo]) -> str:
     mine = [label for label in labels if label.field == field]
     try:
         for label in mine:
+            if label.kind == "mask":
+                mask(field, classes=len(label.classes), ignore=label.ignored).numbers(data)
+                continue
             value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
             if label.kind == "number" and not math.isfinite(value):
                 return f"its {label.entry or field} is NaN or infinite, and cannot be trained on"

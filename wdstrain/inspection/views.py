@@ -27,6 +27,7 @@ from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import parsed
 from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
+from wdstrain.shards.declare import is_mask as is_mask_field
 from wdstrain.shards.kinds import ColumnInfo
 
 Pixels = npt.NDArray[np.uint8]
@@ -100,7 +101,7 @@ class SampleView:
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
-                numbers = decode_mask(data).astype(np.int64)
+                numbers = decode_mask(data, mine[0].ignored if mine else None).astype(np.int64)
                 self.add(name, numbers, mine[0].classes if mine else ())
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self.add(name, parsed(name, data))
@@ -147,7 +148,7 @@ class SampleView:
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
     """Return whether a field holds class numbers of pixels. labels: that it holds."""
-    return name.split(".")[-2:] == ["mask", "png"] or any(label.kind == "mask" for label in labels)
+    return is_mask_field(name) or any(label.kind == "mask" for label in labels)
 
 
 def is_shown(name: str) -> bool:

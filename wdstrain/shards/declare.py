@@ -54,6 +54,7 @@ from wdstrain.storage.remote import is_remote
 
 _LABELS = [name for name, kind in KINDS.items() if kind.can_be_label]
 _MOST_CLASSES = 1 << 20  # of a label without names
+_MASKS = ("png", "tif", "tiff", "bmp", "pgm", "gif")  # extensions of lossless images
 MOST_FAR = 200  # labels that are read from a server; each is a request
 
 
@@ -98,7 +99,7 @@ def index(options: IndexOptions) -> Index:
     if options.columns:
         index = with_columns(index, as_list(options.columns))
     if options.label is not None:
-        index = with_label(index, options.label, options.classes)
+        index = with_label(index, options.label, options.classes, options.ignore)
     if twice := len(index) - pc.count_distinct(index.offsets.rows.column(0)).as_py():
         logger.warning("%d samples have the key of another sample of this set", twice)
     save_index(index, folder)
@@ -214,15 +215,24 @@ def with_labels(index: Index, labels: Sequence[ColumnInfo]) -> Index:
     return replace(index.with_columns(columns), labels=tuple(labels))
 
 
-def with_label(index: Index, name: str, classes: Sequence[str] | None = None) -> Index:
+def with_label(
+    index: Index, name: str, classes: Sequence[str] | None = None, ignored: int | None = None
+) -> Index:
     """Return the index with a label that is stored in a field or in an entry of a JSON field.
 
     name: of the column, with `:KIND` if the values do not say which kind is meant. classes: names
-    in the order of their numbers; default: sorted. Raises UsageError for values that do not fit.
+    in the order of their numbers; default: sorted. ignored: of masks, see `with_mask`. Raises
+    UsageError for values that do not fit.
     """
     head, _, kind = name.rpartition(":")
     head, kind = (head, kind) if head and kind in _LABELS else (name, "")
     place = _place(index, head)
+    if kind == "mask" or is_mask(head):
+        return with_mask(index, head, classes or (), ignored)
+    if ignored is not None:
+        raise UsageError(
+            "{ignore} is for masks.", f"Leave it out of the label {name}.", {"ignore": ignored}
+        )
     column = _raw(index, [place])[0]
     kind = kind or _kind(column, classes)
     if kind == "number" and classes is not None:
@@ -239,13 +249,28 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     return replace(index.with_columns((*columns, declared)), labels=(*labels, label))
 
 
-def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
+def with_mask(
+    index: Index, field: str, classes: Sequence[str], ignored: int | None = None
+) -> Index:
     """Return the index with a label whose values are masks: images of class numbers.
 
     classes: names in the order of their numbers, or only the number of classes. The label has no
-    column. It is named like the field without the extension. Raises UsageError for fewer than 2
-    classes and for more than 255, the number of ignored pixels.
+    column. It is named like the field without the extension. ignored: number of pixels without a
+    class, beside 255. Raises UsageError for classes that masks cannot have, see `mask_label`.
     """
+    label = mask_label(field, classes, ignored)
+    others = (other for other in index.labels if other.name != label.name)
+    return replace(index, labels=(label, *others))
+
+
+def is_mask(field: str) -> bool:
+    """Return whether a field holds masks by its name, such as mask.png and left.mask.png."""
+    before, _, extension = field.rpartition(".")
+    return before.rpartition(".")[2] == "mask" and extension in _MASKS
+
+
+def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> ColumnInfo:
+    """Return the label of masks. Raises UsageError for fewer than 2 classes or more than 255."""
     if len(classes) == 1 and classes[0].isdecimal():
         classes = tuple(map(str, range(int(classes[0]))))
     if not 2 <= len(classes) <= 255 or len(set(classes)) < len(classes):
@@ -254,9 +279,8 @@ def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
             "different ones.",
             "Name them in the order of their numbers: background,cat,dog, or give their number: 21",
         )
-    label = ColumnInfo(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
-    others = (other for other in index.labels if other.name != label.name)
-    return replace(index, labels=(label, *others))
+    name = field.rpartition(".")[0] or "mask"
+    return ColumnInfo(name, "mask", field, None, tuple(classes), ignored=ignored)
 
 
 def column_rows(index: Index) -> list[tuple[str, str]]:

@@ -58,7 +58,8 @@ class ColumnInfo:
     """One column or label: its name, its kind, and where its values are stored.
 
     field: of the samples. entry: of its JSON document, or None. classes: names in the order of their
-    numbers. is_label: a training target. A label may lack a column, as a mask does.
+    numbers. is_label: a training target. A label may lack a column, as a mask does. ignored: number
+    of the pixels of masks that have no class, beside 255.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ColumnInfo:
     entry: str | None = None
     classes: tuple[str, ...] = ()
     is_label: bool = True
+    ignored: int | None = None
 
     @property
     def place(self) -> Place:
@@ -109,7 +111,8 @@ class ColumnInfo:
         if not self.classes:
             return KINDS[self.kind].described
         names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
-        some_of = "any of " if self.kind == "multi" else ""
+        some_of = {"multi": "any of ", "mask": "masks of "}.get(self.kind, "")
+        names += f"; {self.ignored} is ignored" if self.ignored is not None else ""
         return f"{some_of}{len(self.classes)} class{'es' * (len(self.classes) != 1)}: {names}"
 
     @property
@@ -125,17 +128,26 @@ class ColumnInfo:
     @property
     def row(self) -> dict[str, Any]:
         """A label as index.json and checkpoints list it."""
-        row = {"name": self.name, "kind": self.kind, "field": self.field, "column": self.entry}
+        row: dict[str, Any] = {
+            "name": self.name,
+            "kind": self.kind,
+            "field": self.field,
+            "column": self.entry,
+        }
+        row |= {"ignored": self.ignored} if self.ignored is not None else {}
         return {**row, "classes": list(self.classes)}
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> ColumnInfo:
         """Return the label in such a row. Raises LookupError or TypeError for another form."""
-        if set(row) != {"name", "kind", "field", "column", "classes"}:
+        if set(row) - {"ignored"} != {"name", "kind", "field", "column", "classes"}:
             raise ValueError(f"its label has the entries {', '.join(map(str, row))}")
         if not all(isinstance(name, str) for name in row["classes"]):
             raise ValueError("its classes must be strings")
-        return cls(row["name"], row["kind"], row["field"], row["column"], tuple(row["classes"]))
+        names, ignored = tuple(row["classes"]), row.get("ignored")
+        if not isinstance(ignored, (int, type(None))):
+            raise ValueError(f"its ignored number is {ignored!r:.40}")
+        return cls(row["name"], row["kind"], row["field"], row["column"], names, ignored=ignored)
 
 
 def _no_value(value: Any) -> None:
@@ -295,7 +307,7 @@ KINDS = {
         can_be_label=True,
     ),
     "text": Kind("a text", pa.string(), str, read=text_of),
-    "mask": Kind("masks", None, dtype="int64"),
+    "mask": Kind("masks", None, dtype="int64", can_be_label=True),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }
 

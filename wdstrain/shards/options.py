@@ -80,6 +80,12 @@ def stored_classes() -> Any:
     )
 
 
+def ignored_number() -> Any:
+    return option(
+        None, "number of the pixels of masks that have no class, beside 255", metavar="N", least=0
+    )
+
+
 @dataclass(frozen=True)
 class CheckedOptions:
     """Options of which integers with a least value and fixed choices are checked.
@@ -115,12 +121,14 @@ class IndexOptions(CheckedOptions):
     )
     label: str | None = stored_label()
     classes: Sequence[str] | None = stored_classes()
+    ignore: int | None = ignored_number()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.classes is not None and self.label is None:
-            raise UsageError(
-                "{classes} needs {label}, whose values it names.",
-                "Give both.",
-                {"classes": ..., "label": ...},
-            )
+        for name in ("classes", "ignore"):
+            if getattr(self, name) is not None and self.label is None:
+                raise UsageError(
+                    f"{{{name}}} needs {{label}}, whose values it describes.",
+                    "Give both.",
+                    {name: ..., "label": ...},
+                )

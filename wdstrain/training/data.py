@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.fields import IGNORED, Field, Image, Mask, image
+from wdstrain.decode.codecs import IGNORED, decode_mask
+from wdstrain.decode.fields import Field, Image, Mask, image
 from wdstrain.decode.formats import is_image
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
@@ -120,6 +120,9 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
     """Return the training set with the label that is learned, and its name."""
     label, classes = config.label, read_classes(config.classes) if config.classes else None
     field = "" if label is None else label.strip().removesuffix(":mask")
+    declared = [own for own in index.labels if (own.kind, own.field) == ("mask", field)]
+    if declared and classes is None:
+        return index, declared[0].name
     if is_image(field) and field in index.fields:
         refuse(
             (
@@ -179,7 +182,7 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     targets = [head.target for head in task.heads if head.target.field in index.fields]
     for target in targets:
         if target.kind == "mask":
-            index = with_mask(index, target.field, target.classes)
+            index = with_mask(index, target.field, target.classes, target.ignored)
         elif is_declared and config.classes is not None:
             index = _with_some_classes(index, target.name, target.classes)
         elif not is_declared:
@@ -364,7 +367,7 @@ def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[s
     name = head.target.field
     for _, fields in index.read(even_part(index, _COUNTED_MASKS), [name]):
         with suppress(WdstrainError, KeyError):
-            numbers = decode_mask(fields[name]).clip(0, _MASK_NUMBERS - 1)
+            numbers = decode_mask(fields[name], head.target.ignored).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
     refuse(

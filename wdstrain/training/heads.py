@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wdstrain.decode.fields import IGNORED, Field, Image, mask_like
+from wdstrain.decode.codecs import IGNORED
+from wdstrain.decode.fields import Field, Image, mask_like
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
@@ -282,7 +283,8 @@ class MaskHead(ClassHead):
             raise UsageError(
                 "masks need an image field of wt.image with a size: they get the same crop and flip."
             )
-        return mask_like(image, (self.target.field,), len(self.classes))
+        target = self.target
+        return mask_like(image, (target.field,), len(target.classes), target.ignored)
 
     def losses(self, scores: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Return the mean loss of each sample's pixels that have a class; 0 if none has."""

@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from wdstrain.decode.codecs import FIRST_TRANSPOSED, open_picture
-from wdstrain.decode.fields import IGNORED, Example
+from wdstrain.decode.codecs import FIRST_TRANSPOSED, IGNORED, open_picture
+from wdstrain.decode.fields import Example
 from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import center_crop
 from wdstrain.loader.batch_assembly import TakenBatch

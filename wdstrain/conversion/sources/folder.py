@@ -36,8 +36,8 @@ def list_folder(
     if fixed and flat:
         raise UsageError(
             "{classes} and {like} name classes, and {flat} packs none.",
-            "Choose one.",
-            {"classes": ..., "like": ..., "flat": True},
+            "Choose one, or name the classes of masks with {mask_classes}.",
+            {"classes": ..., "like": ..., "flat": True, "mask_classes": ...},
         )
     ignored = Counter[str]()
     roots = _splits(source, ignored, alone=flat) or {"": source}
