@@ -269,7 +269,8 @@ class FolderOptions(ClassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, owner in (("mask_classes", "masks"), ("ignore", "mask_classes")):
+        needs = (("mask_classes", "masks"), ("ignore", "mask_classes"))
+        for name, owner in needs:
             if getattr(self, name) not in (None, ()) and not getattr(self, owner):
                 raise UsageError(
                     f"{{{name}}} describes masks and needs {{{owner}}}.",

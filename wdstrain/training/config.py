@@ -147,15 +147,14 @@ class Config(RunOptions):
 
     def toml(self, data: Mapping[str, Any]) -> str:
         """Return the text of a file for `read_config`. data: addresses of the shards."""
-        tables = [
+        return "\n[data]\n".join(
             "".join(
                 f"{name} = {json.dumps(value, ensure_ascii=False)}\n"  # as TOML writes values
                 for name, value in table.items()
                 if value is not None
             )
             for table in (vars(self), data)
-        ]
-        return "\n[data]\n".join(tables)
+        )
 
     def differing(self, other: Config) -> list[str]:
         """Return the differences that forbid to resume a run with `other`, in words.

@@ -82,8 +82,8 @@ class DistributedContext:
         except RuntimeError as error:
             if self.size == 1 or not any(word in str(error) for word in _LOST):
                 raise
-            line = str(error).strip().splitlines()[0]
-            cause = re.sub(r"^\[[^]]*\] ", "", line)[:200]  # without torch's own file and line
+            # without torch's own file and line
+            cause = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[:200]
             raise WdstrainError(
                 f"rank {self.rank} of {self.size}: another process of this job ended ({cause}). "
                 f"Its own message stands above.",

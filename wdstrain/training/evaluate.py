@@ -344,7 +344,7 @@ class _Table:
             return
         yield head.name, pa.string(), [head.text(value) for value in values]
         shares = head.probabilities(scores.double())
-        columns = [("probability", shares.amax(1))] if head.has_accuracy else []
+        columns = [("probability", shares.amax(1))] if head.main_metric == "accuracy" else []
         if self._options.probabilities:
             columns += zip(head.classes, shares.T, strict=True)
         for name, column in columns:
@@ -354,8 +354,7 @@ class _Table:
 
 def _without_bad(values: list[Any], samples: list[_Sample]) -> list[Any]:
     """Return the values, with None for samples that have an error."""
-    pairs = zip(values, samples, strict=True)
-    return [None if sample.error else value for value, sample in pairs]
+    return [None if sample.error else value for value, sample in zip(values, samples, strict=True)]
 
 
 def _csv_cell(cell: Any) -> str:
@@ -384,8 +383,7 @@ def _index_of_files(images: Sequence[tuple[str, str]], fields: Fields) -> Index:
     ((_, field),) = fields.items()
     rows, shards = [], []
     for key, path in images:
-        # at least a byte, so that an empty file is one that cannot be read
-        size = max(1, os.path.getsize(path)) if os.path.isfile(path) else 1
+        size = os.path.getsize(path) if os.path.isfile(path) else 1  # of others a read tells why
         extension = os.path.splitext(path)[1][1:].lower()
         name = extension if extension in field.names else field.names[0]
         rows.append((key, 0, size, [(name, 0, size, 0)]))

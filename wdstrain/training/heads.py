@@ -55,11 +55,6 @@ class Head(ABC):
     main_metric: ClassVar[str]  # chooses the best checkpoint
 
     @property
-    def has_accuracy(self) -> bool:
-        """Whether an epoch of training has an accuracy."""
-        return self.main_metric == "accuracy"
-
-    @property
     def name(self) -> str:
         """Name of the label; in a batch "target " stands before it."""
         return self.target.name
@@ -418,8 +413,7 @@ class NumberHead(Head):
     def predicted(self, scores: Tensor) -> list[Any]:
         # float32 has about 9 digits, which count from the leading digit of the deviation
         extra = math.ceil(math.log10(max(abs(self.mean) / self.deviation, 1.0)))
-        numbers = self.decided(scores).tolist()
-        return [float(f"{number:.{min(17, 9 + extra)}g}") for number in numbers]
+        return [float(f"{x:.{min(17, 9 + extra)}g}") for x in self.decided(scores).tolist()]
 
     def true(self, target: Tensor) -> list[Any]:
         return target.tolist()

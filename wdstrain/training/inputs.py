@@ -6,7 +6,7 @@ A checkpoint keeps them, so that a model is evaluated on the inputs that it was 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -112,11 +112,6 @@ class InputSpec:
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[0] == 3
 
     @property
-    def keeps_type(self) -> bool:
-        """Whether a model gets it as int64: class numbers and tokens."""
-        return self.dtype == "int64" and len(self.shape) <= 1
-
-    @property
     def kind(self) -> str:
         """Dtype and shape, such as uint8[3, 224, 224]."""
         return f"{self.dtype}{list(self.shape)}"
@@ -199,19 +194,23 @@ def call_model(model: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
 
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
-    """Return what a model gets for values [b, ...].
+    """Return what a model gets for values [b, ...] in the type of the samples."""
+    constants = _constants(normalization, values.device)
+    return scaled(values, *constants, is_byte=values.dtype == torch.uint8)
 
-    uint8[b, 3, h, w] is normalized by mean and standard deviation, other uint8 divided by 255.
-    int64[b] and int64[b, n] keep their type, as class numbers and tokens need. All other numbers
-    become float32.
+
+def scaled(values: Tensor, mean: Tensor, std: Tensor, *, is_byte: bool) -> Tensor:
+    """Return what a model gets for values [b, ...]. is_byte: they are 0 to 255.
+
+    Such RGB images [b, 3, h, w] are normalized by mean and standard deviation, other such values
+    divided by 255. int64[b] and int64[b, n] keep their type, as class numbers and tokens need. All
+    other numbers become float32.
     """
     if values.dtype == torch.int64 and values.ndim <= 2:
         return values
-    is_byte, floats = values.dtype == torch.uint8, values.float()
     if is_byte and values.ndim == 4 and values.shape[1] == 3:
-        mean, std = _constants(normalization, values.device)
-        return (floats - mean) / std
-    return floats / 255 if is_byte else floats
+        return (values.float() - mean) / std
+    return values.float() / 255 if is_byte else values.float()
 
 
 @cache
@@ -221,8 +220,8 @@ def _constants(normalization: Normalization, device: torch.device) -> list[Tenso
     They are copied there once: a copy of pageable memory makes the host wait for the device.
     """
     with torch.inference_mode(False):  # the first call may be part of a validation
-        values: Sequence[Triple] = (normalization.mean, normalization.std)
-        return [torch.tensor(value, device=device).view(3, 1, 1) * 255 for value in values]
+        values = torch.tensor([normalization.mean, normalization.std], device=device)
+        return list(values.view(2, 3, 1, 1) * 255)
 
 
 def batch_augmentation(

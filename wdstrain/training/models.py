@@ -31,7 +31,6 @@ from wdstrain.training.distributed import local
 from wdstrain.training.inputs import ModelInputs
 
 ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 TIMM = "timm:"  # prefix of the names of timm's models
 
@@ -113,16 +112,15 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
         errors=(ImportError,),
     ):
         import timm
-    create: Callable[..., nn.Module] = timm.create_model
-    create = partial(create, name, pretrained=pretrained, num_classes=outputs)
+    create = partial(timm.create_model, name, pretrained=pretrained, num_classes=outputs)
     with refusing(  # timm and its hub client raise errors of many types
         "{model} cannot be created",
         "Name one of timm.list_models(), or try another {image_size}, or without a network {weights}.",
         {"model": f"{TIMM}{name}", "image_size": ..., "weights": "FILE"},
     ):
         with suppress(TypeError):  # of models that take images of any size
-            return create(img_size=image_size)
-        return create()
+            return cast(nn.Module, create(img_size=image_size))
+        return cast(nn.Module, create())
 
 
 def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:
@@ -155,7 +153,6 @@ def check_shapes(
     outputs: shape for one sample. Raises UsageError if the model does not take the inputs, or
     returns another shape.
     """
-    was_training = model.training
     kinds = [f"a batch of {spec.kind}" for spec in inputs.specs.values()]
     given = kinds[0] if len(kinds) == 1 else f"the keyword arguments {', '.join(inputs.specs)}"
     problem = f"the model {name} does not take {given} or returns no tensor"
@@ -171,7 +168,7 @@ def check_shapes(
             "Use a model for this kind of label that takes the number of outputs.",
         )
     )
-    return model.train(was_training)
+    return model.train()
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
@@ -294,7 +291,7 @@ _NOT_DECAYED = frozenset(
 def make_optimizer(
     model: nn.Module,
     config: Config,
-    given: str | OptimizerFactory = "",
+    given: str | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = "",
     losses: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model's parameters, and of those of losses.
@@ -387,8 +384,7 @@ def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
     )
     from timm.models import group_parameters
 
-    matcher: Any = model.group_matcher
-    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    layers = group_parameters(model, cast(Any, model).group_matcher(coarse=False), reverse=True)
     most = max(layers.values())
     return {name: scales[name] * config.layer_decay ** (most - layers[name]) for name in scales}
 

@@ -43,13 +43,6 @@ _CLASSES = 200  # rows of a table of classes
 _LOGGED = 100  # classes whose numbers are in the line of an epoch
 _PAIRS = 20  # mistaken pairs of classes in a list
 _NAMED = 8  # classes in a sentence
-_STAGE_NAMES = {
-    "data": "waiting for data",
-    "copy": "copy to the device",
-    "compute": "forward and backward",
-    "optimizer": "optimizer",
-    "other": "other",
-}
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 
@@ -142,7 +135,9 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
     yield curves("loss", [by_step("loss"), *_by_epoch(history, "loss")[1:]])
     yield curves("learning_rate", [by_step("lr")])
     yield curves("samples_per_second", [by_step("samples_per_second")])
-    yield curves("seconds_by_stage", [by_step(f"{s}_seconds", _STAGE_NAMES[s]) for s in STAGES])
+    yield curves(
+        "seconds_by_stage", [by_step(f"{s}_seconds", title) for s, title in STAGES.items()]
+    )
 
 
 def _by_epoch(history: History, name: str) -> list[Line]:
@@ -182,9 +177,9 @@ def _calibration(head: Head, bins: Sequence[Sequence[float]]) -> tuple[str, str]
     filled = [values for values in zip(*bins, strict=True) if values[0]]
     sure, right = ([values[n] / values[0] for values in filled] for n in (1, 2))
     lines = [Line("model", sure, right, dots=True), Line("right as often as sure", (0, 1), (0, 1))]
-    words = "<p class=soft>Share of right predictions by the probability that they had.</p>"
-    across = "probability of the predicted class"
-    return "calibration", words + charts.lines(lines, across=across, share=True)
+    chart = charts.lines(lines, across="probability of the predicted class", share=True)
+    words = "Share of right predictions by the probability that they had."
+    return "calibration", f"<p class=soft>{words}</p>{chart}"
 
 
 def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]:
@@ -295,10 +290,9 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """Return loss, accuracy and stall of the epoch so far."""
-    heads = [head.name for head in task.heads if f"head {head.name}" in sums]
-    shares = [f"acc {sums[f'head {name}'] / max(1.0, sums['samples']):.1%}" for name in heads[:1]]
-    parts = [f"loss {mean_loss(sums):.3f}", *shares, f"stall {stall_share(seconds):.0%}"]
-    return ", ".join(parts)
+    hits = [sums[f"head {head.name}"] for head in task.heads if f"head {head.name}" in sums][:1]
+    shares = [f"acc {count / max(1.0, sums['samples']):.1%}" for count in hits]
+    return ", ".join([f"loss {mean_loss(sums):.3f}", *shares, f"stall {stall_share(seconds):.0%}"])
 
 
 def epoch_lines(title: str, history: History, monitor: str) -> Iterator[str]:

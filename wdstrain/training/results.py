@@ -64,15 +64,18 @@ def heading(name: str) -> str:
     """Return the title of a chart of a metric, such as "Accuracy" or "kind: Accuracy"."""
     label, _, own = name.rpartition("/")
     words = metric_title(own)
-    if words[1:].islower():  # no abbreviation such as mAP
-        words = f"{words[0].upper()}{words[1:]}"
-    return f"{label}: {words}" if label else words
+    # not of an abbreviation such as mAP
+    title = words[:1].upper() + words[1:] if words[1:].islower() else words
+    return f"{label}: {title}" if label else title
 
 
 def metric_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return name and value of each metric of a pass in words."""
-    numbers = ((name, value) for name, value in metrics.items() if name != "classes")
-    return [(metric_title(name), metric_value(name, value)) for name, value in numbers]
+    return [
+        (metric_title(name), metric_value(name, value))
+        for name, value in metrics.items()
+        if name != "classes"
+    ]
 
 
 def curves(name: str, lines: Sequence[charts.Line]) -> str:

@@ -51,8 +51,14 @@ from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_ou
 from wdstrain.training.tasks import Monitor, Task, check_objects
 from wdstrain.training.validation import EpochSums, Setup
 
-# Stages of a step: data, copy to the device, forward and backward, optimizer, other.
-STAGES = ("data", "copy", "compute", "optimizer", "other")
+# Stages of a step, and what they are in the report.
+STAGES = {
+    "data": "waiting for data",
+    "copy": "copy to the device",
+    "compute": "forward and backward",
+    "optimizer": "optimizer",
+    "other": "other",
+}
 
 
 class Diverged(WdstrainError):

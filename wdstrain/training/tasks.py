@@ -109,9 +109,8 @@ class Task:
 
     def head_of(self, metric: str) -> int:
         """Return the number of the head that a metric of the user's is for: HEAD/NAME, or 0."""
-        names = [head.name for head in self.heads]
         name = metric.partition("/")[0]
-        return names.index(name) if name in names else 0
+        return next((n for n, head in enumerate(self.heads) if head.name == name), 0)
 
     @property
     def label_names(self) -> dict[str, Head]:

@@ -160,7 +160,7 @@ def train(arguments: TrainArguments) -> TrainResult:
 
 def _start_lines(run: Run) -> list[str]:
     """Return what a run trains, on which data and where."""
-    config, loaded = run.config, run.weights
+    config, fresh = run.config, ", ".join(run.weights.fresh) if run.weights is not None else ""
     count = sum(parameter.numel() for parameter in run.model.parameters())
     lines = [
         f"model {config.model}: {count:,} parameters, on {run.setup.device}",
@@ -169,13 +169,11 @@ def _start_lines(run: Run) -> list[str]:
         "no validation: give val=, a split val, or fold="
         if run.val_set is None
         else f"validation: {samples_sentence(run.val_set, run.task)}",
+        f"weights: {config.weights}" if run.weights is not None else "",
+        f"new weights: {fresh}" if fresh else "",
+        f"frozen: {len(run.frozen)} parameter tensors" if run.frozen else "",
     ]
-    if loaded is not None:
-        fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
-        lines.append(f"weights: {config.weights}{fresh}")
-    if run.frozen:
-        lines.append(f"frozen: {len(run.frozen)} parameter tensors")
-    return lines
+    return list(filter(None, lines))
 
 
 def _set_arithmetic(config: Config, stack: ExitStack) -> None:
@@ -216,9 +214,9 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog) -> None:
             raise
         run.save()
         if run.write_error is None:
-            place = f"{run.title}, step {run.state.step}"
             run.setup.reporter.line(
-                f"A checkpoint of {place}, was written. Resume continues from it."
+                f"A checkpoint of {run.title}, step {run.state.step}, was written. Resume continues "
+                "from it."
             )
         elif is_signal:  # there is no checkpoint to announce
             raise run.write_error from None

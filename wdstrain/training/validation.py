@@ -170,7 +170,11 @@ class EpochSums:
     def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
         """has_outputs: `add` gets outputs, so there are sums of heads."""
         self._task = task
-        heads = [f"head {head.name}" for head in task.heads if has_outputs and head.has_accuracy]
+        heads = [
+            f"head {head.name}"
+            for head in task.heads
+            if has_outputs and head.main_metric == "accuracy"
+        ]
         self.names = ["loss", "samples", "overflowed", *heads, "skipped", "bad"]
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
@@ -182,7 +186,9 @@ class EpochSums:
         parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
         if outputs is not None:
             heads = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
-            parts += [head.right(own, true) for head, own, true in heads if head.has_accuracy]
+            parts += [
+                head.right(own, true) for head, own, true in heads if head.main_metric == "accuracy"
+            ]
         sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
         self.values[: len(sums)] += sums
 

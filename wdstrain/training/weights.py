@@ -26,12 +26,12 @@ from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.config import Config, ExportArguments, is_made, refuse, refusing
 from wdstrain.training.inputs import (
     Fields,
-    InputSpec,
     ModelInputs,
     Normalization,
     call_model,
     check_same_inputs,
     input_fields,
+    scaled,
 )
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
 from wdstrain.training.options import is_file
@@ -314,16 +314,12 @@ class Normalizing(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         specs = zip(self.inputs.specs.items(), inputs, strict=True)
-        values = {name: self._normalized(spec, value) for (name, spec), value in specs}
+        values = {
+            name: scaled(value, self.mean, self.std, is_byte=spec.dtype == "uint8")
+            for (name, spec), value in specs
+        }
         outputs = call_model(self.model, values)
         return outputs.double() * self.scale + self.shift if self.is_scaled else outputs
-
-    def _normalized(self, spec: InputSpec, value: Tensor) -> Tensor:
-        if spec.is_rgb:
-            return (value.float() - self.mean) / self.std
-        if spec.dtype == "uint8":
-            return value.float() / 255
-        return value if spec.keeps_type else value.float()
 
 
 @takes(ExportArguments)
@@ -375,9 +371,11 @@ def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
 
 def _exported(loaded: LoadedCheckpoint) -> dict[str, Any]:
     """Return the arguments of exporters: a program for batches of any size."""
+    blank = loaded.inputs.blank(2, torch.device("cpu")).values()
+    # as `scaled` takes them: only class numbers and tokens keep their type
     examples = tuple(
-        torch.zeros(2, *spec.shape, dtype=torch.int64 if spec.keeps_type else torch.float32)
-        for spec in loaded.inputs.specs.values()
+        value if value.dtype == torch.int64 and value.ndim <= 2 else value.float()
+        for value in blank
     )
     batch = torch.export.Dim("batch", min=1)
     return {

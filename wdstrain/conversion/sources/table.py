@@ -176,13 +176,13 @@ class _Rows:
             **stated_classes(options.classes),
             "decided": decided,
         }
-        left_out = int((~self._chosen).sum())
+        ignored = Counter({"rows that do not meet the condition": int((~self._chosen).sum())})
         return Source(
             self._table.files.name,
             tuple,
             lambda: labels,
             source,
-            ignored={"rows that do not meet the condition": left_out} if left_out else {},
+            ignored=dict(+ignored),
             stratum=self._stratum,
         )
 
@@ -192,7 +192,7 @@ class _Rows:
         if self._file_splits:
             counts = Counter(self._file_splits.values()).items()
             some = ", ".join(f"{split} ({count})" for split, count in counts)
-            again = ", drawn again" if self._options.split else ""
+            again = ", drawn again" * bool(self._options.split)
             lines.append(f"splits: those in the names of the files, {some}{again}")
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
