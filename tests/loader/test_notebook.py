@@ -110,7 +110,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
         "wt.plan_epoch(",
         "wt.bench(",
     ):
-        (bundle,) = of(part).displays
+        *_, bundle = of(part).displays  # behind the progress of those that read
         assert "samples" in bundle["text/plain"], part
     for part in ('plot("Loss"', 'plot("Accuracy"'):
         assert all(
@@ -159,7 +159,7 @@ def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
     words = [sys.executable, "-W", "error::UserWarning", str(SOURCE)]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Index(1797 samples" in done.stdout
+    assert "Index(1500 samples" in done.stdout
     assert "the same pixels: True" in done.stdout
     assert "Warning" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
