@@ -123,7 +123,9 @@ def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse
     run: does the work and returns the exit status. text: what it does. example: its words after
     `wdstrain`.
     """
-    lines = wrap(f"example: wdstrain {example}", 76, subsequent_indent=" " * 8)
+    lines = wrap(
+        f"example: wdstrain {example}", 76, subsequent_indent=" " * 8, break_on_hyphens=False
+    )
     parser: argparse.ArgumentParser = parent.add_parser(
         name,
         help=text,
