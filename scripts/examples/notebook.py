@@ -317,7 +317,9 @@ display(wt.plan_epoch(train, batch_size=16, world_size=4, shuffle_buffer=200))
 # `wt.bench` measures the rate of each stage on this machine with these data, and names the bottleneck.
 
 # %%
-result = wt.bench(train, fields, batch_size=32, seconds=0.2, multiprocessing_context="fork")
+result = wt.bench(
+    train, fields, batch_size=32, seconds=0.2, multiprocessing_context="fork", progress=False
+)
 display(result)
 
 # %% [markdown]

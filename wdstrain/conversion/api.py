@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from wdstrain.conversion.labels import given_classes
-from wdstrain.conversion.listing import Sample, Source
+from wdstrain.conversion.listing import Source
 from wdstrain.conversion.options import (
     ArraysOptions,
     FolderOptions,
@@ -30,7 +30,6 @@ from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvis
 from wdstrain.conversion.sources.shards import stream_tars
 from wdstrain.conversion.sources.table import open_table
 from wdstrain.runtime.options import takes
-from wdstrain.shards.declare import mask_label
 from wdstrain.shards.index import Index
 
 Note = Callable[[str], None]
@@ -117,13 +116,14 @@ def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionRe
 def _folder(options: FolderOptions) -> Source:
     names = given_classes(options.classes, options.like if options.flat else _numbering(options))
     masks = None if options.masks is None else os.fspath(options.masks)
-    source = list_folder(os.fspath(options.source), flat=options.flat, fixed=names, masks=masks)
-    if not options.mask_classes:
-        return source
-    first = next(sample for sample in source.samples() if isinstance(sample, Sample))
-    field, _ = first.parts[-1]
-    labels = *source.labels(), mask_label(field, options.mask_classes, options.ignore)
-    return replace(source, labels=lambda: labels)
+    return list_folder(
+        os.fspath(options.source),
+        flat=options.flat,
+        fixed=names,
+        masks=masks,
+        mask_classes=options.mask_classes,
+        ignore=options.ignore,
+    )
 
 
 def _table(options: TableOptions) -> Source:

@@ -115,11 +115,10 @@ class Catalog:
         items = {number: self.items[number] for number in np.sort(numbers).tolist()}
         if not self.has_files:  # each file of the spool is read forward
             items = dict(sorted(items.items(), key=lambda item: item[1].parts[0][1][::3]))
-        fetched = dict[int, Fetched]()
-        for number, (key, pieces, *_) in items.items():
+        fetched, parts_of = dict[int, Fetched](), _from_files if self.has_files else _from_spool
+        for number, (key, parts, *_) in items.items():
             try:
-                parts = [(f, p if isinstance(p, bytes) else _contents(*p)) for f, p in pieces]
-                fetched[number] = str(key), parts
+                fetched[number] = str(key), parts_of(parts)
             except SampleError as error:
                 fetched[number] = str(key), error
         return [fetched[number] for number in numbers.tolist()]
@@ -208,31 +207,47 @@ def bad_sample(source: str, item: Sample, reason: str, *, has_files: bool) -> Ba
     return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
 
 
-def _contents(path: str, size: int, check: int, offset: int | None = None) -> bytes:
-    """Return the bytes of a file, or of a piece at an offset in a spool, whose crc32 is `check`.
+def _from_files(parts: Sequence[tuple[str, Any]]) -> list[Part]:
+    """Return the parts of a sample. Raises SampleError for a file that has another size."""
+    return [(field, part if isinstance(part, bytes) else _file(*part)) for field, part in parts]
 
-    Raises SampleError for a file of the source that cannot be read or has another size.
-    """
-    is_file, start = offset is None, offset or 0
+
+def _file(path: str, size: int, mtime_ns: int) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            data = os.pread(fd, size + is_file, start)  # a byte more: a file may have grown
-            # One call returns at most 2 GB, and less from a network file system.
-            while len(data) < size and (more := os.pread(fd, size - len(data), start + len(data))):
-                data += more
-            now = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        data = _read(path, 0, size, beyond=1)  # a file may have grown
+        now = len(data) if len(data) <= size else os.path.getsize(path)
     except OSError as error:
-        if is_file:
-            raise SampleError(f"it cannot be read ({error.strerror})") from error
-        raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
-    if is_file and len(data) != size:
+        raise SampleError(f"it cannot be read ({error.strerror})") from error
+    if len(data) != size:
         raise SampleError(f"it had {size} bytes when it was listed and has {now} now")
-    if not is_file and crc32(data) != check:
-        raise StorageError(f"{path} has changed since it was written.", _ADVICE)
     return data
+
+
+def _from_spool(pieces: Sequence[tuple[str, Any]]) -> list[Part]:
+    """Return the parts of a sample, which lie side by side. Raises StorageError."""
+    path, _, _, first = pieces[0][1]
+    _, size, _, last = pieces[-1][1]
+    try:
+        data = _read(path, first, last + size - first)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}.", _ADVICE) from error
+    parts = [(f, data[at - first : at - first + size]) for f, (_, size, _, at) in pieces]
+    if [crc32(part) for _, part in parts] != [piece[2] for _, piece in pieces]:
+        raise StorageError(f"{path} has changed since it was written.", _ADVICE)
+    return parts
+
+
+def _read(path: str, start: int, size: int, beyond: int = 0) -> bytes:
+    """Return bytes of a file. beyond: of those after them to read, too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        data = os.pread(fd, size + beyond, start)
+        # One call returns at most 2 GB, and less from a network file system.
+        while len(data) < size and (more := os.pread(fd, size - len(data), start + len(data))):
+            data += more
+        return data
+    finally:
+        os.close(fd)
 
 
 # --- collecting ----------------------------------------------------------------------------------

@@ -265,16 +265,17 @@ class Recipe:
                 raise SampleError(
                     f"its {field} does not begin as an image does, but with {data[:12]!r}"
                 )
-        if any(is_mask(field) for field, _ in parts):
-            _check_masks(parts)
+        masks = [part for part in parts if is_mask(part[0])]
+        photo = _photo(parts) if masks or self.changes else None
+        if photo is not None:
+            for mask in masks:
+                _check_mask(mask, photo)
         if not self.changes and self.check != "decode":
             return list(parts)
-        names = {field for field, _ in parts}
-        photo = _photo(parts) if self.changes else None
-        made = []
+        names, made = {field for field, _ in parts}, []
         for field, data in parts:
             if is_image(field):
-                name, data = self._image(field, data, photo)
+                name, data = self._image(field, data, photo if self.changes else None)
                 # Two images of one sample keep different names. Readers find the format of an
                 # image in its bytes, so a field named png may hold a JPEG.
                 field = field if name in names else name
@@ -352,24 +353,20 @@ def _photo(parts: Sequence[Part]) -> Part | None:
     return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
 
 
-def _check_masks(parts: Sequence[Part]) -> None:
+def _check_mask(mask: Part, photo: Part) -> None:
     """Raise SampleError for a mask that does not cover its photo as it is shown.
 
     A mask drawn on the stored raster of a rotated photo, or on a part of it, would be stretched.
     """
-    photo = _photo(parts)
-    for field, data in parts if photo is not None else ():
-        if photo is None or not is_mask(field):
-            continue
-        stored, (width, height), *_ = _sizes(*photo)
-        _, own, *_ = _sizes(field, data)
-        # sides of a smaller mask are rounded to pixels
-        if abs(own[0] * height - own[1] * width) > max(width, height):
-            why = "and is rotated when it is shown; store both upright"
-            why = why if own == stored else "and a mask has the shape of its image"
-            raise SampleError(
-                f"its {field} has {own[0]} x {own[1]} pixels, its {photo[0]} {width} x {height}, {why}"
-            )
+    stored, (width, height), *_ = _sizes(*photo)
+    _, own, *_ = _sizes(*mask)
+    # sides of a smaller mask are rounded to pixels
+    if abs(own[0] * height - own[1] * width) > max(width, height):
+        turned = "and is rotated when it is shown; store both upright"
+        raise SampleError(
+            f"its {mask[0]} has {own[0]} x {own[1]} pixels, its {photo[0]} {width} x {height}, "
+            f"{turned if own == stored else 'and a mask has the shape of its image'}"
+        )
 
 
 def _sizes(field: str, data: bytes) -> tuple[Size, Size, int, str]:

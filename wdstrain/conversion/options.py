@@ -269,8 +269,7 @@ class FolderOptions(ClassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needs = (("mask_classes", "masks"), ("ignore", "mask_classes"))
-        for name, owner in needs:
+        for name, owner in (("mask_classes", "masks"), ("ignore", "mask_classes")):
             if getattr(self, name) not in (None, ()) and not getattr(self, owner):
                 raise UsageError(
                     f"{{{name}}} describes masks and needs {{{owner}}}.",

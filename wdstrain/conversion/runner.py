@@ -204,11 +204,10 @@ class _Run:
         catalog = self._collected(None, out)
         plan, rows, shards = self._plan(catalog), list[Row](), list[Shard]()
         for shard in plan:
-            stops = np.cumsum(catalog.sizes[shard.numbers]).tolist()
-            extents = zip(catalog.keys(shard.numbers), [0, *stops[:-1]], stops, strict=True)
-            rows += [(*extent, ()) for extent in extents]
+            keys, sizes = catalog.keys(shard.numbers), catalog.sizes[shard.numbers].tolist()
+            rows += [(key, 0, size, ()) for key, size in zip(keys, sizes, strict=True)]
             path = f"{out.rstrip('/')}/{shard.name}"
-            shards.append(Shard(path, len(stops), stops[-1] + len(END), shard.split))
+            shards.append(Shard(path, len(sizes), sum(sizes) + len(END), shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
         samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
@@ -289,8 +288,10 @@ class _Run:
         indexes = [part.index for part in parts]
         places = [(part.index.shards[0].split, part.numbers) for part in parts]
         renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
-        divided = divided_images([*indexes, *filter(None, [former])])
-        info = self._info(counted(catalog, places, self.labels), len(renamed), divided)
+        samples = counted(catalog, places, self.labels)
+        info = self._info(
+            samples, len(renamed), divided_images([*indexes, *filter(None, [former])])
+        )
         joined = join(indexes)
         index = replace(with_labels(joined, self.labels), info=info)
         result = ConversionResult(index, info, bad, sum(part.is_kept for part in parts))

@@ -73,9 +73,8 @@ def plan_shards(
     counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
     planned, room = list[PlannedShard](), max(1, as_bytes(options.max_shard_size) - len(END))
     for (name, size), count in zip_longest(sizes.items(), counts):
-        mine = members[name]
-        cut = batches(mine, size, room, options.max_shard_samples)
-        runs = _equal_runs(mine, size, count) if count else cut
+        mine, most = members[name], options.max_shard_samples
+        runs = _equal_runs(mine, size, count) if count else batches(mine, size, room, most)
         planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
     return planned
 

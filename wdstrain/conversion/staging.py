@@ -59,8 +59,6 @@ _SENT = "sent.json"  # sha256 of each shard that is in the bucket before the set
 FROM_FILES = ("classes", "data", "decided", "origin")
 
 _LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
-_LOCK_POLL = 0.02  # seconds
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 Put = Callable[[int, int, int], None]  # receives objects put into a bucket, bytes, objects in all
 
@@ -200,7 +198,7 @@ class Staging(AbstractContextManager["Staging"]):
                     "Wait for it, or choose another folder. On a file system without locks, "
                     f"delete {os.path.join(self.path, LOCK_NAME)} after a kill.",
                 )
-            time.sleep(_LOCK_POLL)
+            time.sleep(0.02)
         if (record := read_whole(os.path.join(self.path, _COMMIT))) is not None:
             self._complete(**json.loads(record))
 
@@ -211,7 +209,7 @@ class Staging(AbstractContextManager["Staging"]):
             os.makedirs(self.path, exist_ok=True)
         is_new = not os.path.exists(path)
         with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
-            lock = os.open(path, _LOCK_FLAGS | (os.O_EXCL if is_new else 0), 0o644)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o644)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file may have been deleted after it was opened.

@@ -17,19 +17,26 @@ from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_ther
 from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
+from wdstrain.shards.declare import mask_label
 from wdstrain.shards.kinds import ColumnInfo
 
 
 @collector_paused()
 def list_folder(
-    source: str, *, flat: bool = False, fixed: Sequence[str] = (), masks: str | None = None
+    source: str,
+    *,
+    flat: bool = False,
+    fixed: Sequence[str] = (),
+    masks: str | None = None,
+    mask_classes: Sequence[str] = (),
+    ignore: int | None = None,
 ) -> Source:
     """Return the images of a folder.
 
     flat: all images below it, without classes. masks: folder of their masks, see `_with_masks`;
-    images without a mask are left out and counted. fixed: names of the classes in the order of
-    their numbers (default: the sorted class folders). Raises
-    UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
+    images without a mask are left out and counted. mask_classes, ignore: names of the classes in
+    the masks, and the number that is none. fixed: names of the classes in the order of their
+    numbers (default: the sorted class folders). Raises UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
     SourceError for one without images or class folders.
     """
     check_there(source, kind="folder")
@@ -57,7 +64,9 @@ def list_folder(
         stem = image.name.rpartition(".")[0]
         key = keys.key(stem)
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
-    labels = (ColumnInfo("label", "class", "cls", classes=tuple(numbers)),) if classes else ()
+    labels = [ColumnInfo("label", "class", "cls", classes=tuple(numbers))] if classes else []
+    if mask_classes:
+        labels.append(mask_label(items[0].parts[-1][0], mask_classes, ignore))
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     about |= {} if masks is None else {"masks": True}
     moved = (n for place, n in enumerate(numbers) if n.isdecimal() and int(n) != place)
@@ -69,7 +78,7 @@ def list_folder(
     return Source(
         source,
         lambda: items,
-        lambda: labels,
+        lambda: tuple(labels),
         about,
         len(items),
         ignored=dict(+ignored),

@@ -176,13 +176,13 @@ class _Rows:
             **stated_classes(options.classes),
             "decided": decided,
         }
-        ignored = Counter({"rows that do not meet the condition": int((~self._chosen).sum())})
+        left_out = int((~self._chosen).sum())
         return Source(
             self._table.files.name,
             tuple,
             lambda: labels,
             source,
-            ignored=dict(+ignored),
+            ignored={"rows that do not meet the condition": left_out} if left_out else {},
             stratum=self._stratum,
         )
 
@@ -192,7 +192,7 @@ class _Rows:
         if self._file_splits:
             counts = Counter(self._file_splits.values()).items()
             some = ", ".join(f"{split} ({count})" for split, count in counts)
-            again = ", drawn again" * bool(self._options.split)
+            again = ", drawn again" if self._options.split else ""
             lines.append(f"splits: those in the names of the files, {some}{again}")
         return lines + [
             f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"

@@ -174,5 +174,5 @@ def _state(path: str) -> tuple[int, int, int] | None:
         status = os.stat(path)
     except (OSError, ValueError):
         return None  # a file of a server
-    is_file = S_ISREG(status.st_mode)
-    return (status.st_ino, status.st_size, status.st_mtime_ns) if is_file else None
+    state = status.st_ino, status.st_size, status.st_mtime_ns
+    return state if S_ISREG(status.st_mode) else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -305,7 +304,7 @@ def _csv_rows(path: str, options: TableOptions) -> Iterator[tuple[int, list[str]
     first = next(lines, "")
     is_named = first.lower().startswith("sep=") and len(first.strip()) == 5
     marks = first[4] if is_named else "\t" if path.lower().endswith(".tsv") else _DELIMITERS
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size
+    before = csv.field_size_limit(2**31 - 1)  # cells of any size
     try:
         reader = csv.reader(
             lines if is_named else chain([first], lines),
