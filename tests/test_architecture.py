@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3148,
+    "conversion": 3137,
     "training": 2970,
     "inspection": 1525,
     "loader": 1183,

@@ -98,10 +98,8 @@ def convert_torchvision(options: TorchvisionOptions) -> Index:
 def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
     out = os.fspath(options.out)
-    if isinstance(options, TarsOptions):
-        source = stream_tars(options, note)
-    else:
-        source = _SOURCES[type(options)](options)
+    is_tars = isinstance(options, TarsOptions)
+    source = stream_tars(options, note) if is_tars else _SOURCES[type(options)](options)
     for decision in source.source.get("decided", ()):
         note(decision)
     done = convert(source, out, options, options.progress)

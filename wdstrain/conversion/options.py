@@ -51,6 +51,12 @@ _EXCLUSIVE = (
     ("classes", "like"),
     ("keep", "drop"),
 )
+# an option, the one that it needs, that in words, and a value of it for the message
+_NEEDS = (
+    ("stratify", "split", "a split", {"train": 0.9, "val": 0.1}),
+    ("mask_classes", "masks", "a folder of masks", "masks"),
+    ("ignore", "mask_classes", "the classes of masks", ["sky", "road"]),
+)
 # the bytes of a set depend on these
 _SAVED = (
     *("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit"),
@@ -165,12 +171,12 @@ class Options(CheckedOptions):
                 value=dict(self.split or {}),
             )
         check_splits(self.split or ())
-        if self.stratify and not self.split:
-            raise UsageError(
-                "{stratify} needs a split.",
-                "Add {split}.",
-                {"stratify": self.stratify, "split": {"train": 0.9, "val": 0.1}},
-            )
+        for name, owner, what, example in _NEEDS:
+            value = getattr(self, name, None)
+            if value not in (None, (), "") and not getattr(self, owner):
+                raise UsageError(
+                    f"{{{name}}} needs {what}.", f"Add {{{owner}}}.", {name: value, owner: example}
+                )
         for one, other in _EXCLUSIVE:
             values = getattr(self, one, None), getattr(self, other, None)
             if all(values):
@@ -266,16 +272,6 @@ class FolderOptions(ClassOptions):
         parse=parse_list,
     )
     ignore: int | None = ignored_number()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, owner in (("mask_classes", "masks"), ("ignore", "mask_classes")):
-            if getattr(self, name) not in (None, ()) and not getattr(self, owner):
-                raise UsageError(
-                    f"{{{name}}} describes masks and needs {{{owner}}}.",
-                    "Give both.",
-                    {name: getattr(self, name), owner: ...},
-                )
 
 
 @dataclass(frozen=True)

@@ -419,8 +419,7 @@ def divided_images(parts: Iterable[Index]) -> int:
     fields = [name for name in index.fields if is_image(name) and "." not in name]
     members = index.offsets.members_of(np.arange(len(index)), fields)
     identity = members.size.astype(np.uint64) << np.uint64(32) | members.crc.astype(np.uint64)
-    names = index.splits
-    split = np.array([names.index(shard.split) for shard in index.shards])
-    split = split[index.shard_of(members.row)]
-    distinct = [np.unique(identity[split == code]) for code in range(len(names))]
+    _, codes = np.unique([shard.split for shard in index.shards], return_inverse=True)
+    split = codes[index.shard_of(members.row)]
+    distinct = [np.unique(identity[split == code]) for code in np.unique(codes)]
     return int((np.unique(np.concatenate(distinct), return_counts=True)[1] > 1).sum())

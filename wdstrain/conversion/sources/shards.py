@@ -15,8 +15,6 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import (
     BadSample,
@@ -32,7 +30,6 @@ from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_columns_of
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
-from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
@@ -64,14 +61,16 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     stratum = next((label for label in labels if label.is_class), None)
 
     def entries() -> Iterator[Sample | BadSample]:
-        strata = _strata(index, stratum)
+        column = next((c for c in index.columns if stratum and c.place == stratum.place), None)
         for number, fields in _read(index):
             shard, key = index.shard_with(number), index.key(number)
             if isinstance(fields, str):
                 yield BadSample(shard.shown, 0, key, fields)
                 continue
             kept = [(names[field], data) for field, data in fields.items() if field in names]
-            yield Sample(key, kept, splits[shard.name], stratum=strata[number])
+            value = None if column is None else column.values[number].as_py()
+            kind = "" if value is None else str(value)
+            yield Sample(key, kept, splits[shard.name], stratum=kind)
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
     source = _stated(options, index)
@@ -102,15 +101,6 @@ def _chosen(index: Index, options: TarsOptions, ignored: Counter[str]) -> Index:
     chosen = ids_of_keys(index, np.arange(len(index)), options.keys)
     ignored["keys that were not asked for"] += len(index) - len(chosen)
     return index.take(chosen)
-
-
-def _strata(index: Index, label: ColumnInfo | None) -> list[str]:
-    """Return the class of each sample, from the column of a label; "" without one."""
-    column = next((c for c in index.columns if label and c.place == label.place), None)
-    values = pa.nulls(len(index), pa.string()) if column is None else column.values
-    coded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    classes = np.array([*map(str, coded.dictionary.to_pylist()), ""], object)
-    return list(classes[pc.fill_null(coded.indices, len(classes) - 1).to_numpy()])
 
 
 def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
