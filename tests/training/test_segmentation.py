@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
+from tests.conftest import write_tar
 from wdstrain.cli import main
 
 COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
@@ -445,6 +446,23 @@ def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
         return
     white = batch["image"][:, 0] > 127
     assert float((white == (batch["mask"] == 1)).float().mean()) > 0.95
+
+
+def test_masks_of_another_shape_in_shards_made_elsewhere_end_training_at_its_start(
+    tmp_path: Path,
+) -> None:
+    """A photo that is shown rotated, with a mask that was drawn on its stored raster."""
+    photo, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 20)).save(photo, "JPEG", exif=exif)
+    mask = png(np.zeros((20, 40), np.uint8))
+    write_tar(
+        tmp_path / "a.tar",
+        [(f"k{n}", {"jpg": photo.getvalue(), "mask.png": mask}) for n in range(8)],
+    )
+    with pytest.raises(wt.UsageError, match=r"key 'k0': its mask.png has 40 x 20 pixels.*upright"):
+        wt.train(tmp_path / "a.tar", tmp_path / "run", **QUICK, epochs=1)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("source", ["folder", "shards"])

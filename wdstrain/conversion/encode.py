@@ -266,10 +266,10 @@ class Recipe:
                     f"its {field} does not begin as an image does, but with {data[:12]!r}"
                 )
         masks = [part for part in parts if is_mask(part[0])]
-        photo = _photo(parts) if masks or self.changes else None
+        photo = photo_of(parts) if masks or self.changes else None
         if photo is not None:
             for mask in masks:
-                _check_mask(mask, photo)
+                check_mask(mask, photo)
         if not self.changes and self.check != "decode":
             return list(parts)
         names, made = {field for field, _ in parts}, []
@@ -347,13 +347,13 @@ def _with_alpha(data: bytes) -> Image.Image:
         return picture if picture.mode in ("L", "LA", "RGB", "RGBA") else picture.convert("RGB")
 
 
-def _photo(parts: Sequence[Part]) -> Part | None:
+def photo_of(parts: Sequence[Part]) -> Part | None:
     """Return the image that the others belong to: the first JPEG, or else the first one."""
     images = [part for part in parts if is_image(part[0]) and "." not in part[0]]
     return next((part for part in images if format_of(part[1]) is JPEG), next(iter(images), None))
 
 
-def _check_mask(mask: Part, photo: Part) -> None:
+def check_mask(mask: Part, photo: Part) -> None:
     """Raise SampleError for a mask that does not cover its photo as it is shown.
 
     A mask drawn on the stored raster of a rotated photo, or on a part of it, would be stretched.

@@ -14,10 +14,11 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from wdstrain.conversion.encode import check_mask, photo_of
 from wdstrain.decode.codecs import IGNORED, decode_mask
 from wdstrain.decode.fields import Field, Image, Mask, image
 from wdstrain.decode.formats import is_image
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
 from wdstrain.shards.columns import Column, as_label, counted
@@ -361,14 +362,25 @@ def _scaled(head: Head, index: Index) -> Head:
 def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[str, int]:
     """Return the pixels by class of an even part of the masks.
 
-    is_strict: raise UsageError for masks with class numbers that are not learned.
+    is_strict: raise UsageError for masks with class numbers that are not learned, and for a mask of
+    another shape than its image.
     """
     counts, learned = np.zeros(_MASK_NUMBERS, np.int64), len(head.classes)
     name = head.target.field
-    for _, fields in index.read(even_part(index, _COUNTED_MASKS), [name]):
+    images = [field for field in index.fields if is_image(field) and is_strict]
+    for number, fields in index.read(even_part(index, _COUNTED_MASKS), [name, *images]):
         with suppress(WdstrainError, KeyError):
             numbers = decode_mask(fields[name], head.target.ignored).clip(0, _MASK_NUMBERS - 1)
             counts += np.bincount(numbers.ravel(), minlength=_MASK_NUMBERS)
+        photo = photo_of([*fields.items()])
+        if is_strict and photo is not None and photo[0] != name and name in fields:
+            try:
+                check_mask((name, fields[name]), photo)
+            except SampleError as error:
+                place = f"{index.shard_with(number).shown}, key {index.key(number)!r}"
+                raise UsageError(
+                    f"{place}: {error}.", "Mend the masks and pack them again."
+                ) from error
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
     refuse(
         (
