@@ -23,8 +23,8 @@ from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
-from wdstrain.training.report import verdict
 from wdstrain.training.run_dir import read_checkpoint
+from wdstrain.training.run_log import verdict
 from wdstrain.training.train import train
 from wdstrain.training.weights import LoadedCheckpoint
 

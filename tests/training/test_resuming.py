@@ -154,8 +154,9 @@ def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint
     # A second kill within the write of the next checkpoint: the file is complete, but not yet
     # renamed.
     code = (
-        "import os, signal, sys, wdstrain.training.run_dir as c\n"
-        "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, sys, torch\n"
+        "save = torch.save\n"
+        "torch.save = lambda *_: (save(*_), os.kill(os.getpid(), signal.SIGKILL))\n"
         "from wdstrain.cli import main; main(sys.argv[1:])"
     )
     killed = subprocess.run(
@@ -307,7 +308,7 @@ def test_a_failed_checkpoint_is_a_warning_and_a_failed_last_one_an_error(
     seen = At("", 0, lambda: None)
     with watched_calls("replace", r"step-\d+\.pt", sometimes):
         train(str(pets), tmp_path / "run", progress=seen, **{**OPTIONS, "epochs": 1})
-    warning = "cannot be written (No space left on device). Earlier checkpoints are intact."
+    warning = "cannot be written: No space left on device. Earlier checkpoints are intact."
     assert sum(warning in line for line in seen.lines) == 2
     with (
         watched_calls("replace", r"\.pt", always),

@@ -147,7 +147,7 @@ def _train(arguments: argparse.Namespace) -> int:
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped
-    from wdstrain.training.results import metric_rows, metric_text
+    from wdstrain.training.report import metric_rows, metric_text
     from wdstrain.training.train import train
 
     try:
@@ -196,7 +196,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
-    from wdstrain.training.results import metric_rows
+    from wdstrain.training.report import metric_rows
 
     options = {**given(arguments, EvaluateArguments), "urls": selected(arguments)}
     _, metrics = evaluate(**options)
@@ -214,7 +214,7 @@ def _print_runs(
     arguments: argparse.Namespace, runs: list[str], title: str, report: str | None = None
 ) -> int:
     """Print results of runs. title: in JSON; with "folds" their means and deviations, too."""
-    from wdstrain.training.results import compare, spread, spread_lines, table
+    from wdstrain.training.report import compare, spread, spread_lines, table
 
     rows = compare(runs, report)
     figures = spread(rows) if title == "folds" else {}

@@ -8,5 +8,5 @@ inputs                              inputs of the model
 tasks, heads, metrics               labels, outputs of the model, losses, and scores
 models, weights                     models by name, optimizers, weights, trained models, export
 distributed                         the processes of a run, and signals
-run_dir, run_log, report, results   the folder of a run, its checkpoints, logs, page; runs compared
+run_dir, run_log, report            the folder of a run, its checkpoints, logs, page; runs compared
 """

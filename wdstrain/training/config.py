@@ -42,6 +42,15 @@ _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
 _OPTIMIZERS = ("adamw", "sgd")
 IMAGE_OPTIONS = ("augment", "scale", "ratio", "crop_pct")  # of the default input
 
+# Stages of a step, and what they are in the report.
+STAGES = {
+    "data": "waiting for data",
+    "copy": "copy to the device",
+    "compute": "forward and backward",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):

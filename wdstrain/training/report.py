@@ -1,53 +1,111 @@
-"""report.html of a run or of an evaluation, and the same in words for terminal and log.
+"""Results in words, tables and pages: of a run, of an evaluation, and of runs side by side.
 
-The page is one file and loads nothing from elsewhere. A run rewrites it after every epoch.
+A page is one file and loads nothing from elsewhere. A run rewrites its own after every epoch. This
+module does not import torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import textwrap
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
-from wdstrain.report.printing import printable
-from wdstrain.shards.declare import recorded_counts
-from wdstrain.shards.index import Index
 from wdstrain.storage.files import write_whole
-from wdstrain.training.config import Config
-from wdstrain.training.heads import Head
-from wdstrain.training.metrics import Classes, classes_of
-from wdstrain.training.results import (
-    History,
-    curves,
-    heading,
-    metric_rows,
-    metric_text,
-    metric_title,
-    metric_value,
+from wdstrain.training.config import (
+    CONFIG,
+    METRICS,
+    STAGES,
+    Config,
+    read_config,
+    read_lines,
+    refuse,
 )
-from wdstrain.training.run import STAGES, Run
-from wdstrain.training.tasks import Monitor, Task
-from wdstrain.training.validation import PALETTE, Preview
-from wdstrain.training.weights import LoadedCheckpoint
+
+if TYPE_CHECKING:
+    from wdstrain.training.heads import Head
+    from wdstrain.training.metrics import Classes
+    from wdstrain.training.run import Run
+    from wdstrain.training.tasks import Task
+    from wdstrain.training.validation import Preview
+    from wdstrain.training.weights import LoadedCheckpoint
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _NAMED_COLORS = 30  # classes in a legend
 _CLASSES = 200  # rows of a table of classes
-_LOGGED = 100  # classes whose numbers are in the line of an epoch
 _PAIRS = 20  # mistaken pairs of classes in a list
-_NAMED = 8  # classes in a sentence
-# Shorter epochs are dominated by their start: threads begin, the first batches are read.
-_FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
+_MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
+_MOST = len(charts.COLORS)  # runs with curves
 
-# (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
-Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
+History = Sequence[Mapping[str, Any]]
+
+_TITLES = {
+    "top5": "top-5",
+    "auroc": "AUROC",
+    "f1": "F1",
+    "r2": "R2",
+    "ece": "calibration error",
+    "mse": "MSE",
+    "mae": "MAE",
+    "mse_of_mean": "MSE of predicting the mean",
+    "bad": "bad samples",
+}
+_SHARES = ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
+
+
+def metric_title(name: str) -> str:
+    """Return the name of a metric in words."""
+    label, separator, own = name.rpartition("/")
+    return label + separator + _TITLES.get(own, own.replace("_", " "))
+
+
+def metric_value(name: str, value: float) -> str:
+    """Return the value of a metric: shares in percent, counts as they are.
+
+    Errors have four decimals, or four digits where these would say little.
+    """
+    if isinstance(value, int):
+        return str(value)
+    if name.rpartition("/")[2] in _SHARES:
+        return f"{value:.2%}"
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return one metric in words."""
+    return f"{metric_title(name)} {metric_value(name, value)}"
+
+
+def heading(name: str) -> str:
+    """Return the title of a chart of a metric, such as "Accuracy" or "kind: Accuracy"."""
+    label, _, own = name.rpartition("/")
+    words = metric_title(own)
+    # not of an abbreviation such as mAP
+    title = words[:1].upper() + words[1:] if words[1:].islower() else words
+    return f"{label}: {title}" if label else title
+
+
+def metric_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and value of each metric of a pass in words."""
+    return [
+        (metric_title(name), metric_value(name, value))
+        for name, value in metrics.items()
+        if name != "classes"
+    ]
+
+
+def curves(name: str, lines: Sequence[Line]) -> str:
+    """Return a card with curves of a metric over the epochs."""
+    is_share = name.rpartition("/")[2] in _SHARES
+    return pages.card(heading(name), charts.lines(lines, across="epoch", share=is_share))
+
+
+# --- pages -----------------------------------------------------------------------------------------
 
 
 def write_report(
@@ -154,7 +212,7 @@ def _by_epoch(history: History, name: str) -> list[Line]:
     ]
 
 
-def _largest(counts: Mapping[str, int], most: int | None = None) -> dict[str, int]:
+def largest(counts: Mapping[str, int], most: int | None = None) -> dict[str, int]:
     """Return the classes by count, the most frequent first."""
     return dict(sorted(counts.items(), key=lambda item: -item[1])[:most])
 
@@ -198,7 +256,7 @@ def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]
 def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
     """Return a table of classes, the rarest last; of many the most frequent. The first column counts."""
     counted, *names = next(iter(classes.values()))
-    order = _largest({name: int(row[counted] or 0) for name, row in classes.items()})
+    order = largest({name: int(row[counted] or 0) for name, row in classes.items()})
     rows = [
         [
             name,
@@ -238,115 +296,115 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     style, words, names = "shown", "prediction (true label if different)", ""
     if task.is_dense:
+        from wdstrain.training.validation import PALETTE
+
         style, words = "shown wide", "image, prediction, true mask"
         colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
         names = pages.legend(dict(zip(task.heads[0].classes[:_NAMED_COLORS], colors, strict=False)))
     return f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
 
 
-# --- an epoch in figures and in words -------------------------------------------------------------
+# --- runs side by side ----------------------------------------------------------------------------
 
 
-def mean_loss(sums: Mapping[str, float]) -> float:
-    """Return the mean loss of the samples whose loss is finite."""
-    return sums["loss"] / max(1.0, sums["samples"] - sums["overflowed"])
+def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, Any]]:
+    """Return a row for each run: run, epochs, best_epoch, seconds, metrics, options.
 
-
-def stall_share(seconds: Mapping[str, float]) -> float:
-    """Return the share of the time in which a step waited for data. seconds: by stage."""
-    return (seconds["data"] + seconds["copy"]) / max(1e-9, sum(seconds.values()))
-
-
-def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
-    """Return the line of the epoch in metrics.jsonl. Collective.
-
-    Seconds and verdict are those of the first process.
+    metrics: of validation after the best epoch, without validation those of training. options:
+    those that differ between the runs. report: page to write, with curves. Raises UsageError for a
+    folder that holds no run.
     """
-    state, sums = run.state, run.sums.read(run.setup.distributed)
-    samples, seconds = sums["samples"], sum(state.seconds.values())
-    metrics: dict[str, Any] = {
-        "epoch": state.epoch,
-        "loss": mean_loss(sums),
-        "samples": int(samples),
-        "bad": int(sums["bad"]),
-        "seconds": seconds,
-        **{f"{name}_seconds": value for name, value in state.seconds.items()},
-        "samples_per_second": samples / max(1e-9, seconds),
-        "stall": stall_share(state.seconds),
-        "left_out": run.loader.plan(state.epoch).left_out,
-        "lr": run.lr,
-        "verdict": state.verdict,
-        **{
-            run.task.metric_name(head, "accuracy"): sums[f"head {head.name}"] / max(1.0, samples)
-            for head in run.task.heads
-            if f"head {head.name}" in sums
-        },
+    histories = [read_lines(os.path.join(run, METRICS)) for run in runs]
+    options = [_options(run) for run in runs]
+    names = dict.fromkeys(name for own in options for name in own)
+    differing = [name for name in names if len({str(own.get(name)) for own in options}) > 1]
+    rows = [
+        _row(run, lines) | {"options": {name: own.get(name) for name in differing}}
+        for run, lines, own in zip(runs, histories, options, strict=True)
+    ]
+    if report is not None:
+        _write_page(report, rows, histories)
+    return rows
+
+
+def _options(run: str) -> dict[str, Any]:
+    """Return the options and the data of a run."""
+    path = os.path.join(run, CONFIG)
+    refuse((not os.path.exists(path), f"{run} holds no run.", "Name folders that train wrote."))
+    options, data = read_config(path)
+    return options | data
+
+
+def _row(run: str, lines: History) -> dict[str, Any]:
+    """Return the results of a run. lines: of metrics.jsonl."""
+    best = max((i for i, line in enumerate(lines, 1) if line.get("is_best", True)), default=None)
+    line = lines[best - 1] if best else {}
+    return {
+        "run": run,
+        "epochs": len(lines),
+        "best_epoch": best,
+        "seconds": sum(line["seconds"] + line.get("val_seconds", 0.0) for line in lines),
+        "metrics": line.get("val", {name: line[name] for name in _MAIN if name in line}),
     }
-    if run.scaler.is_enabled():
-        metrics["skipped_steps"] = int(sums["skipped"])
-    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
-    return metrics | (classes_of(passes["val"][1], _LOGGED) if passes else {})
 
 
-def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-    """Return loss, accuracy and stall of the epoch so far."""
-    hits = [sums[f"head {head.name}"] for head in task.heads if f"head {head.name}" in sums][:1]
-    shares = [f"acc {count / max(1.0, sums['samples']):.1%}" for count in hits]
-    return ", ".join([f"loss {mean_loss(sums):.3f}", *shares, f"stall {stall_share(seconds):.0%}"])
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of `compare` as texts, below a line of titles."""
+    names = _main_metrics(rows)
+    head = ["run", *map(metric_title, names), "best epoch", "time", "options that differ"]
+    return [head] + [
+        [
+            run,
+            *(metric_value(n, row["metrics"][n]) if n in row["metrics"] else "-" for n in names),
+            f"{row['best_epoch'] or '-'} of {row['epochs']}",
+            str(timedelta(seconds=round(row["seconds"]))),
+            ", ".join(f"{name}={value}" for name, value in row["options"].items()),
+        ]
+        for run, row in zip(_short_names(rows), rows, strict=True)
+    ]
 
 
-def epoch_lines(title: str, history: History, monitor: str) -> Iterator[str]:
-    """Yield the lines on the last epoch: its figures, and a verdict that differs from the last."""
-    metrics = history[-1]
-    val = metrics.get("val", {})
-    validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""
-    rate = f"{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
-    yield f"{title}: loss {metrics['loss']:.3f}, {validation}{rate}"
-    if metrics.get("skipped_steps"):
-        yield f"  {metrics['skipped_steps']} steps overflowed 16 bits and were skipped"
-    if metrics["verdict"] not in [epoch["verdict"] for epoch in history[-2:-1]]:
-        yield textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  ")
+def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return "mean" and "deviation" of each metric that all of these runs have."""
+    columns = {name: [row["metrics"].get(name) for row in rows] for name in rows[0]["metrics"]}
+    shares = {n: values for n, values in columns.items() if all(type(x) is float for x in values)}
+    return {
+        "mean": {name: statistics.fmean(values) for name, values in shares.items()},
+        "deviation": {name: statistics.stdev(values) for name, values in shares.items()},
+    }
 
 
-def best_sentence(history: History, best: Mapping[str, float] | None, monitor: Monitor) -> str:
-    """Return the epoch of best.pt and how it was chosen."""
-    same = (i for i, line in enumerate(history, 1) if best and line.get("val") == best)
-    title = f"best.pt is of epoch {next(same, len(history))}"
-    if best is None:
-        return f"{title}, the last: there was no validation"
-    if monitor.name not in best:
-        return f"{title}: {monitor.name} was undefined"
-    rank = "highest" if monitor.maximizes else "lowest"
-    return f"{title}: {metric_text(monitor.name, best[monitor.name])}, the {rank} of all epochs"
+def spread_lines(mean: Mapping[str, float], deviation: Mapping[str, float]) -> list[str]:
+    """Return mean and deviation of each metric in words."""
+    return [
+        f"{metric_text(name, value)} ± {metric_value(name, deviation[name])}"
+        for name, value in mean.items()
+    ]
 
 
-def samples_sentence(index: Index, task: Task) -> str:
-    """Return the number of samples, and of those of each class where the index says it."""
-    parts = [f"{len(index)} samples"]
-    for head in task.heads:
-        if counts := recorded_counts(index, head.target):
-            parts.append(f"{printable(head.name)}: {counts_text(counts)}")
-    return "; ".join(parts)
+def _short_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the runs from the folder that holds all of them."""
+    paths = [os.path.abspath(row["run"]) for row in rows]
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, folder) for path in paths]
 
 
-def counts_text(counts: Mapping[str, int]) -> str:
-    """Return the counts of the most frequent classes, and the classes without any."""
-    named = [f"{printable(name)} {n}" for name, n in _largest(counts, _NAMED).items() if n]
-    if len(counts) > _NAMED:
-        named.append(f"and {len(counts) - _NAMED} classes more")
-    missing = [printable(name) for name, n in counts.items() if not n][:_NAMED]
-    return ", ".join(named) + (f"; none of: {', '.join(missing)}" if missing else "")
+def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics that are shown: of each label the one that chooses the best, and the loss."""
+    there = dict.fromkeys(name for row in rows for name in row["metrics"])
+    return [name for main in _MAIN for name in there if name.rpartition("/")[2] == main]
 
 
-def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:
-    """Return what limited the epoch. report: of the loader. seconds: by stage, as in the report.
-
-    A short epoch has a bottleneck only if the model waited most of the time for one slow stage.
-    """
-    stats = EpochStats(**{name: report[name] for name in EpochStats.__dataclass_fields__})
-    stats.wait_seconds = seconds["data"] + seconds["copy"]
-    stats.loop_seconds = sum(seconds.values()) - stats.wait_seconds
-    is_short = stats.batches < _FEWEST_STEPS and sum(seconds.values()) < _FEWEST_SECONDS
-    if is_short and (stats.stall < 0.5 or not stats.is_input_bound):
-        return f"no bottleneck is named: epochs of fewer than {_FEWEST_STEPS} steps are too short"
-    return stats.verdict_of(consumer, seconds["compute"] + seconds["optimizer"])
+def _write_page(path: str, rows: Sequence[Mapping[str, Any]], histories: Sequence[History]) -> None:
+    """Write a page with the table and the curves of each metric by epoch."""
+    head, *body = table(rows)
+    cards = []
+    for name in _main_metrics(rows):
+        lines = []
+        for run, history in zip(_short_names(rows)[:_MOST], histories, strict=False):
+            values = [line.get("val", line).get(name, math.nan) for line in history]
+            lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
+        cards.append(curves(name, lines))
+    more = f"<p>Curves of the first {_MOST} runs.</p>" if len(rows) > _MOST else ""
+    parts = [pages.grid(head, body), more, pages.cards(cards)]
+    write_whole(path, pages.page(f"{len(rows)} runs", parts))

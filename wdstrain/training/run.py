@@ -21,7 +21,7 @@ from torch import nn
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.report.terminal import Reporter
 from wdstrain.training import weights as model_weights
-from wdstrain.training.config import Config, TrainArguments, refuse, refusing
+from wdstrain.training.config import STAGES, Config, TrainArguments, refuse, refusing
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
@@ -50,15 +50,6 @@ from wdstrain.training.options import is_file
 from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.tasks import Monitor, Task, check_objects
 from wdstrain.training.validation import EpochSums, Setup
-
-# Stages of a step, and what they are in the report.
-STAGES = {
-    "data": "waiting for data",
-    "copy": "copy to the device",
-    "compute": "forward and backward",
-    "optimizer": "optimizer",
-    "other": "other",
-}
 
 
 class Diverged(WdstrainError):

@@ -11,11 +11,11 @@ and are read with `weights_only`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
-import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import StorageError, UsageError
+from wdstrain.errors import UsageError
 from wdstrain.runtime.file_locks import lock_file, unlock_file
-from wdstrain.storage.files import check_folder_output, disk_errors, publish, write_whole
+from wdstrain.storage.files import check_folder_output, disk_errors, put_whole, write_whole
 from wdstrain.training.config import CONFIG, METRICS, read_lines, refuse, refusing
 
 STEPS = "steps.jsonl"
@@ -36,6 +36,7 @@ _RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
 _LOCK = ".lock"
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 3  # of the contents of a checkpoint
+_INTACT = "Earlier checkpoints are intact."
 
 
 def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
@@ -139,41 +140,32 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> str:
         """Write a checkpoint of this step of the run, and return its path. best: it is the best."""
-        name, temporary = f"step-{step:08d}.pt", self._temporary()
+        name = f"step-{step:08d}.pt"
         path = os.path.join(self._folder, name)
-        try:
-            with WorkerDeathsAsErrors():
-                torch.save(dict(state), temporary)
-                # best.pt first: a run resumed from this step does not write it again
-                for final in (BEST, name, LAST) if best else (name, LAST):
-                    self._put(temporary, final)
-                for old in set(names(self._folder)[: -self._keep]) - {name}:
-                    os.unlink(os.path.join(self._folder, old))
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise StorageError(
-                f"the checkpoint {path} cannot be written ({why}). Earlier checkpoints are intact."
-            ) from error
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
+        # best.pt first: a run resumed from this step does not write it again
+        first, *others = (BEST, name, LAST) if best else (name, LAST)
+        with put_whole(os.path.join(self._folder, first), _INTACT) as file:
+            try:
+                with WorkerDeathsAsErrors():
+                    torch.save(dict(state), file.name)
+            except RuntimeError as error:  # of torch on a full disk
+                raise OSError(errno.EIO, str(error).splitlines()[0]) from error
+        for other in others:
+            self._link(first, other)
+        with disk_errors(path, _INTACT):
+            for old in set(names(self._folder)[: -self._keep]) - {name}:
+                os.unlink(os.path.join(self._folder, old))
         return path
 
-    def _put(self, path: str, name: str) -> None:
+    def _link(self, name: str, other: str) -> None:
         """Give a file another name in the folder, which replaces an earlier file of that name."""
-        temporary = self._temporary()
-        try:
+        path = os.path.join(self._folder, name)
+        with put_whole(os.path.join(self._folder, other), _INTACT) as file:
+            os.unlink(file.name)
             try:
-                os.link(path, temporary)
+                os.link(path, file.name)
             except OSError:  # a file system without links
-                shutil.copyfile(path, temporary)
-            publish(temporary, os.path.join(self._folder, name))
-        finally:  # a link that stays would keep the bytes of a checkpoint on a full disk
-            with suppress(OSError):
-                os.unlink(temporary)
-
-    def _temporary(self) -> str:
-        return os.path.join(self._folder, f".{uuid.uuid4().hex[:12]}.tmp")
+                shutil.copyfile(path, file.name)
 
 
 def names(folder: str) -> list[str]:

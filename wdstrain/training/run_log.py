@@ -1,10 +1,11 @@
-"""What a run writes about itself while it runs: progress, steps.jsonl, TensorBoard events, the report.
+"""What a run says about itself while it runs: progress, steps.jsonl, TensorBoard events, the report.
 
 What cannot be written is reported, and the run goes on.
 """
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,11 +14,16 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError
-from wdstrain.training.config import METRICS, read_lines
+from wdstrain.loader.stats import EpochStats
+from wdstrain.report.printing import printable
+from wdstrain.shards.declare import recorded_counts
+from wdstrain.shards.index import Index
+from wdstrain.training.config import METRICS, STAGES, read_lines
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
-from wdstrain.training.report import counts_text, mean_loss, progress_text, write_report
-from wdstrain.training.run import STAGES, Diverged, Run
+from wdstrain.training.metrics import classes_of
+from wdstrain.training.report import History, largest, metric_text, write_report
+from wdstrain.training.run import Diverged, Run
 from wdstrain.training.run_dir import (
     BOARD,
     CHECKPOINTS,
@@ -26,9 +32,17 @@ from wdstrain.training.run_dir import (
     Checkpoints,
     RunDir,
 )
+from wdstrain.training.tasks import Monitor, Task
 
 _ON_DEVICE = ("compute", "optimizer")
 _SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
+_LOGGED = 100  # classes whose numbers are in the line of an epoch
+_NAMED = 8  # classes in a sentence
+# Shorter epochs are dominated by their start: threads begin, the first batches are read.
+_FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
+
+# (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
+Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
 
 
 def open_folder(run: Run, stack: ExitStack) -> RunDir:
@@ -217,3 +231,111 @@ class StageTimer:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
         return time.perf_counter(), event
+
+
+# --- an epoch in figures and in words -------------------------------------------------------------
+
+
+def mean_loss(sums: Mapping[str, float]) -> float:
+    """Return the mean loss of the samples whose loss is finite."""
+    return sums["loss"] / max(1.0, sums["samples"] - sums["overflowed"])
+
+
+def stall_share(seconds: Mapping[str, float]) -> float:
+    """Return the share of the time in which a step waited for data. seconds: by stage."""
+    return (seconds["data"] + seconds["copy"]) / max(1e-9, sum(seconds.values()))
+
+
+def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
+    """Return the line of the epoch in metrics.jsonl. Collective.
+
+    Seconds and verdict are those of the first process.
+    """
+    state, sums = run.state, run.sums.read(run.setup.distributed)
+    samples, seconds = sums["samples"], sum(state.seconds.values())
+    metrics: dict[str, Any] = {
+        "epoch": state.epoch,
+        "loss": mean_loss(sums),
+        "samples": int(samples),
+        "bad": int(sums["bad"]),
+        "seconds": seconds,
+        **{f"{name}_seconds": value for name, value in state.seconds.items()},
+        "samples_per_second": samples / max(1e-9, seconds),
+        "stall": stall_share(state.seconds),
+        "left_out": run.loader.plan(state.epoch).left_out,
+        "lr": run.lr,
+        "verdict": state.verdict,
+        **{
+            run.task.metric_name(head, "accuracy"): sums[f"head {head.name}"] / max(1.0, samples)
+            for head in run.task.heads
+            if f"head {head.name}" in sums
+        },
+    }
+    if run.scaler.is_enabled():
+        metrics["skipped_steps"] = int(sums["skipped"])
+    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
+    return metrics | (classes_of(passes["val"][1], _LOGGED) if passes else {})
+
+
+def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+    """Return loss, accuracy and stall of the epoch so far."""
+    hits = [sums[f"head {head.name}"] for head in task.heads if f"head {head.name}" in sums][:1]
+    shares = [f"acc {count / max(1.0, sums['samples']):.1%}" for count in hits]
+    return ", ".join([f"loss {mean_loss(sums):.3f}", *shares, f"stall {stall_share(seconds):.0%}"])
+
+
+def epoch_lines(title: str, history: History, monitor: str) -> Iterator[str]:
+    """Yield the lines on the last epoch: its figures, and a verdict that differs from the last."""
+    metrics = history[-1]
+    val = metrics.get("val", {})
+    validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""
+    rate = f"{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
+    yield f"{title}: loss {metrics['loss']:.3f}, {validation}{rate}"
+    if metrics.get("skipped_steps"):
+        yield f"  {metrics['skipped_steps']} steps overflowed 16 bits and were skipped"
+    if metrics["verdict"] not in [epoch["verdict"] for epoch in history[-2:-1]]:
+        yield textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  ")
+
+
+def best_sentence(history: History, best: Mapping[str, float] | None, monitor: Monitor) -> str:
+    """Return the epoch of best.pt and how it was chosen."""
+    same = (i for i, line in enumerate(history, 1) if best and line.get("val") == best)
+    title = f"best.pt is of epoch {next(same, len(history))}"
+    if best is None:
+        return f"{title}, the last: there was no validation"
+    if monitor.name not in best:
+        return f"{title}: {monitor.name} was undefined"
+    rank = "highest" if monitor.maximizes else "lowest"
+    return f"{title}: {metric_text(monitor.name, best[monitor.name])}, the {rank} of all epochs"
+
+
+def samples_sentence(index: Index, task: Task) -> str:
+    """Return the number of samples, and of those of each class where the index says it."""
+    parts = [f"{len(index)} samples"]
+    for head in task.heads:
+        if counts := recorded_counts(index, head.target):
+            parts.append(f"{printable(head.name)}: {counts_text(counts)}")
+    return "; ".join(parts)
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return the counts of the most frequent classes, and the classes without any."""
+    named = [f"{printable(name)} {n}" for name, n in largest(counts, _NAMED).items() if n]
+    if len(counts) > _NAMED:
+        named.append(f"and {len(counts) - _NAMED} classes more")
+    missing = [printable(name) for name, n in counts.items() if not n][:_NAMED]
+    return ", ".join(named) + (f"; none of: {', '.join(missing)}" if missing else "")
+
+
+def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:
+    """Return what limited the epoch. report: of the loader. seconds: by stage, as in the report.
+
+    A short epoch has a bottleneck only if the model waited most of the time for one slow stage.
+    """
+    stats = EpochStats(**{name: report[name] for name in EpochStats.__dataclass_fields__})
+    stats.wait_seconds = seconds["data"] + seconds["copy"]
+    stats.loop_seconds = sum(seconds.values()) - stats.wait_seconds
+    is_short = stats.batches < _FEWEST_STEPS and sum(seconds.values()) < _FEWEST_SECONDS
+    if is_short and (stats.stall < 0.5 or not stats.is_input_bound):
+        return f"no bottleneck is named: epochs of fewer than {_FEWEST_STEPS} steps are too short"
+    return stats.verdict_of(consumer, seconds["compute"] + seconds["optimizer"])

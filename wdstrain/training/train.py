@@ -27,7 +27,7 @@ from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
-from wdstrain.training.config import Config, TrainArguments, refuse
+from wdstrain.training.config import STAGES, Config, TrainArguments, refuse
 from wdstrain.training.distributed import (
     GO_ON,
     SAVE,
@@ -37,16 +37,16 @@ from wdstrain.training.distributed import (
     raise_stopped,
 )
 from wdstrain.training.inputs import batch_augmentation
-from wdstrain.training.report import (
+from wdstrain.training.run import Diverged, Run, resume
+from wdstrain.training.run_log import (
     Passes,
+    RunLog,
     best_sentence,
     epoch_lines,
     epoch_metrics,
     samples_sentence,
     verdict,
 )
-from wdstrain.training.run import STAGES, Diverged, Run, resume
-from wdstrain.training.run_log import RunLog
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Scored, evaluate_pass
 from wdstrain.training.weights import set_trainable, train_mode
