@@ -298,7 +298,7 @@ def test_weights_of_a_file_are_loaded_except_a_last_layer_of_another_shape(tmp_p
     pretrained = build("resnet18", 1000, 64)
     torch.save(pretrained.state_dict(), tmp_path / "resnet18.pth")
     model = build("resnet18", 5, 64)
-    assert load(model, "resnet18", str(tmp_path / "resnet18.pth")).fresh == ("fc.weight", "fc.bias")
+    assert load(model, "resnet18", str(tmp_path / "resnet18.pth"))[0] == ("fc.weight", "fc.bias")
     torch.testing.assert_close(
         model.state_dict()["conv1.weight"], pretrained.state_dict()["conv1.weight"]
     )
@@ -449,7 +449,7 @@ def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: 
     trained = build(name, 21, 32, is_dense=True).state_dict()
     torch.save({**trained, "aux_classifier.4.weight": torch.zeros(1)}, tmp_path / "w.pt")
     model = build(name, 3, 32, is_dense=True)
-    fresh = load(model, name, str(tmp_path / "w.pt")).fresh
+    fresh, _ = load(model, name, str(tmp_path / "w.pt"))
     layers = ("low_classifier", "high_classifier")
     assert fresh == tuple(f"classifier.{n}.{p}" for n in layers for p in ("weight", "bias"))
     assert not set(fresh) & set(freeze(model, "backbone"))
@@ -464,7 +464,7 @@ def test_prefixes_of_wrappers_are_removed_from_names(tmp_path: Path, prefix: str
     state = {f"{prefix}{name}": value for name, value in trained.state_dict().items()}
     torch.save({"state_dict": state}, tmp_path / "w.pt")
     model = build("small", 3, 16)
-    assert load(model, "small", str(tmp_path / "w.pt")).fresh == ()
+    assert load(model, "small", str(tmp_path / "w.pt"))[0] == ()
     for name, value in trained.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
 
@@ -483,9 +483,9 @@ def test_weights_by_name_come_from_the_cache_of_torch_hub(
     cached.parent.mkdir(parents=True, exist_ok=True)
     torch.save(trained.state_dict(), cached)
     model = build("squeezenet1_1", 5, 64)
-    loaded = load(model, "squeezenet1_1", "DEFAULT")
-    assert loaded.fresh == ("classifier.1.weight", "classifier.1.bias")
-    assert loaded.normalization == Normalization()
+    fresh, normalization = load(model, "squeezenet1_1", "DEFAULT")
+    assert fresh == ("classifier.1.weight", "classifier.1.bias")
+    assert normalization == Normalization()
     torch.testing.assert_close(
         model.state_dict()["features.0.weight"], trained.state_dict()["features.0.weight"]
     )

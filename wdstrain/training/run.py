@@ -78,7 +78,7 @@ class Run:
 
     setup: what it shares with evaluation. model: trained weights. average: their moving average, if
     there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
-    parameters that are not trained. steps: batches of an epoch. updates: of the optimizer in an
+    parameters that are not trained. fresh: names of those that the weights lack. steps: batches of an epoch. updates: of the optimizer in an
     epoch. state: position and history. sums: of the epoch so far. lr_scale: factor on the learning
     rate of further steps, which callbacks set and checkpoints keep. stop_reason: why the run ends.
     in_step: whether a part of a step is done. write_error: of the last checkpoint, if it could not be written.
@@ -116,8 +116,10 @@ class Run:
         shape = task.output_shape(inputs.image_shape)
         self.model = check_shapes(net, config.model, inputs, shape)
         classes = [head.classes for head in task.heads]
-        self.weights = (
-            model_weights.load(self.model, config.model, weights, classes) if weights else None
+        self.fresh, normalization = (
+            model_weights.load(self.model, config.model, weights, classes)
+            if weights
+            else ((), None)
         )
         self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
         # lanes of the run that is resumed, so that it may have another number of processes
@@ -139,7 +141,6 @@ class Run:
             if val is not None
             else None
         )
-        normalization = self.weights.normalization if self.weights is not None else None
         if checkpoint is not None:
             normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
         self.setup = Setup(
@@ -272,9 +273,10 @@ class Run:
         return bool(self.stop_reason)
 
     def check_finite(self, sums: Mapping[str, float]) -> None:
-        """Raise Diverged if a loss or a weight is not finite. With 16 bits losses may be so.
+        """Raise Diverged if a loss or a weight is not finite, or no scale fits into 16 bits.
 
-        The last loss may be finite although its step made weights that are not.
+        With 16 bits losses may be so. The last loss may be finite although its step made weights
+        that are not.
         """
         # Waits for the device.
         finite = [local(weight.detach()).isfinite().all() for weight in self.model.parameters()]
@@ -285,6 +287,13 @@ class Run:
                 f"the loss is not finite at step {self.state.step} of {self.title}.",
                 f"{hint} {{lr}} or set {{clip_norm}}. Earlier checkpoints are intact.",
                 {"lr": self.config.lr, "clip_norm": ...},
+            )
+        if sums["skipped"] and self.scaler.get_scale() < 1:
+            raise Diverged(
+                f"16 bits overflow at any scale of the loss, at step {self.state.step} of "
+                f"{self.title}.",
+                "Use {amp} or none, or set {clip_norm}. Earlier checkpoints are intact.",
+                {"amp": "bf16", "clip_norm": ...},
             )
 
     # --- checkpoints ------------------------------------------------------------------------------

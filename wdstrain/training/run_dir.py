@@ -44,8 +44,8 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
 
     Raises StorageError if it cannot be written.
     """
-    names = set(os.listdir(folder) if os.path.isdir(folder) else ())
-    names -= {_LOCK, *_incomplete(folder)}
+    # hidden files are the lock, and incomplete files that a kill left
+    names = {path.name for path in Path(folder).glob("[!.]*")}
     refuse(
         (resume and overwrite, "resume and overwrite exclude each other.", "Give one of them."),
         (
@@ -116,16 +116,11 @@ def strict_json(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
-def _incomplete(folder: str) -> set[str]:
-    """Return the names of incomplete files that a kill left."""
-    return {path.name for path in Path(folder).glob(".*.tmp")}
-
-
 def _remove_incomplete(folder: str) -> None:
     """Remove incomplete files that a kill left. Raises StorageError."""
     with disk_errors(folder, "Choose another folder."):
-        for name in _incomplete(folder):
-            os.unlink(os.path.join(folder, name))
+        for path in Path(folder).glob(".*.tmp"):
+            path.unlink()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.report import History, largest, metric_text, write_report
-from wdstrain.training.run import Diverged, Run
+from wdstrain.training.run import Run
 from wdstrain.training.run_dir import (
     BOARD,
     CHECKPOINTS,
@@ -106,7 +106,8 @@ class RunLog:
             for name in STAGES:
                 seconds[name] += window[name]
         sums, whole = run.sums.read(), max(1e-9, sum(window.values()))
-        self._check(sums)
+        if sums["overflowed"] or sums["skipped"]:
+            run.check_finite(sums)
         new = {name: sums[name] - self._sums[name] for name in sums}
         rate = new["samples"] * run.setup.distributed.size / whole
         self._at, self._sums = now, sums
@@ -120,19 +121,6 @@ class RunLog:
         events = {f"step/{name}": value for name, value in values.items()}
         events |= {f"time/{name}": window[name] / whole for name in STAGES}
         self._add_events(events, state.epoch * run.steps + state.step)
-
-    def _check(self, sums: Mapping[str, float]) -> None:
-        """Raise Diverged if the loss is not finite, or no scale fits into 16 bits."""
-        run = self._run
-        if sums["overflowed"]:
-            run.check_finite(sums)
-        if sums["skipped"] and run.scaler.get_scale() < 1:
-            raise Diverged(
-                f"16 bits overflow at any scale of the loss, at step {run.state.step} of "
-                f"{run.title}.",
-                "Use {amp} or none, or set {clip_norm}. Earlier checkpoints are intact.",
-                {"amp": "bf16", "clip_norm": ...},
-            )
 
     def epoch(self, details: Mapping[str, Any], best: str) -> None:
         """Write the metrics of the last epoch and the report.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,10 +78,9 @@ class Callback:
         """After the last epoch, or when the run ended early; not after an error."""
 
 
-def check_callback(callback: object) -> None:
+def check_callbacks(callbacks: Iterable[object]) -> None:
     """Raise UsageError for a method on_... that no run calls."""
     known = [name for name in vars(Callback) if name.startswith("on_")]
-    given = [name for name in dir(callback) if name.startswith("on_")]
     refuse(
         *(
             (
@@ -89,7 +88,9 @@ def check_callback(callback: object) -> None:
                 f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
                 f"{', '.join(known)}.",
             )
-            for name in given
+            for callback in callbacks
+            for name in dir(callback)
+            if name.startswith("on_")
         )
     )
 
@@ -125,8 +126,7 @@ def train(arguments: TrainArguments) -> TrainResult:
     UsageError and ShardError before anything is written, and Stopped after a signal, when a
     checkpoint was written.
     """
-    for callback in arguments.callbacks:
-        check_callback(callback)
+    check_callbacks(arguments.callbacks)
     distributed = DistributedContext()
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
@@ -160,7 +160,7 @@ def train(arguments: TrainArguments) -> TrainResult:
 
 def _start_lines(run: Run) -> list[str]:
     """Return what a run trains, on which data and where."""
-    config, fresh = run.config, ", ".join(run.weights.fresh) if run.weights is not None else ""
+    config = run.config
     count = sum(parameter.numel() for parameter in run.model.parameters())
     lines = [
         f"model {config.model}: {count:,} parameters, on {run.setup.device}",
@@ -169,8 +169,8 @@ def _start_lines(run: Run) -> list[str]:
         "no validation: give val=, a split val, or fold="
         if run.val_set is None
         else f"validation: {samples_sentence(run.val_set, run.task)}",
-        f"weights: {config.weights}" if run.weights is not None else "",
-        f"new weights: {fresh}" if fresh else "",
+        f"weights: {config.weights}" if config.weights and run.checkpoint is None else "",
+        f"new weights: {', '.join(run.fresh)}" if run.fresh else "",
         f"frozen: {len(run.frozen)} parameter tensors" if run.frozen else "",
     ]
     return list(filter(None, lines))

@@ -49,18 +49,14 @@ _NESTED = (
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.", "aux_classifier.")
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """fresh: parameters that were not in the weights. normalization: that the weights expect."""
-
-    fresh: tuple[str, ...]
-    normalization: Normalization | None
+# Parameters that were not in the weights, and the normalization that the weights expect.
+Loaded = tuple[tuple[str, ...], Normalization | None]
 
 
 def load(
     model: nn.Module, model_name: str, weights: str, classes: Sequence[Sequence[str]] = ()
-) -> LoadedWeights:
-    """Load weights into a model.
+) -> Loaded:
+    """Load weights into a model, and return what is not in them and what they expect.
 
     weights: a file, or for a model of torchvision the name of its weights, such as DEFAULT or
     IMAGENET1K_V2, and for a model of timm DEFAULT, which `models.build(pretrained=True)` has loaded.
@@ -80,10 +76,10 @@ def load(
         )
     )
     config = cast(Any, model).pretrained_cfg
-    return LoadedWeights((), Normalization(tuple(config["mean"]), tuple(config["std"])))
+    return (), Normalization(tuple(config["mean"]), tuple(config["std"]))
 
 
-def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> LoadedWeights:
+def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded:
     from torchvision.models import get_model_weights
 
     has_names = model_name != "small" and ":" not in model_name
@@ -109,10 +105,10 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
         state = member.get_state_dict(progress=False, check_hash=True)
     transforms = member.transforms()
     normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
-    return LoadedWeights(_copy_weights(model, state, weights), normalization)
+    return _copy_weights(model, state, weights), normalization
 
 
-def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> LoadedWeights:
+def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> Loaded:
     # timm and torchvision's references save their arguments beside the weights
     with torch.serialization.safe_globals([argparse.Namespace]):
         value: Any = load_file(
@@ -137,7 +133,7 @@ def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) ->
             {"weights": path},
         )
     )
-    return LoadedWeights(_copy_weights(model, value, path, is_other), normalization)
+    return _copy_weights(model, value, path, is_other), normalization
 
 
 def _copy_weights(
