@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from wdstrain.errors import UsageError
 from wdstrain.training.config import Config, refuse, refusing
 from wdstrain.training.distributed import local
 from wdstrain.training.inputs import ModelInputs
@@ -266,16 +265,16 @@ def enable_checkpointing(model: nn.Module) -> None:
 
     Raises UsageError for a model without such a method.
     """
-    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):  # timm, transformers
-        if callable(enable := getattr(model, name, None)):
-            enable()
-            return
-    raise UsageError(
-        "{grad_checkpointing} needs a model that has it, and this one has no method "
-        "set_grad_checkpointing().",
-        f"Use a model of timm ({TIMM}NAME), or checkpoint in the model's own forward.",
-        {"grad_checkpointing": ...},
+    refuse(
+        (
+            not callable(getattr(model, "set_grad_checkpointing", None)),
+            "{grad_checkpointing} needs a model that has it, and this one has no method "
+            "set_grad_checkpointing().",
+            f"Use a model of timm ({TIMM}NAME), or checkpoint in the model's own forward.",
+            {"grad_checkpointing": ...},
+        )
     )
+    cast(Any, model).set_grad_checkpointing()
 
 
 # --- optimizers -----------------------------------------------------------------------------------
